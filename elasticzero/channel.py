@@ -1,0 +1,277 @@
+"""Messages between an agent and its worker, over a socket the worker inherits: one dataclass each.
+
+One JSON object a line. The agent speaks first, with the worker's `Assignment`.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from elasticzero.records import decode, encode
+
+CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
+"""Environment variable that names the descriptor of the worker's end."""
+
+FLAG_LEAVE, FLAG_GROW, FLAG_STOP = 1, 2, 4
+"""Bits of the control word: a node leaves, the world grows, the job is stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where one rank's shard of a snapshot can be read."""
+
+    rank: int
+    """Rank in the world that wrote the snapshot."""
+    node: str
+    address: str
+    """`host:port` of the HTTP server of the agent that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The state a generation starts from."""
+
+    tier: Literal["fresh", "ram", "storage"]
+    step: int = 0
+    generation: int = 0
+    """RAM tier: the generation that wrote the snapshot."""
+    sources: tuple[Source, ...] = ()
+    """RAM tier: one for each rank of the snapshot's world; more than one for a rank are alternatives,
+    nearest not first. A snapshot that is complete has world size 1 and only sources of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Agent to worker, first: who you are in which generation, and where its state comes from."""
+
+    job: str
+    node: str
+    generation: int
+    token: str
+    """The generation's own: in checkpoint file names, and the password of snapshot requests."""
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    """Index of this worker's node in the generation's order of members."""
+    master_address: str
+    master_port: int
+    store_fd: int | None
+    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
+    strategy: str
+    resume: Resume
+    snapshot_root: str
+    """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 0
+    connect_timeout_s: float = 30.0
+    collective_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Agent to worker: put these flags into the control word from now on."""
+
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Agent to worker: the generation is over; shut the group's sockets and stop where you are."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Agent to worker, in answer to `Stopping`: write your state as a snapshot, or do not."""
+
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """Worker to agent: the script called `elasticzero.run`; it will obey requests."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Worker to agent: the state of `step` is in place and training goes on."""
+
+    step: int
+    tier: Literal["fresh", "ram", "storage"]
+    connect_s: float
+    """Setting up the process group."""
+    build_s: float
+    """From there to `session.restore()`: the user's model and optimizer."""
+    restore_s: float
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Worker to agent: one global batch is applied."""
+
+    step: int
+    step_s: float
+    data_wait_s: float
+    samples: int
+    """In the global batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """Worker to agent: the scalars of `session.log`."""
+
+    step: int
+    scalars: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """Worker to agent: in a section that makes no steps, or (None) out of it."""
+
+    doing: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    """Worker to agent: this rank's part of a checkpoint is on storage."""
+
+    step: int
+    seconds: float
+    bytes: int
+    committed: bool
+    """This rank wrote the manifest: the checkpoint exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """Worker to agent: out of the loop; awaiting `Save`."""
+
+    step: int
+    clean: bool
+    """False: the state is torn and cannot be saved."""
+    complete: bool
+    """True: this worker alone holds the whole state (DDP, or a world of one)."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Worker to agent: the snapshot stands in shared memory."""
+
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    """Of the snapshot: 1 with rank 0 for a complete one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Worker to agent: the training function returned after `step` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Worker to agent: an exception left the training function."""
+
+    step: int
+    blame: Literal["user", "peer", "checkpoint", "environment"]
+    """user: the script or its input; peer: another rank went away; checkpoint: a damaged checkpoint;
+    environment: anything else outside."""
+    message: str
+    """One line, without traceback."""
+    traceback: str
+
+
+Message = (
+    Assignment
+    | Request
+    | Abort
+    | Save
+    | Attached
+    | Restored
+    | Stepped
+    | Logged
+    | Busy
+    | CheckpointWritten
+    | Stopping
+    | Held
+    | Finished
+    | Failed
+)
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
+
+
+class ChannelClosed(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end of the socket; `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._send_lock = threading.Lock()
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Raises `ChannelClosed` when nobody reads any more."""
+        line = json.dumps({"kind": type(message).__name__, **encode(message)}) + "\n"
+        try:
+            with self._send_lock:
+                self._socket.sendall(line.encode())
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message, or None when `timeout_s` passed; raises `ChannelClosed` at the end."""
+        while (end := self._buffer.find(b"\n")) < 0:
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                return None
+            self._fill()
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return _parse(line)
+
+    def drain(self) -> list[Message]:
+        """Every message that has arrived whole; call when the socket is readable."""
+        self._fill()
+        *lines, rest = bytes(self._buffer).split(b"\n")
+        self._buffer = bytearray(rest)
+        return [_parse(line) for line in lines]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fill(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        if not data:
+            raise ChannelClosed("the other end was closed")
+        self._buffer += data
+
+
+def _parse(line: bytes) -> Message:
+    value = json.loads(line)
+    kind = _KINDS[value.pop("kind")]
+    message: Message = decode(kind, value)
+    return message

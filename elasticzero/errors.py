@@ -1,0 +1,70 @@
+"""The error tree: every error this project raises on purpose, by who must act on it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What an agent's exit status says to whatever started it (under Kubernetes: the Job controller)."""
+
+    DONE = 0
+    """`done` is written: the job finished. Never used for anything else."""
+    USAGE = 64
+    """Bad input: trying again without a change is useless."""
+    UNAVAILABLE = 69
+    """etcd, or the nodes asked for, could not be reached in time."""
+    FAILED = 70
+    """The job failed and must not be retried."""
+    LEFT = 75
+    """This node left (drained, evicted); it may come back."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
+class ElasticZeroError(Exception):
+    """The root. A message says what happened, where, and what to do next."""
+
+    exit_code = ExitCode.FAILED
+
+
+class UserError(ElasticZeroError):
+    """The user must change something: an option, a script, a model."""
+
+    exit_code = ExitCode.USAGE
+
+
+class OperatorError(ElasticZeroError):
+    """The environment must be mended: etcd, a disk, a network."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+
+class RetryError(ElasticZeroError):
+    """Nobody must act: the same thing tried again may work."""
+
+    exit_code = ExitCode.LEFT
+
+
+class StoreUnavailable(OperatorError):
+    """The coordination store did not answer in time."""
+
+
+class JobFailed(ElasticZeroError):
+    """The training script failed, and trying again would fail again."""
+
+
+class CheckpointDamaged(OperatorError):
+    """Bytes of a checkpoint are missing or are not what was written."""
+
+    exit_code = ExitCode.FAILED
+
+
+class CheckpointMismatch(UserError):
+    """A whole checkpoint that does not fit what it is to be loaded into."""
+
+
+class StorageError(OperatorError):
+    """A directory or server that holds checkpoints cannot be used."""
+
+    exit_code = ExitCode.USAGE

@@ -1,0 +1,128 @@
+"""Frozen dataclasses to JSON values and back, checked field by field.
+
+Everything the project stores or sends is such a record: documents in etcd, messages between agent
+and worker, manifests. A field may be a str, int, float, bool, None, a JSON value (`Any`), another
+dataclass, a tuple or mapping of these, a `Literal`, or a union of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+
+class RecordError(ValueError):
+    """A JSON value that is not the record it should be; the message names the field."""
+
+
+def encode(record: Any) -> Any:
+    """The JSON value of a record: dataclasses become objects, tuples arrays."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {f.name: encode(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    if isinstance(record, Mapping):
+        return {str(key): encode(value) for key, value in record.items()}
+    if isinstance(record, (tuple, list)):
+        return [encode(value) for value in record]
+    return record
+
+
+def decode(kind: type[T], value: Any, where: str = "") -> T:
+    """The record of type `kind` that the JSON `value` describes.
+
+    Fields this version does not know are ignored, so that a newer writer can be read; a missing
+    field takes its default. Raises `RecordError` naming the place (`where` is its prefix).
+    """
+    result: T = _decode(kind, value, where or kind.__name__)
+    return result
+
+
+@cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        (
+            f.name,
+            hints[f.name],
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(kind)
+    )
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, value, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value not in arguments:
+            raise RecordError(f"{where}: {value!r} is not one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin in (Union, types.UnionType):
+        return _decode_union(arguments, value, where)
+    if origin is tuple:
+        return _decode_tuple(arguments, value, where)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise RecordError(f"{where}: an object was expected, not {_name(value)}")
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is None or kind is type(None):
+        if value is not None:
+            raise RecordError(f"{where}: null was expected, not {_name(value)}")
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RecordError(f"{where}: {kind.__name__} was expected, not {_name(value)}")
+    return value
+
+
+def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: an object was expected, not {_name(value)}")
+    given: dict[str, Any] = {}
+    for name, hint, required in _fields(kind):
+        if name in value:
+            given[name] = _decode(hint, value[name], f"{where}.{name}")
+        elif required:
+            raise RecordError(f"{where}.{name} is missing")
+    try:
+        return kind(**given)
+    except RecordError:
+        raise
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from None
+
+
+def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    complaints = []
+    for kind in kinds:
+        try:
+            return _decode(kind, value, where)
+        except RecordError as error:
+            complaints.append(str(error))
+    raise RecordError(complaints[0])
+
+
+def _decode_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise RecordError(f"{where}: an array was expected, not {_name(value)}")
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(_decode(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if len(value) != len(kinds):
+        raise RecordError(f"{where}: {len(kinds)} items were expected, not {len(value)}")
+    return tuple(
+        _decode(kind, item, f"{where}[{i}]")
+        for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"

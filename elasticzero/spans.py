@@ -1,0 +1,104 @@
+"""Spans of a tensor's elements and the named rules that deal them out to ranks.
+
+A span is a half-open range of a tensor's elements, flattened in row-major order. A partition is a
+rule, never a table: the span of any rank follows from the rule, the shapes and the world size, so
+that what describes it grows with tensors plus ranks and not with their product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["even", "fsdp_rows", "whole"]
+"""How a group of tensors is dealt to `world_size` ranks.
+
+even: the tensors are laid end to end in the group's order and cut in `world_size` chunks of
+ceil(total / world_size) elements; the last chunks may be short or empty.
+fsdp_rows: each tensor's rows (its first dimension) are cut in chunks of ceil(rows / world_size),
+as torch.chunk and FSDP2 do; a rank holds the elements of its rows.
+whole: each tensor lies whole with the one rank that the group names for it.
+"""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Elements `[start, stop)` of one flattened tensor."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"span [{self.start}, {self.stop}) is not a range")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+
+EMPTY = Span(0, 0)
+
+
+def intersect(a: Span, b: Span) -> Span:
+    """The elements in both; `EMPTY` if there are none."""
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return Span(start, stop) if start < stop else EMPTY
+
+
+def chunk(total: int, world_size: int, rank: int) -> Span:
+    """Rank `rank`'s part of `total` things cut in chunks of ceil(total / world_size)."""
+    size = -(-total // world_size)
+    return Span(min(rank * size, total), min((rank + 1) * size, total))
+
+
+def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[int, Span]]:
+    """The rule `even`: (index of the tensor in the group, its span) for each tensor that `rank` holds
+    elements of."""
+    mine = chunk(sum(numels), world_size, rank)
+    offset = 0
+    for index, numel in enumerate(numels):
+        held = intersect(mine, Span(offset, offset + numel))
+        if held:
+            yield index, Span(held.start - offset, held.stop - offset)
+        offset += numel
+        if offset >= mine.stop:
+            return
+
+
+def fsdp_rows(shape: Sequence[int], world_size: int, rank: int) -> Span:
+    """The rule `fsdp_rows` for one tensor; a 0-dim tensor lies with rank 0."""
+    if not shape:
+        return Span(0, 1) if rank == 0 else EMPTY
+    rows = chunk(shape[0], world_size, rank)
+    width = math.prod(shape[1:])
+    return Span(rows.start * width, rows.stop * width) if rows and width else EMPTY
+
+
+def covering(wanted: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
+    """Which holder gives which part of `wanted`: disjoint, in order, from the first holder that has it.
+
+    `held` gives (holder, span) in order of preference. Raises `ValueError` naming the first element
+    that nobody holds.
+    """
+    parts: list[tuple[int, Span]] = []
+    missing = [wanted] if wanted else []
+    for holder, span in held:
+        if not missing:
+            break
+        left: list[Span] = []
+        for gap in missing:
+            part = intersect(gap, span)
+            if not part:
+                left.append(gap)
+                continue
+            parts.append((holder, part))
+            left += [s for s in (Span(gap.start, part.start), Span(part.stop, gap.stop)) if s]
+        missing = left
+    if missing:
+        raise ValueError(f"nobody holds elements [{missing[0].start}, {missing[0].stop})")
+    return sorted(parts, key=lambda part: part[1])
