@@ -1,0 +1,45 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check bench chaos tools clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "error: Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[local,dev]'
+	@touch $@
+
+demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 minutes)
+	$(RUN) examples/demo.py
+
+test: $(READY) tools ## every test but the long random ones
+	timeout --kill-after=10 900 $(RUN) -m pytest -ra -q
+
+check: $(READY) ## ruff, mypy --strict, import contracts, house rules
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) -m pytest -q tests/unit/test_house.py
+
+bench: $(READY) ## seconds from a kill to the next committed step, beside torchrun's
+	$(RUN) benchmarks/recovery.py
+
+chaos: $(READY) ## long runs with random faults
+	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
+
+tools: # programs that some tests run, from Debian's packages where they are missing
+	@.ci/tools
+
+clean: ## remove everything that make has built
+	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""What every test may use: the programs that it runs besides Python, and the repository's root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Programs that pip and `make tools` have put beside the interpreter are found by tests and by what they start.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str], str]:
+    """The path of a program by name; without it the test skips, or fails where CI=true."""
+
+    def find(name: str) -> str:
+        if path := shutil.which(name):
+            return path
+        reason = f"{name} is not installed: `make tools` fetches it on Debian"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+    return find
