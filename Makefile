@@ -28,6 +28,7 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m mypy examples
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Programs that pip and `make tools` have put beside the interpreter are found by tests and by what they start.
+# Tests, and what they start, find the programs that pip and `make tools` put beside Python.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
