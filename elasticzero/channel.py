@@ -42,8 +42,9 @@ class Resume:
     generation: int = 0
     """RAM tier: the generation that wrote the snapshot."""
     sources: tuple[Source, ...] = ()
-    """RAM tier: one for each rank of the snapshot's world; more than one for a rank are alternatives,
-    nearest not first. A snapshot that is complete has world size 1 and only sources of rank 0."""
+    """RAM tier: one for each rank of the snapshot's world; more than one for a rank are
+    alternatives, nearest not first. A snapshot that is complete has world size 1 and only sources
+    of rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,8 @@ class Stepped:
     data_wait_s: float
     samples: int
     """In the global batch."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +193,15 @@ class Failed:
 
     step: int
     blame: Literal["user", "peer", "checkpoint", "environment"]
-    """user: the script or its input; peer: another rank went away; checkpoint: a damaged checkpoint;
-    environment: anything else outside."""
+    """user: the script or its input; peer: another rank went away; checkpoint: a damaged
+    checkpoint; environment: anything else outside."""
     message: str
     """One line, without traceback."""
     traceback: str
+    final: bool = False
+    """The same input would fail in the same way: do not try again."""
+    bad_step: int | None = None
+    """The checkpoint that was found damaged."""
 
 
 Message = (

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What an agent's exit status says to whatever started it (under Kubernetes: the Job controller)."""
+    """What an agent's exit status says to whatever started it (under Kubernetes: the Job
+    controller)."""
 
     DONE = 0
     """`done` is written: the job finished. Never used for anything else."""

@@ -57,8 +57,8 @@ def chunk(total: int, world_size: int, rank: int) -> Span:
 
 
 def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[int, Span]]:
-    """The rule `even`: (index of the tensor in the group, its span) for each tensor that `rank` holds
-    elements of."""
+    """The rule `even`: (index of the tensor in the group, its span) for each tensor that `rank`
+    holds elements of."""
     mine = chunk(sum(numels), world_size, rank)
     offset = 0
     for index, numel in enumerate(numels):
@@ -80,7 +80,8 @@ def fsdp_rows(shape: Sequence[int], world_size: int, rank: int) -> Span:
 
 
 def covering(wanted: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-    """Which holder gives which part of `wanted`: disjoint, in order, from the first holder that has it.
+    """Which holder gives which part of `wanted`: disjoint, in order, from the first holder that
+    has it.
 
     `held` gives (holder, span) in order of preference. Raises `ValueError` naming the first element
     that nobody holds.

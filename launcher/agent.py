@@ -1,0 +1,419 @@
+"""The agent of one node: observe, decide, act.
+
+One loop in one thread. Store threads and worker sockets only wake it; it gathers what is so into a
+`View`, asks `decide`, and performs the actions. Every action may be lost or done twice without
+harm: reports and alarms are overwritten by equal ones, worlds are written under a condition.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elasticzero.channel import Assignment, ChannelClosed
+from elasticzero.checkpoint.commit import newest_good
+from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.launcher.decide import (
+    Ask,
+    Decision,
+    KillWorkers,
+    Leave,
+    PutReport,
+    RaiseAlarm,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+    decide,
+    is_leader,
+)
+from elasticzero.launcher.events import EventLog
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.membership import Membership
+from elasticzero.launcher.observe import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    WORLD,
+    Observer,
+    Since,
+    reports_of,
+)
+from elasticzero.launcher.store import Condition, Store
+from elasticzero.launcher.telling import Telling
+from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.workers import Gang
+from elasticzero.launcher.world import Done, Holding, World, check_invariants, to_bytes
+from elasticzero.metrics import Metrics
+
+REST_S = 0.25
+"""The loop looks at the clock so often when nothing happens."""
+BUSY_S = 0.02
+"""The same while a round is open or workers start."""
+STANDBY = 3
+"""So many first members watch the registrations, to act if those before them are gone."""
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What `elasticzero run` was told, resolved."""
+
+    job: str
+    node: str
+    limits: Limits
+    nproc: int
+    launch: Launch
+    log_dir: Path
+    """`<log-dir>/<job>/<node>`."""
+    snapshot_dir: Path
+    """In shared memory; this agent's own."""
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 0
+    tee: str = "none"
+    """Which workers' output is repeated on the terminal: none, first or all of the node."""
+    quiet: bool = False
+
+
+class Agent:
+    """Supervises this node's workers until the job is done or the node leaves."""
+
+    def __init__(
+        self, options: AgentOptions, store: Store, membership: Membership, metrics: Metrics
+    ) -> None:
+        self.options = options
+        self._store = store
+        self._membership = membership
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._observer = Observer(store, self.wake)
+        self.snapshots = SnapshotStore(options.snapshot_dir)
+        self._events = EventLog(options.log_dir)
+        self.telling = Telling(options, self._events, metrics)
+        self._server = ForkServer(PRELOAD)
+        self._gang: Gang | None = None
+        self._started_s = time.monotonic()
+        self._leaving = False
+        self._missing, self._round, self._outside = Since(), Since(), Since()
+        self._joined: frozenset[tuple[str, str]] = frozenset()
+        self._last_join_s = self._started_s
+        self._my_reports: dict[int, Any] = {}
+        self._bad_steps: set[int] = set()
+        self._looked_for_oldest_s = 0.0
+        self._oldest = False
+        self._backoff_until_s = 0.0
+        self.view: View | None = None
+        self.exit_code: ExitCode | None = None
+
+    def wake(self) -> None:
+        """Have the loop look again at once; callable from any thread and from signal handlers."""
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def leave(self) -> None:
+        """Have this node leave at the next boundary (SIGTERM, drain)."""
+        self._leaving = True
+        self.wake()
+
+    def run(self) -> ExitCode:
+        """The loop; returns when the job is done or this node has left."""
+        try:
+            while self.exit_code is None:
+                now_s = time.monotonic()
+                view = self._observe(now_s)
+                decision = decide(view, now_s, self.options.limits)
+                self.view = view
+                self.telling.decided(view, decision)
+                self._act(view, decision, now_s)
+                if self.exit_code is None:
+                    self._sleep(view, decision)
+            return self.exit_code
+        finally:
+            self.close()
+
+    def _sleep(self, view: View, decision: Decision) -> None:
+        training = view.workers.restored and view.round_s is None and not decision.actions
+        timeout_s = REST_S if training or view.world is None else BUSY_S
+        channels = [w.channel for w in self._gang.workers if w.running] if self._gang else []
+        sources: list[Any] = [self._wake_read, self._server, *channels]
+        readable = select.select(sources, [], [], timeout_s)[0]
+        if self._wake_read in readable:
+            with suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+
+    def _observe(self, now_s: float) -> View:
+        self._membership.check(now_s, self._named_by_world())
+        self._hear(now_s)
+        observer = self._observer
+        me = self._membership.me
+        world, _ = observer.world()
+        index = world.find(me.node, me.incarnation) if world is not None else None
+        generation = world.generation if world is not None else 0
+        workers = self._gang.view() if self._gang is not None else Workers()
+        mine = workers.generation == generation
+        alarm = observer.alarm(generation)
+        opened = index is not None and mine and (alarm is not None or workers.at_boundary)
+        outside = world is not None and index is None
+        members = observer.members()
+        self._note_joins(members, now_s)
+        missing = (
+            [m.node for m in world.members if m.node not in members]
+            if world is not None and members is not None
+            else []
+        )
+        self._leaving |= me.node in observer.control().drain
+        view = View(
+            me=me,
+            members=members,
+            oldest=self._oldest,
+            began_s=self._started_s,
+            last_join_s=self._last_join_s,
+            world=world,
+            outside_s=self._outside.update([str(generation)] if outside else [], now_s).get(
+                str(generation)
+            ),
+            alarm=alarm,
+            round_s=self._round.update([str(generation)] if opened else [], now_s).get(
+                str(generation)
+            ),
+            reports=observer.reports(generation),
+            my_report=self._my_reports.get(generation),
+            done=observer.done(),
+            leaving=self._leaving,
+            workers=workers,
+            holdings=self._holdings() if opened else (),
+            missing_since_s=self._missing.update(missing, now_s),
+            store=StoreHealth(
+                reachable=self._store.reachable,
+                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
+                confirmed_s=self._membership.confirmed_s,
+            ),
+            token=secrets.token_hex(8),
+        )
+        leads = is_leader(view)
+        if leads and (world is None or opened):
+            view = replace(view, storage_step=self._storage_step(view))
+        self._follow(view, index, leads, now_s)
+        return view
+
+    def _named_by_world(self) -> bool:
+        world, _ = self._observer.world()
+        return world is None or world.names(self._membership.me)
+
+    def _hear(self, now_s: float) -> None:
+        gang = self._gang
+        if gang is None:
+            return
+        try:
+            heard = gang.hear(now_s)
+        except ChannelClosed:
+            heard = gang.lost_server()
+            self._server.close()
+            self._server = ForkServer(PRELOAD)
+        self.telling.heard(gang, heard, now_s)
+        gang.end_the_deaf(now_s)
+
+    def _note_joins(self, members: Mapping[str, Any] | None, now_s: float) -> None:
+        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+        if known - self._joined:
+            self._last_join_s = now_s
+        self._joined = known
+
+    def _follow(self, view: View, index: int | None, leads: bool, now_s: float) -> None:
+        """Watch what this agent's role needs, and no more: a thousand agents share one store."""
+        prefixes = {WORLD, CONTROL, DONE, ALARM}
+        world = view.world
+        if world is None:
+            if now_s - self._looked_for_oldest_s >= 1.0 and not self._oldest:
+                self._looked_for_oldest_s = now_s
+                with suppress(StoreUnavailable):
+                    oldest = self._store.read(MEMBERS, limit=1).entries
+                    self._oldest = f"{MEMBERS}{view.me.node}" in oldest
+            if self._oldest:
+                prefixes.add(MEMBERS)
+        else:
+            in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
+            stands_by = index is not None and index < STANDBY
+            late = in_round_s > self.options.limits.alive_s
+            if stands_by or late:
+                prefixes.add(MEMBERS)
+            leaver = index is None and view.leaving
+            if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
+                prefixes.add(reports_of(world.generation))
+        self._observer.follow(prefixes)
+
+    def _holdings(self) -> tuple[Holding, ...]:
+        return tuple(
+            Holding(
+                generation=held.generation,
+                step=held.step,
+                world_size=held.world_size,
+                ranks=tuple(held.ranks),
+            )
+            for held in self.snapshots.held()
+        )
+
+    def _storage_step(self, view: View) -> int | None:
+        if self.options.checkpoint_dir is None:
+            return None
+        for report in view.reports.values():
+            if report.failure is not None and report.failure.bad_step is not None:
+                self._bad_steps.add(report.failure.bad_step)
+        return newest_good(Path(self.options.checkpoint_dir), excluding=self._bad_steps)
+
+    def _act(self, view: View, decision: Decision, now_s: float) -> None:
+        if now_s < self._backoff_until_s:
+            return
+        try:
+            for action in decision.actions:
+                self._do(view, action, now_s)
+        except StoreUnavailable as error:
+            self.telling.store_trouble(error)
+            self._backoff_until_s = time.monotonic() + BUSY_S * 10
+
+    def _do(self, view: View, action: Any, now_s: float) -> None:
+        match action:
+            case Start(world, index):
+                self._start(world, index, now_s)
+            case Ask(flags) if self._gang is not None:
+                self._gang.ask(flags)
+            case StopWorkers(reason) if self._gang is not None:
+                self._gang.stop(reason, now_s)
+            case KillWorkers() if self._gang is not None:
+                self._gang.kill()
+            case RaiseAlarm(alarm):
+                assert view.world is not None
+                key = f"{ALARM}{view.world.generation}"
+                self._store.write(
+                    {key: to_bytes(alarm)}, conditions=[Condition(key=key, mod_revision=0)]
+                )
+                self._observer.put(ALARM, self._store.read(ALARM))
+            case PutReport(report):
+                assert view.world is not None
+                generation = view.world.generation
+                key = f"{reports_of(generation)}{view.me.node}"
+                self._store.write({key: to_bytes(report)})
+                self._my_reports = {generation: report}
+            case WriteWorld():
+                self._look_again_and_write(now_s)
+            case WriteDone(done):
+                self._write_done(view, done)
+            case Leave(code):
+                self.exit_code = code
+            case _:
+                pass
+
+    def _look_again_and_write(self, now_s: float) -> None:
+        """Write the next world, if it is still what a fresh look at the store leads to.
+
+        A slow answer means that the store was away, and that others could not be heard either:
+        their time to answer begins anew.
+        """
+        world, revision = self._observer.world()
+        generation = world.generation if world is not None else 0
+        for prefix in (reports_of(generation), MEMBERS):
+            self._observer.put(prefix, self._store.read(prefix))
+        asked_s = time.monotonic()
+        if asked_s - now_s > self.options.limits.alive_s / 2:
+            self._membership.well_since_s = asked_s
+        view = self._observe(asked_s)
+        decision = decide(view, asked_s, self.options.limits)
+        for action in decision.actions:
+            if isinstance(action, WriteWorld):
+                check_invariants(world, action.world)
+                old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
+                conditions = [
+                    Condition(key=WORLD, mod_revision=revision),
+                    self._membership.condition(),
+                ]
+                key_value = {WORLD: to_bytes(action.world)}
+                deletes = old if generation > 1 else []
+                written = self._store.write(key_value, deletes=deletes, conditions=conditions)
+                if written is not None:
+                    self._observer.put(WORLD, self._store.read(WORLD))
+
+    def _write_done(self, view: View, done: Done) -> None:
+        _, revision = self._observer.world()
+        conditions = [Condition(key=WORLD, mod_revision=revision), self._membership.condition()]
+        self._store.write({DONE: to_bytes(done)}, conditions=conditions)
+        self._observer.put(DONE, self._store.read(DONE))
+
+    def _start(self, world: World, index: int, now_s: float) -> None:
+        options, member = self.options, world.members[index]
+        self._retire_gang()
+        self.snapshots.keep_only(world.resume.generation, world.resume.step)
+        first = world.first_rank(index)
+        connect_s = min(10.0 * 2**world.fruitless, 300.0)
+        assignments = [
+            Assignment(
+                job=options.job,
+                node=options.node,
+                generation=world.generation,
+                token=world.token,
+                rank=first + local_rank,
+                local_rank=local_rank,
+                world_size=world.world_size,
+                local_world_size=member.nproc,
+                group_rank=index,
+                master_address=world.members[0].host,
+                master_port=world.members[0].store_port,
+                store_fd=None,
+                strategy=world.strategy,
+                resume=world.resume,
+                snapshot_root=str(options.snapshot_dir),
+                checkpoint_dir=options.checkpoint_dir,
+                checkpoint_every=options.checkpoint_every,
+                connect_timeout_s=connect_s,
+            )
+            for local_rank in range(member.nproc)
+        ]
+        gang = Gang(self._server, world.generation)
+        self._gang = gang
+        self.telling.starting(world, index, now_s)
+        store = self._membership.take_store_socket() if first == 0 else None
+        try:
+            gang.start(assignments, options.launch, options.log_dir, store)
+        finally:
+            if store is not None:
+                store.close()
+        self.telling.started(gang)
+
+    def _retire_gang(self) -> None:
+        """No worker of an older generation lives on beside the new ones."""
+        gang = self._gang
+        if gang is None:
+            return
+        gang.kill()
+        deadline_s = time.monotonic() + 2.0
+        while gang.view().running and time.monotonic() < deadline_s:
+            select.select([self._server], [], [], 0.05)
+            gang.hear(time.monotonic())
+        self.telling.retired(gang)
+        self._gang = None
+
+    def status(self) -> dict[str, Any]:
+        """For `/status`: plain values, no secrets."""
+        return self.telling.status(self.view, self._leaving)
+
+    def tokens(self) -> frozenset[str]:
+        """The passwords with which snapshots may be read now."""
+        world, _ = self._observer.world()
+        return frozenset([world.token]) if world is not None else frozenset()
+
+    def close(self) -> None:
+        """Stop the workers, give the name back, free the shared memory."""
+        with suppress(ElasticZeroError, ChannelClosed):
+            self._retire_gang()
+        self._server.close()
+        self._observer.close()
+        self._membership.close()
+        self.telling.close(self.exit_code)
+        self.snapshots.clear()

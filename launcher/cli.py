@@ -1,0 +1,343 @@
+"""The command line: `elasticzero run | local | status | checkpoint …`.
+
+Flag over environment over default, resolved here and nowhere else. Every option of `run` may be
+given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elasticzero.errors import ElasticZeroError, ExitCode, UserError
+
+DEFAULT_HTTP_PORT = 9400
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `run`: its flags, the ones torchrun users know, its default."""
+
+    flags: tuple[str, ...]
+    help: str
+    default: Any = None
+    type: Any = str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    is_switch: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.flags[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"ELASTICZERO_{self.name.upper()}"
+
+
+RUN_OPTIONS = (
+    Option(("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX"),
+    Option(
+        ("--nproc-per-node",),
+        "workers on this node: a number, auto, gpu or cpu",
+        "auto",
+        metavar="N",
+    ),
+    Option(("--etcd", "--rdzv-endpoint"), "etcd endpoints, HOST:PORT,…", metavar="HOST:PORT"),
+    Option(
+        ("--job", "--rdzv-id"), "name of the training run; the same on every node", metavar="ID"
+    ),
+    Option(("--strategy",), "how state lies on the ranks", "ddp", choices=STRATEGIES),
+    Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
+    Option(
+        ("--checkpoint-every",),
+        "steps between checkpoints; 0: at the end only",
+        0,
+        int,
+        metavar="N",
+    ),
+    Option(
+        ("--max-restarts",),
+        "failures in a row without progress before giving up",
+        3,
+        int,
+        metavar="N",
+    ),
+    Option(("--log-dir",), "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log", metavar="DIR"),
+    Option(("--tee",), "repeat workers' output here too", False, is_switch=True),
+    Option(
+        ("--node-name",),
+        "name of this node, its own among all; default: the host's",
+        metavar="NAME",
+    ),
+    Option(("--host",), "address under which other nodes reach this one", metavar="ADDRESS"),
+    Option(
+        ("--http-port",),
+        "port of /metrics, /healthz, /status; 0: any",
+        DEFAULT_HTTP_PORT,
+        int,
+        metavar="PORT",
+    ),
+    Option(("--http-host",), "address the HTTP server listens on", "0.0.0.0", metavar="ADDRESS"),
+    Option(
+        ("--settle",),
+        "seconds without a new node before the first generation starts below MAX",
+        3.0,
+        float,
+        metavar="S",
+    ),
+    Option(
+        ("--lease-ttl",), "seconds after which a silent node is presumed gone", 5, int, metavar="S"
+    ),
+    Option(
+        ("--join-timeout",), "seconds to wait for etcd and for MIN nodes", 600.0, float, metavar="S"
+    ),
+    Option(("--restart",), "run a job again that is already done", False, is_switch=True),
+    Option(
+        ("--standalone",),
+        "one node, with an etcd of its own (the default when MAX is 1)",
+        False,
+        is_switch=True,
+    ),
+)
+
+
+def run_options() -> dict[str, str]:
+    """Flag -> environment variable, for every option of `elasticzero run`."""
+    return {option.flags[0]: option.variable for option in RUN_OPTIONS}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line with the exit code of bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE)
+
+
+def _spellings(flag: str) -> list[str]:
+    return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
+
+
+def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> None:
+    for option in RUN_OPTIONS:
+        if option.flags[0] in omit:
+            continue
+        flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
+        default = os.environ.get(option.variable, option.default)
+        if option.is_switch:
+            on = str(default).lower() in ("1", "true", "yes")
+            parser.add_argument(*flags, action="store_true", default=on, help=option.help)
+        else:
+            parser.add_argument(
+                *flags,
+                dest=option.name,
+                default=default,
+                type=option.type,
+                choices=option.choices,
+                metavar=option.metavar,
+                help=option.help
+                + (f" (default: {option.default})" if option.default is not None else ""),
+            )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
+    )
+    parser.add_argument("script", help="training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from elasticzero.checkpoint.cli import add_commands
+
+    parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+    )
+    run = commands.add_parser("run", help="run this node's part of a job", allow_abbrev=False)
+    add_run_options(run)
+    local = commands.add_parser(
+        "local",
+        help="run a whole cluster on this machine, with faults on request",
+        allow_abbrev=False,
+    )
+    local.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes at the start")
+    local.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="WHAT@STEP",
+        help="kill-node, kill-worker, drain or join, when the job reaches STEP; "
+        "kill-node:NODE@STEP names the node",
+    )
+    add_run_options(local, omit=("--node-name", "--host", "--http-host", "--standalone"))
+    status = commands.add_parser("status", help="what a job is doing")
+    for flags, required in ((("--job", "--rdzv-id"), True), (("--etcd", "--rdzv-endpoint"), True)):
+        variable = os.environ.get(f"ELASTICZERO_{flags[0][2:].upper()}")
+        status.add_argument(*flags, required=required and variable is None, default=variable)
+    status.add_argument("--json", action="store_true", help="for scripts")
+    checkpoint = commands.add_parser(
+        "checkpoint", help="look at checkpoints and change their shape"
+    )
+    add_commands(
+        checkpoint.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser)
+    )
+    return parser
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`MIN:MAX` or `N`; raises `UserError`."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    if not match:
+        raise UserError(f"--nnodes {text}: a number or MIN:MAX is wanted, such as 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UserError(f"--nnodes {text}: MIN must be at least 1 and not above MAX")
+    return least, most
+
+
+def parse_nproc(text: str) -> int:
+    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
+    value = str(text)
+    if value in ("auto", "gpu"):
+        gpus = len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
+        if gpus == 0 and value == "gpu":
+            raise UserError(
+                "--nproc-per-node gpu: this node has no NVIDIA GPU; use cpu or a number"
+            )
+        return gpus or 1
+    if value == "cpu":
+        return os.cpu_count() or 1
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
+    return int(value)
+
+
+def check_script(script: str, is_module: bool) -> str:
+    """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
+    if is_module:
+        return script
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise UserError(f"the training script {path} does not exist")
+    return str(path)
+
+
+def check_name(text: str, what: str) -> str:
+    """A name that is safe in keys and paths."""
+    if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
+        raise UserError(
+            f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
+        )
+    return text
+
+
+def _run(args: argparse.Namespace) -> int:
+    from elasticzero.checkpoint.commit import check_writable
+    from elasticzero.launcher import runner
+    from elasticzero.launcher.agent import AgentOptions
+    from elasticzero.launcher.forkserver import Launch
+    from elasticzero.launcher.view import Limits
+    from elasticzero.launcher.workers import worker_environment
+
+    least, most = parse_nnodes(args.nnodes)
+    if args.standalone and most > 1:
+        raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
+    if not args.etcd and most > 1:
+        raise UserError(
+            f"--nnodes {args.nnodes} needs --etcd HOST:PORT, where the nodes find each other; "
+            "for several nodes on this machine use: elasticzero local --nodes N"
+        )
+    if args.etcd and not args.job:
+        raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
+    job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
+    node = check_name(args.node_name or socket.gethostname(), "--node-name")
+    script = check_script(args.script, args.module)
+    nproc = parse_nproc(args.nproc_per_node)
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.lease_ttl < 2:
+        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    directory = args.checkpoint_dir
+    if directory is not None:
+        directory = str(check_writable(directory))
+    log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+    limits = Limits(
+        min_nodes=least,
+        max_nodes=most,
+        strategy=args.strategy,
+        max_restarts=args.max_restarts,
+        join_timeout_s=args.join_timeout,
+        settle_s=args.settle,
+        lease_ttl_s=float(args.lease_ttl),
+    )
+    launch = Launch(
+        target=script,
+        is_module=args.module,
+        arguments=tuple(args.arguments),
+        environment=worker_environment(os.environ),
+        directory=os.getcwd(),
+    )
+    options = AgentOptions(
+        job=job,
+        node=node,
+        limits=limits,
+        nproc=nproc,
+        launch=launch,
+        log_dir=log_root / job / node,
+        snapshot_dir=runner.snapshot_directory(job, node),
+        checkpoint_dir=directory,
+        checkpoint_every=args.checkpoint_every,
+        tee="all" if args.tee or not args.log_dir else "none",
+    )
+    endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []
+    network = runner.Network(args.host, args.http_host, args.http_port)
+    return int(runner.run_agent(options, endpoints, network, restart=args.restart))
+
+
+def _local(args: argparse.Namespace) -> int:
+    from elasticzero.launcher import local
+
+    check_script(args.script, args.module)
+    return int(local.run(args))
+
+
+def _status(args: argparse.Namespace) -> int:
+    from elasticzero.launcher import control
+
+    return int(control.status(args.job, args.etcd.split(","), as_json=args.json))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        if args.command == "run":
+            return _run(args)
+        if args.command == "local":
+            return _local(args)
+        if args.command == "status":
+            return _status(args)
+        return int(args.run_command(args))
+    except ElasticZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

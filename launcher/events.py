@@ -1,0 +1,55 @@
+"""The agent's event log: one JSON object a line, for people, tests, benchmarks and `elasticzero
+local`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+
+
+class EventLog:
+    """Appends events; each line is written whole, so a reader never sees half of one."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / EVENTS_FILE
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """`time` is this machine's wall clock in seconds, to be compared on one machine only."""
+        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
+        os.write(self._fd, line.encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class EventReader:
+    """Follows an event log that another process writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / EVENTS_FILE
+        self._offset = 0
+
+    def skip(self) -> None:
+        """Leave out what stands there now."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The events since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        for line in data[:end].splitlines():
+            yield json.loads(line)

@@ -1,0 +1,248 @@
+"""A process that has the heavy imports done and forks workers on request: `python -m ... FD
+PRELOAD…`.
+
+The agent is its parent and speaks to it over the inherited socket FD, one JSON object a message
+(SOCK_SEQPACKET). A request carries the worker's descriptors. The server is single-threaded and the
+workers' parent: it reaps them, tells the agent at once, and they die with it, as it dies with the
+agent (parent-death signal), whatever kills either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed, Failed
+from elasticzero.errors import ElasticZeroError
+from elasticzero.records import decode, encode
+
+PR_SET_PDEATHSIG = 1
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a worker is: a script or module, its arguments and its whole environment."""
+
+    target: str
+    """Path of a script, or name of a module."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent `parent` dies (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(sock: socket.socket, preload: list[str]) -> None:
+    """Answer requests until the agent closes the socket."""
+    for name in preload:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    sock.send(json.dumps({"ready": os.getpid()}).encode())
+    while True:
+        readable = select.select([sock, wake_read], [], [])[0]
+        if wake_read in readable:
+            with suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _report_the_dead(sock)
+        if sock in readable:
+            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
+            if not data:
+                return
+            launch = decode(Launch, json.loads(data))
+            pid = _fork(sock, launch, fds, (wake_read, wake_write))
+            for fd in fds:
+                os.close(fd)
+            sock.send(json.dumps({"started": pid, "fds": fds}).encode())
+
+
+def _report_the_dead(sock: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        sock.send(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
+    """Fork a worker; fds: log, channel, and for rank 0 the store's bound socket."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with_parent(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        sock.close()
+        for fd in wake:
+            os.close(fd)
+        _become(launch, fds)
+    except BaseException:  # noqa: BLE001 - the top of a process: print, and never return to serve()
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become(launch: Launch, fds: list[int]) -> NoReturn:
+    os.dup2(fds[0], 1)
+    os.dup2(fds[0], 2)
+    os.close(fds[0])
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(launch.directory)
+    os.environ.clear()
+    os.environ.update(launch.environment)
+    os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
+    sys.argv = [launch.target, *launch.arguments]
+    code = 0
+    try:
+        if launch.is_module:
+            sys.path[0] = launch.directory
+            runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(launch.target))
+            runpy.run_path(launch.target, run_name="__main__")
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
+        traceback.print_exc()
+        _tell(fds[1], error)
+        code = 1
+    with suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    _run_exit_handlers()
+    os._exit(code)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _run_exit_handlers() -> None:
+    """atexit, as at the end of any Python program (DataLoader workers, loggers)."""
+    import atexit
+
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+
+
+PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+PEER_WORDS = ("connection closed by peer", "connection reset by peer", "gloo", "nccl")
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether another rank's end is what this exception tells of."""
+    if type(error).__name__ in PEER_ERRORS:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in PEER_WORDS)
+
+
+def _tell(channel_fd: int, error: BaseException) -> None:
+    """Say to the agent what ended a script that `elasticzero.run` does not look after."""
+    useless_to_retry = isinstance(
+        error, (ImportError, SyntaxError, ElasticZeroError, FileNotFoundError)
+    )
+    message = Failed(
+        step=0,
+        blame="peer" if is_peer_error(error) else "user",
+        message=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback="".join(traceback.format_exception(error)),
+        final=useless_to_retry,
+    )
+    with suppress(ChannelClosed, OSError):
+        Channel(socket.socket(fileno=channel_fd)).send(message)
+
+
+class ForkServer:
+    """The agent's end: starts the server, asks for workers, hears of their ends."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        import subprocess
+
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+        self._socket = mine
+        self._early: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
+        """Fork a worker; returns its process id and the numbers that `fds` have there.
+
+        Waits for the server's imports the first time.
+        """
+        data = json.dumps(encode(launch)).encode()
+        socket.send_fds(self._socket, [data], fds)
+        while True:
+            message = self._receive()
+            if "started" in message:
+                return int(message["started"]), list(message["fds"])
+            self._early.append(message)
+
+    def ended(self) -> list[tuple[int, int]]:
+        """(process id, exit code) of every worker that ended since the last call; does not wait."""
+        messages, self._early = self._early, []
+        while select.select([self._socket], [], [], 0)[0]:
+            messages.append(self._receive())
+        return [(int(m["ended"]), int(m["status"])) for m in messages if "ended" in m]
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._socket.recv(MAX_MESSAGE_BYTES)
+        if not data:
+            raise ChannelClosed("the fork server ended")
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    def close(self) -> None:
+        """End the server, and with it every worker it still has."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

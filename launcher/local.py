@@ -1,0 +1,288 @@
+"""A whole cluster on this machine: real agents, real workers, an etcd, and faults on request."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.events import EventReader
+from elasticzero.launcher.narrate import Narrator
+from elasticzero.launcher.runner import snapshot_directory
+
+LOOK_EVERY_S = 0.02
+STOP_S = 1.5
+"""After Ctrl-C the agents get so long before everything is killed."""
+FAULTS = ("kill-node", "kill-worker", "drain", "join")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to the cluster when the job reaches a step."""
+
+    what: str
+    step: int
+    node: str | None = None
+    """None: the last node that trains."""
+
+
+def parse_fault(text: str) -> Fault:
+    """`WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError`."""
+    match = re.fullmatch(r"([a-z-]+)(?::([A-Za-z0-9._-]+))?@(\d+)", text)
+    if not match or match[1] not in FAULTS:
+        raise UserError(f"--fault {text}: WHAT@STEP is wanted, WHAT one of {', '.join(FAULTS)}")
+    return Fault(match[1], int(match[3]), match[2])
+
+
+def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
+    """How many nodes there are at most, if every fault strikes in the order of steps."""
+    most = nodes
+    for fault in sorted(faults, key=lambda fault: fault.step):
+        nodes += {"join": 1, "kill-worker": 0}.get(fault.what, -1)
+        most = max(most, nodes)
+    return most
+
+
+@dataclass(slots=True)
+class Node:
+    """One agent's process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    events: EventReader
+    log: Path
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Agents on this machine. `command` are the words after `run` that all of them share."""
+
+    command: Sequence[str]
+    job: str
+    log_dir: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    output: int | None = None
+    """Descriptor for the workers' repeated output; None: into the agent's log."""
+    nodes: dict[str, Node] = field(default_factory=dict)
+    _started: int = 0
+
+    def start_node(self) -> Node:
+        """Start one more agent, under a name of its own."""
+        name = f"node-{self._started}"
+        self._started += 1
+        directory = self.log_dir / self.job / name
+        directory.mkdir(parents=True, exist_ok=True)
+        log = directory / "agent.log"
+        events = EventReader(directory)
+        events.skip()
+        words = [sys.executable, "-m", "elasticzero.launcher.cli", "run"]
+        words += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
+        words += ["--host", "127.0.0.1", "--http-host", "127.0.0.1", *self.command]
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file if self.output is None else self.output,
+                stderr=file,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+        node = Node(name, process, events, log)
+        self.nodes[name] = node
+        return node
+
+    def running(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.running]
+
+    def kill_node(self, node: Node) -> None:
+        """SIGKILL to every process of one node, as if its machine had gone."""
+        victims = [node.process.pid, *descendants(node.process.pid)]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.process.wait()
+
+    def workers_of(self, node: Node) -> list[int]:
+        """Process ids of a node's workers: the children of its fork server."""
+        servers = children_of(node.process.pid)
+        return [pid for server in servers for pid in children_of(server)]
+
+    def kill_worker(self, node: Node) -> int:
+        """SIGKILL to the node's last worker; its process id."""
+        pid = self.workers_of(node)[-1]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def drain(self, node: Node) -> None:
+        """SIGTERM to the agent, as at a preemption."""
+        node.process.send_signal(signal.SIGTERM)
+
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(node, event) for everything since the last call."""
+        for name, node in list(self.nodes.items()):
+            for event in node.events.read():
+                yield name, event
+
+    def stop(self) -> None:
+        """Interrupt all agents; kill what is left after STOP_S; leave no process and no memory."""
+        pids = {pid for node in self.running() for pid in descendants(node.process.pid)}
+        for node in self.running():
+            node.process.send_signal(signal.SIGINT)
+        deadline_s = time.monotonic() + STOP_S
+        while self.running() and time.monotonic() < deadline_s:
+            time.sleep(LOOK_EVERY_S)
+        for node in self.running():
+            self.kill_node(node)
+        for pid in pids:
+            if is_alive(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for name in self.nodes:
+            directory = snapshot_directory(self.job, name)
+            shutil.rmtree(directory.parent, ignore_errors=True)
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
+            found += [int(word) for word in text.split()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes under `pid`, parents first."""
+    found: list[int] = []
+    for child in children_of(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
+    """The options that every agent of the cluster gets."""
+    nnodes = args.nnodes if args.nnodes != "1:1" else f"1:{most}"
+    words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
+    for name in (
+        "nproc_per_node",
+        "strategy",
+        "checkpoint_dir",
+        "checkpoint_every",
+        "max_restarts",
+    ):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name in ("settle", "lease_ttl", "join_timeout"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    if args.tee or not args.log_dir:
+        words.append("--tee")
+    if args.module:
+        words.append("--module")
+    return [*words, args.script, *args.arguments]
+
+
+def cluster_environment(nodes: int) -> dict[str, str]:
+    """What makes several nodes live well on one machine, unless the user said otherwise."""
+    threads = max(1, (os.cpu_count() or 1) // nodes)
+    wanted = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    return {key: value for key, value in wanted.items() if key not in os.environ}
+
+
+def strike(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float]:
+    """Do what the fault says; the node it struck, and when (wall clock)."""
+    if fault.what == "join":
+        return cluster.start_node().name, time.time()
+    name = fault.node or training[-1]
+    if name not in cluster.nodes or not cluster.nodes[name].running:
+        raise UserError(f"--fault {fault.what}: there is no running node {name}")
+    node = cluster.nodes[name]
+    struck_s = time.time()
+    if fault.what == "kill-node":
+        cluster.kill_node(node)
+    elif fault.what == "kill-worker":
+        cluster.kill_worker(node)
+    else:
+        cluster.drain(node)
+    return name, struck_s
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """`elasticzero local`: start the cluster, tell what happens, strike, and take it all down."""
+    if args.nodes < 1:
+        raise UserError(f"--nodes {args.nodes}: at least 1 is wanted")
+    faults = sorted((parse_fault(text) for text in args.fault), key=lambda fault: fault.step)
+    job = args.job or f"local-{uuid.uuid4().hex[:6]}"
+    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+    with ExitStack() as stack:
+        endpoint = args.etcd
+        if endpoint is None:
+            endpoint = stack.enter_context(EmbeddedEtcd()).endpoint
+        most = most_nodes(args.nodes, faults)
+        words = shared_words(args, endpoint, most)
+        tee = args.tee or not args.log_dir
+        cluster = Cluster(
+            words, job, log_dir, cluster_environment(most), sys.stdout.fileno() if tee else None
+        )
+        stack.callback(cluster.stop)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        narrator = Narrator(log_dir / job, args.nodes, endpoint)
+        for _ in range(args.nodes):
+            cluster.start_node()
+        code = _watch(cluster, faults, narrator)
+        narrator.close(code)
+        return code
+
+
+def _watch(cluster: Cluster, faults: list[Fault], narrator: Narrator) -> ExitCode:
+    """Follow the job to its end."""
+    while True:
+        alive = bool(cluster.running())
+        for node, event in cluster.events():
+            narrator.take(node, event)
+        while faults and narrator.step >= faults[0].step:
+            fault = faults.pop(0)
+            node, struck_s = strike(cluster, fault, narrator.training)
+            narrator.struck(fault.what, node, struck_s)
+        if not alive:
+            return _outcome(cluster, narrator)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _outcome(cluster: Cluster, narrator: Narrator) -> ExitCode:
+    """The job's exit code from its agents'; where it failed, the first agent's own words."""
+    codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
+    if ExitCode.DONE in codes.values():
+        return ExitCode.DONE
+    for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
+        for name, code in codes.items():
+            if code == wanted:
+                narrator.quote(cluster.nodes[name].log)
+                return wanted
+    return ExitCode.FAILED

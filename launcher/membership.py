@@ -1,0 +1,160 @@
+"""This node's registration in the store: the lease, the incarnation, and what is offered to others.
+
+A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
+incarnation if `world` still names it, and so keeps its place; otherwise it comes back as a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from elasticzero.errors import StoreUnavailable, UserError
+from elasticzero.launcher.store import Condition, Lease, LeaseLost, Store
+from elasticzero.launcher.world import Member, to_bytes
+
+RETRY_S = 0.3
+
+
+class Membership:
+    """Registers `member` and keeps it registered until `close`."""
+
+    def __init__(
+        self, store: Store, member: Member, ttl_s: int, store_socket: socket.socket
+    ) -> None:
+        self.me = member
+        self.well_since_s = 0.0
+        """Since when no interruption of the own lease was seen."""
+        self._store = store
+        self._ttl_s = ttl_s
+        self._socket = store_socket
+        self._lease: Lease | None = None
+        self._retry_s = 0.0
+        self._last_confirmed_s = 0.0
+        self._registered = member
+
+    @property
+    def key(self) -> str:
+        return f"members/{self.me.node}"
+
+    @property
+    def confirmed_s(self) -> float:
+        """When the store last confirmed the lease."""
+        return self._lease.confirmed_s if self._lease is not None else 0.0
+
+    def condition(self) -> Condition:
+        """Holds only while this registration stands: no write of a leader whose place was taken."""
+        entry = self._store.read(self.key).entries.get(self.key)
+        if entry is None or not self._is_mine(entry.value):
+            raise StoreUnavailable(
+                f"the registration of {self.me.node} has lapsed; it is renewed first"
+            )
+        return Condition(key=self.key, mod_revision=entry.mod_revision)
+
+    def join(self, waiting: Callable[[str], None]) -> None:
+        """Register; a predecessor of the same name gets its TTL and a second to be gone.
+
+        waiting: told what is waited for. Raises `UserError` if the name stays taken.
+        """
+        deadline_s = time.monotonic() + self._ttl_s + 1.0
+        told = False
+        while not self._register():
+            if time.monotonic() > deadline_s:
+                raise UserError(
+                    f"another agent is registered as node {self.me.node!r} and is alive; give each "
+                    "node a name of its own with --node-name, or stop the other agent"
+                )
+            if not told:
+                waiting(
+                    f"a former registration of {self.me.node} has not lapsed yet; waiting for it"
+                )
+                told = True
+            time.sleep(RETRY_S)
+
+    def check(self, now_s: float, named: bool) -> None:
+        """Renew what has lapsed. named: the world has a place for this incarnation, or there is
+        none."""
+        lease = self._lease
+        if lease is None:
+            return
+        if (
+            lease.confirmed_s - self._last_confirmed_s > 0.6 * self._ttl_s
+            and self._last_confirmed_s
+        ):
+            self.well_since_s = lease.confirmed_s
+        self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
+        stale = lease.lost or (not named and self._registered.store_port != self.me.store_port)
+        if not stale or now_s < self._retry_s:
+            return
+        self._retry_s = now_s + RETRY_S
+        if lease.lost:
+            self.well_since_s = now_s
+            if not named:
+                self.me = replace(self.me, incarnation=new_incarnation())
+        with suppress(StoreUnavailable, LeaseLost):
+            self._register()
+
+    def _register(self) -> bool:
+        """Put the registration under a live lease; False when another incarnation has the name."""
+        entry = self._store.read(self.key).entries.get(self.key)
+        if entry is not None and not self._is_mine(entry.value):
+            return False
+        if self._lease is None or self._lease.lost:
+            if self._lease is not None:
+                self._lease.close(revoke=False)
+            self._lease = self._store.lease(self._ttl_s)
+        revision = entry.mod_revision if entry is not None else 0
+        condition = Condition(key=self.key, mod_revision=revision)
+        put = {self.key: to_bytes(self.me)}
+        if self._store.write(put, conditions=[condition], lease=self._lease) is None:
+            return False
+        self._registered = self.me
+        return True
+
+    def _is_mine(self, value: bytes) -> bool:
+        incarnation = json.loads(value).get("incarnation")
+        return incarnation in (self.me.incarnation, self._registered.incarnation)
+
+    def take_store_socket(self) -> socket.socket:
+        """The socket bound to the registered port, for rank 0; a new one is offered from now on."""
+        taken = self._socket
+        self._socket = bound_socket()
+        self.me = replace(self.me, store_port=self._socket.getsockname()[1])
+        return taken
+
+    def close(self) -> None:
+        """Give the name back at once."""
+        if self._lease is not None:
+            with suppress(StoreUnavailable):
+                self._lease.close(revoke=True)
+            self._lease = None
+        self._socket.close()
+
+
+def new_incarnation() -> str:
+    return secrets.token_hex(4)
+
+
+def bound_socket() -> socket.socket:
+    """A TCP socket bound to a free port and not listening: the port stays ours for rank 0's
+    store."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("", 0))
+    return sock
+
+
+def reachable_address(endpoint: str) -> str:
+    """The address under which machines that reach `endpoint` (host:port) also reach this one."""
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host.strip("[]") or "127.0.0.1", int(port or 2379)))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

@@ -1,0 +1,167 @@
+"""Tells a person what happens in a cluster on this machine, from its agents' events."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticzero.errors import ExitCode
+
+PROGRESS_EVERY_S = 2.0
+BAR_EVERY_S = 0.1
+BAR_CELLS = 30
+
+
+@dataclass(slots=True)
+class Lineage:
+    """Which steps of which generation count: those up to the next generation's resume step."""
+
+    resume_steps: dict[int, int] = field(default_factory=dict)
+    """By generation: the step it starts from."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """By generation: the last step it finished."""
+
+    def world(self, generation: int, resume_step: int) -> None:
+        self.resume_steps[generation] = resume_step
+
+    def stepped(self, generation: int, step: int) -> None:
+        self.reached[generation] = max(step, self.reached.get(generation, 0))
+
+    def is_committed(self, generation: int, step: int) -> bool:
+        """Whether this generation's step is part of the final result."""
+        return all(
+            step <= resume for later, resume in self.resume_steps.items() if later > generation
+        )
+
+    def lost(self, generation: int) -> int:
+        """Steps that were done before `generation` began and are done again in it."""
+        before = max((s for g, s in self.reached.items() if g < generation), default=0)
+        return max(0, before - self.resume_steps[generation])
+
+    @property
+    def recomputed(self) -> int:
+        return sum(self.lost(generation) for generation in self.resume_steps)
+
+
+class Narrator:
+    """Prints what happens as it happens: lines, and a bar where there is a terminal."""
+
+    def __init__(self, log_dir: Path, nodes: int, endpoint: str) -> None:
+        self.step = 0
+        self.training: list[str] = []
+        """Nodes of the current world, in rank order."""
+        self.lineage = Lineage()
+        self._began_s = time.time()
+        self._generation = 0
+        self._loss: float | None = None
+        self._total = 0
+        self._struck: tuple[str, float] | None = None
+        self._shown_s = 0.0
+        self._bar = sys.stdout.isatty()
+        self._log_dir = log_dir
+        self.say(
+            f"{nodes} nodes are starting on this machine; etcd at {endpoint}; logs in {log_dir}"
+        )
+
+    def say(self, text: str, at_s: float | None = None) -> None:
+        elapsed_s = (at_s or time.time()) - self._began_s
+        start = "\r\x1b[K" if self._bar else ""
+        print(f"{start}{elapsed_s:7.2f} s  {text}", flush=True)
+
+    def take(self, node: str, event: dict[str, Any]) -> None:
+        """One event of one node's log."""
+        at_s = event["time"]
+        match event["event"]:
+            case "registered":
+                self.say(f"{node} is here", at_s)
+            case "world" if event["generation"] > self._generation:
+                self._world(event, at_s)
+            case "restored" if event["generation"] == self._generation and node == self.training[0]:
+                phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
+                self.say(f"  training goes on from step {event['step']} ({phases})", at_s)
+            case "step":
+                self._stepped(event, at_s)
+            case "log":
+                self._loss = event.get("loss", self._loss)
+            case "checkpoint":
+                self.say(
+                    f"  checkpoint of step {event['step']} written in {event['seconds']:.2f} s",
+                    at_s,
+                )
+            case "failed" if event["blame"] != "peer":
+                self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
+            case "exit":
+                if event["code"] == ExitCode.LEFT:
+                    self.say(f"{node} has left", at_s)
+
+    def _world(self, event: dict[str, Any], at_s: float) -> None:
+        self._generation = event["generation"]
+        self.training = event["members"]
+        self.lineage.world(self._generation, event["resume_step"])
+        place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
+        lost = self.lineage.lost(self._generation)
+        again = f", {lost} steps are computed again" if lost else ""
+        self.say(
+            f"generation {self._generation}: {event['world_size']} ranks on "
+            f"{', '.join(self.training)} ({event['reason']}); step {event['resume_step']} "
+            f"{place[event['tier']]}{again}",
+            at_s,
+        )
+
+    def _stepped(self, event: dict[str, Any], at_s: float) -> None:
+        generation, step = event["generation"], event["step"]
+        first = generation not in self.lineage.reached
+        self.lineage.stepped(generation, step)
+        self.step = max(self.step, step)
+        self._total = max(self._total, event.get("total", 0))
+        if self._struck is not None and first and generation == self._generation:
+            what, struck_s = self._struck
+            self._struck = None
+            self.say(f"  next step done {at_s - struck_s:.2f} s after {what}", at_s)
+        every_s = BAR_EVERY_S if self._bar else PROGRESS_EVERY_S
+        if at_s - self._shown_s >= every_s:
+            self._shown_s = at_s
+            self._progress(step, at_s)
+
+    def _progress(self, step: int, at_s: float) -> None:
+        loss = f"  loss {self._loss:.4f}" if self._loss is not None else ""
+        of = f"/{self._total}" if self._total else ""
+        if not self._bar:
+            self.say(f"  step {step}{of}{loss}", at_s)
+            return
+        done = int(BAR_CELLS * step / self._total) if self._total else 0
+        bar = f"[{'#' * done}{'.' * (BAR_CELLS - done)}] " if self._total else ""
+        elapsed_s = at_s - self._began_s
+        print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
+
+    def struck(self, what: str, node: str, at_s: float) -> None:
+        """A fault was done to `node`."""
+        words = {
+            "kill-node": f"SIGKILL to every process of {node}",
+            "kill-worker": f"SIGKILL to a worker of {node}",
+            "drain": f"SIGTERM to {node}: it leaves at the next step",
+            "join": f"{node} comes",
+        }
+        self.say(f"step {self.step}: {words[what]}", at_s)
+        names = {"kill-node": "the kill", "kill-worker": "the kill", "drain": "SIGTERM"}
+        self._struck = (names.get(what, "its start"), at_s)
+
+    def quote(self, log: Path) -> None:
+        """The last error in an agent's own words."""
+        lines = log.read_text(errors="replace").splitlines()
+        starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+        if starts:
+            print("\n".join(lines[starts[-1] :]), file=sys.stderr, flush=True)
+
+    def close(self, code: ExitCode) -> None:
+        generations = len(self.lineage.resume_steps)
+        if code == ExitCode.DONE:
+            self.say(
+                f"done: {self.step} steps, {generations} generations, "
+                f"{self.lineage.recomputed} steps recomputed"
+            )
+        else:
+            self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

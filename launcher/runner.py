@@ -1,0 +1,153 @@
+"""Puts an agent together with its store, registration and HTTP server, and takes all of it down
+again."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticzero.errors import ExitCode, StoreUnavailable, UserError
+from elasticzero.launcher.agent import Agent, AgentOptions
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.http import AgentServer
+from elasticzero.launcher.membership import (
+    Membership,
+    bound_socket,
+    new_incarnation,
+    reachable_address,
+)
+from elasticzero.launcher.observe import DONE, MEMBERS
+from elasticzero.launcher.store import Store, job_prefix
+from elasticzero.launcher.telling import say
+from elasticzero.launcher.world import Member
+from elasticzero.metrics import Metrics
+
+SHARED_MEMORY = Path("/dev/shm")
+TRY_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where this node listens and how others reach it."""
+
+    host: str | None
+    http_host: str
+    http_port: int
+
+
+def snapshot_directory(job: str, node: str) -> Path:
+    """This agent's own directory in shared memory."""
+    digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
+    return SHARED_MEMORY / f"elasticzero-{digest}" / node
+
+
+def run_agent(
+    options: AgentOptions, endpoints: Sequence[str], network: Network, *, restart: bool
+) -> ExitCode:
+    """Run this node's agent until the job is done or the node has left."""
+    metrics = Metrics()
+    with ExitStack() as stack:
+        if not endpoints:
+            etcd = stack.enter_context(EmbeddedEtcd())
+            endpoints = [etcd.endpoint]
+            say(options.node, f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+        store = EtcdStore(endpoints, job_prefix(options.job), observe=metrics.etcd_request)
+        stack.callback(store.close)
+        _wait_for_store(store, options, endpoints, restart=restart)
+        host = network.host or reachable_address(endpoints[0])
+        agent = None
+        server = stack.enter_context(
+            AgentServer(
+                network.http_host,
+                network.http_port,
+                metrics=metrics,
+                status=lambda: agent.status() if agent is not None else {},
+                healthy=lambda: (True, "ok"),
+                snapshots=_Snapshots(lambda: agent),
+                tokens=lambda: agent.tokens() if agent is not None else frozenset(),
+            )
+        )
+        store_socket = bound_socket()
+        me = Member(
+            node=options.node,
+            incarnation=new_incarnation(),
+            host=host,
+            http_port=server.port,
+            store_port=store_socket.getsockname()[1],
+            nproc=options.nproc,
+        )
+        membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
+        agent = Agent(options, store, membership, metrics)
+        agent.telling.note("serving", port=server.port, host=host)
+        signal.signal(signal.SIGTERM, lambda *_: agent.leave())
+        try:
+            membership.join(lambda text: say(options.node, text))
+        except UserError:
+            agent.close()
+            raise
+        agent.telling.note("registered", incarnation=me.incarnation)
+        say(options.node, f"registered for job {options.job}; logs: {options.log_dir}")
+        try:
+            return agent.run()
+        except KeyboardInterrupt:
+            say(options.node, "interrupted: everything on this node is stopped")
+            return ExitCode.INTERRUPTED
+
+
+class _Snapshots:
+    """The agent's snapshots, once there is an agent."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def open_file(self, generation: int, step: int, name: str) -> Any:
+        agent = self._agent()
+        if agent is None:
+            raise FileNotFoundError(name)
+        return agent.snapshots.open_file(generation, step, name)
+
+
+def _wait_for_store(
+    store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
+) -> None:
+    """Wait until etcd answers, and see that the job is not over; raises after `--join-timeout`."""
+    names = ",".join(endpoints)
+    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    told = False
+    while True:
+        try:
+            done = store.read(DONE).entries.get(DONE)
+            break
+        except StoreUnavailable as error:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise StoreUnavailable(
+                    f"etcd at {names} did not answer within {options.limits.join_timeout_s:g} s "
+                    "(--join-timeout); check the address, and that etcd runs"
+                ) from None
+            if not told:
+                say(
+                    options.node, f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
+                )
+                told = True
+            del error
+            time.sleep(min(TRY_AGAIN_S, max(0.0, left_s)))
+    if done is None:
+        return
+    if not restart:
+        raise UserError(
+            f"job {options.job!r} is already done; take another --job, or add --restart "
+            "to run it again"
+        )
+    if store.read(MEMBERS).entries:
+        raise UserError(f"job {options.job!r} still has nodes; --restart needs them gone first")
+    store.write({}, deletes=["done", "world", "control", "alarm/", "reports/"])
+    print(f"job {options.job}: was done, runs again from the newest checkpoint", file=sys.stderr)

@@ -1,0 +1,241 @@
+"""What an agent tells of itself: the event log, metrics, status, and lines for people."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from elasticzero.channel import (
+    Attached,
+    CheckpointWritten,
+    Failed,
+    Held,
+    Logged,
+    Restored,
+    Stepped,
+    Stopping,
+)
+from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.launcher.decide import Decision, WriteWorld
+from elasticzero.launcher.events import EventLog
+from elasticzero.launcher.view import View, Workers
+from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
+from elasticzero.launcher.world import World
+from elasticzero.metrics import Metrics
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent import AgentOptions
+
+WHO_IS_HERE_EVERY_S = 10.0
+STORE_TROUBLE_EVERY_S = 10.0
+
+
+def say(node: str, text: str) -> None:
+    """A line for whoever watches the terminal."""
+    print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
+
+
+class Telling:
+    """Takes note of what the agent hears and decides."""
+
+    def __init__(self, options: AgentOptions, events: EventLog, metrics: Metrics) -> None:
+        self._options = options
+        self._events = events
+        self._metrics = metrics
+        self._tail = LogTail(sys.stdout.write)
+        self._reason = ""
+        self._world: World | None = None
+        self._round_seen_s: float | None = None
+        self._marks: dict[str, float] = {}
+        self._last: dict[str, Any] = {"step": 0, "loss": None, "checkpoint_step": None}
+        self._said_who_s = 0.0
+        self._said_trouble_s = 0.0
+        self._epilogue = ""
+
+    def note(self, event: str, **fields: Any) -> None:
+        self._events.write(event, **fields)
+
+    def decided(self, view: View, decision: Decision) -> None:
+        """Log the reason when it changes; count what changed in the world."""
+        if view.world is not None and view.world != self._world:
+            self._world_changed(view.world)
+        if view.round_s is not None and self._round_seen_s is None:
+            self._round_seen_s = view.round_s
+            reason = view.alarm.reason if view.alarm is not None else "all stopped at a boundary"
+            kind = view.alarm.kind if view.alarm is not None else "boundary"
+            self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
+            self._metrics.restarted(kind)
+        if decision.reason != self._reason:
+            self._reason = decision.reason
+            self.note("reason", reason=decision.reason)
+        for action in decision.actions:
+            if isinstance(action, WriteWorld):
+                self.note("writes", generation=action.world.generation)
+        if view.members is not None:
+            self._metrics.members(len(view.members))
+        self._who_is_here(view)
+        if view.done is not None and view.done.failure is not None:
+            self._epilogue = view.done.reason
+
+    def _world_changed(self, world: World) -> None:
+        self._world = world
+        resume = world.resume
+        self.note(
+            "world",
+            generation=world.generation,
+            members=[member.node for member in world.members],
+            world_size=world.world_size,
+            resume_step=resume.step,
+            tier=resume.tier,
+            reason=world.reason,
+        )
+        self._metrics.world(world.generation, world.world_size, len(world.members))
+        place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
+        if not self._options.quiet:
+            say(
+                self._options.node,
+                f"generation {world.generation}: {world.world_size} ranks on {len(world.members)} "
+                f"nodes, from step {resume.step} {place[resume.tier]}: {world.reason}",
+            )
+
+    def _who_is_here(self, view: View) -> None:
+        now_s = time.monotonic()
+        short = view.world is None or view.round_s is not None
+        if not short or view.members is None:
+            self._said_who_s = now_s
+            return
+        limits = self._options.limits
+        if now_s - self._said_who_s >= WHO_IS_HERE_EVERY_S and len(view.members) < limits.min_nodes:
+            self._said_who_s = now_s
+            missing = limits.min_nodes - len(view.members)
+            say(
+                self._options.node,
+                f"waiting: {len(view.members)} of at least {limits.min_nodes} nodes are here "
+                f"({', '.join(view.members) or 'none'}); {missing} missing",
+            )
+
+    def starting(self, world: World, index: int, now_s: float) -> None:
+        self._marks = {"start": now_s}
+        if self._round_seen_s is not None:
+            self._metrics.recovery("regroup", now_s - self._round_seen_s)
+        self._round_seen_s = None
+        member = world.members[index]
+        first = world.first_rank(index)
+        self.note(
+            "start",
+            generation=world.generation,
+            index=index,
+            ranks=list(range(first, first + member.nproc)),
+        )
+
+    def started(self, gang: Gang) -> None:
+        self.note("started", pids=[worker.pid for worker in gang.workers])
+        self._metrics.workers_running(len(gang.workers))
+
+    def heard(self, gang: Gang, heard: Iterable[Heard], now_s: float) -> None:
+        """Take note of what workers said."""
+        for worker, message in heard:
+            local = worker.local_rank
+            match message:
+                case Attached():
+                    self._phase("start", self._marks.get("start", now_s), now_s)
+                case Restored():
+                    self._metrics.recovery("connect", message.connect_s)
+                    self._metrics.recovery("build", message.build_s)
+                    self._metrics.recovery("restore", message.restore_s)
+                    self._marks["restored"] = now_s
+                    if local == 0:
+                        self.note("restored", generation=gang.generation, **_plain(message))
+                case Stepped():
+                    if "restored" in self._marks:
+                        self._phase("first_step", self._marks.pop("restored"), now_s)
+                    self._metrics.stepped(
+                        local, message.step, message.step_s, message.data_wait_s, message.samples
+                    )
+                    if local == 0:
+                        self._last["step"] = message.step
+                        self.note("step", generation=gang.generation, **_plain(message))
+                case Logged():
+                    if "loss" in message.scalars:
+                        self._metrics.loss(local, message.scalars["loss"])
+                        self._last["loss"] = message.scalars["loss"]
+                    self.note("log", rank=worker.rank, step=message.step, **message.scalars)
+                case CheckpointWritten():
+                    self._metrics.checkpoint(
+                        message.step, message.seconds, message.bytes, message.committed
+                    )
+                    if message.committed:
+                        self._last["checkpoint_step"] = message.step
+                        self.note("checkpoint", **_plain(message))
+                case Stopping() | Held():
+                    self.note(type(message).__name__.lower(), rank=worker.rank, **_plain(message))
+                case Failed():
+                    self.note("failed", rank=worker.rank, **_plain(message))
+                case Ended(code):
+                    self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
+                    self._metrics.workers_running(sum(w.running for w in gang.workers))
+        self._tee(gang, last=False)
+
+    def _phase(self, phase: str, since_s: float, now_s: float) -> None:
+        self._metrics.recovery(phase, now_s - since_s)
+
+    def _tee(self, gang: Gang, *, last: bool) -> None:
+        if self._options.tee == "none":
+            return
+        for worker in gang.workers:
+            if self._options.tee == "all" or worker.local_rank == 0:
+                self._tail.follow(worker.rank, worker.log, last=last)
+
+    def retired(self, gang: Gang) -> None:
+        """The last of a gang's output, and the error that ended it."""
+        self._tee(gang, last=True)
+        failure = gang.failure
+        if failure is None or failure.blame == "peer":
+            return
+        node = self._options.node
+        text = f"rank {failure.rank} on {node} failed at step {failure.step}: {failure.message}"
+        trace = gang.first_error.traceback if gang.first_error is not None else ""
+        if failure.final:
+            self._epilogue = text
+        else:
+            self._epilogue = f"{text}\n{trace}".rstrip()
+
+    def store_trouble(self, error: ElasticZeroError) -> None:
+        now_s = time.monotonic()
+        self.note("store_trouble", message=str(error))
+        if now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S:
+            self._said_trouble_s = now_s
+            say(self._options.node, f"{error}; training goes on without it")
+
+    def status(self, view: View | None, leaving: bool) -> dict[str, Any]:
+        """Plain values for `/status`."""
+        world = view.world if view is not None else None
+        workers = view.workers if view is not None else Workers()
+        return {
+            "job": self._options.job,
+            "node": self._options.node,
+            "reason": self._reason,
+            "generation": world.generation if world is not None else 0,
+            "world_size": world.world_size if world is not None else 0,
+            "members": [member.node for member in world.members] if world is not None else [],
+            "leaving": leaving,
+            "workers": {
+                "running": workers.running,
+                "restored": workers.restored,
+                "step": workers.step,
+            },
+            **self._last,
+        }
+
+    def close(self, code: ExitCode | None) -> None:
+        self.note("exit", code=code)
+        if self._epilogue and code == ExitCode.FAILED:
+            print(f"\nerror: {self._epilogue}", file=sys.stderr, flush=True)
+            print(f"logs: {self._options.log_dir}", file=sys.stderr, flush=True)
+        self._events.close()
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__dataclass_fields__}

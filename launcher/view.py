@@ -1,0 +1,102 @@
+"""What `decide` sees: the user's limits, this node's workers, and all that the agent knows.
+
+Pure values. Times are seconds on the agent's own monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the user allows, and the protocol's times in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    strategy: str = "ddp"
+    max_restarts: int = 3
+    """Failures in a row without progress after which the job is given up."""
+    join_timeout_s: float = 600.0
+    """MIN nodes that have not come together by then are given up."""
+    settle_s: float = 3.0
+    """The first world waits so long after the last node that came, if there is room for more."""
+    grow_settle_s: float = 0.5
+    alive_s: float = 0.5
+    """Who has not answered an alarm by then is presumed gone."""
+    stop_s: float = 15.0
+    """A worker that has not stopped by then is killed."""
+    lease_ttl_s: float = 5.0
+    handover_s: float = 20.0
+    """A leaving node serves its snapshots at most so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """This node's workers, all of one generation."""
+
+    generation: int = 0
+    running: int = 0
+    """Processes alive."""
+    attached: bool = False
+    """All called `elasticzero.run`: they can be asked to stop at a boundary."""
+    restored: bool = False
+    finished: bool = False
+    """All ended well, the training function done."""
+    at_boundary: bool = False
+    """They left the loop together, as asked by some node."""
+    failed: bool = False
+    failure: Failure | None = None
+    asked: int = 0
+    """Flags already asked of them."""
+    aborted_s: float | None = None
+    """When they were told to stop where they are."""
+    killed: bool = False
+    stepped_s: float = 0.0
+    """When the last step was finished; 0 if none was."""
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    reachable: bool = True
+    well_since_s: float = 0.0
+    """Since when nothing was heard of an outage."""
+    confirmed_s: float = 0.0
+    """When the own lease was last confirmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """All that one agent sees; never changed in place."""
+
+    me: Member
+    members: Mapping[str, Member] | None = None
+    """Registrations, oldest first; None: this agent does not watch them now."""
+    oldest: bool = False
+    """Mine is the oldest registration."""
+    began_s: float = 0.0
+    """When this agent began to wait for the first world."""
+    last_join_s: float = 0.0
+    world: World | None = None
+    outside_s: float | None = None
+    """Since when `world` does not name this registration."""
+    alarm: Alarm | None = None
+    round_s: float | None = None
+    """When this agent first saw that the round of this generation is open."""
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    my_report: Report | None = None
+    """The one already put for this generation."""
+    done: Done | None = None
+    leaving: bool = False
+    workers: Workers = Workers()
+    holdings: tuple[Holding, ...] = ()
+    storage_step: int | None = None
+    missing_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Members of the world without a registration, since when."""
+    store: StoreHealth = StoreHealth()
+    token: str = ""
+    """For the next world, drawn by the caller."""

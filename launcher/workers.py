@@ -1,0 +1,324 @@
+"""The workers of one node in one generation: start, ask, stop, reap; their logs; what they say.
+
+A `Gang` lives as long as its generation's workers. It turns messages and exits into the `Workers`
+value that `decide` sees, and passes on to the agent what metrics and the event log want.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticzero.channel import (
+    Abort,
+    Assignment,
+    Attached,
+    Channel,
+    ChannelClosed,
+    Failed,
+    Finished,
+    Message,
+    Request,
+    Restored,
+    Save,
+    Stepped,
+    Stopping,
+)
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.view import Workers
+from elasticzero.launcher.world import BLAME_ORDER, Failure
+
+UNASKED_GRACE_S = 2.0
+"""A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process and what it has said so far."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    channel: Channel
+    log: Path
+    attached: bool = False
+    restored: bool = False
+    finished: bool = False
+    stopping: Stopping | None = None
+    failed: Failed | None = None
+    exit_code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker's process is gone."""
+
+    exit_code: int
+
+
+Heard = tuple[Worker, Message | Ended]
+
+
+@dataclass(slots=True)
+class Gang:
+    """This node's workers of one generation."""
+
+    server: ForkServer
+    generation: int
+    workers: list[Worker] = field(default_factory=list)
+    failure: Failure | None = None
+    first_error: Failed | None = None
+    """The message behind `failure`, with its traceback, if the worker could still speak."""
+    _view: Workers = field(default_factory=Workers)
+    _complete_given: bool = False
+
+    def start(
+        self,
+        assignments: Sequence[Assignment],
+        launch: Launch,
+        log_dir: Path,
+        store: socket.socket | None,
+    ) -> None:
+        """Fork a worker for each assignment. store: rank 0's bound socket, on the node of rank
+        0."""
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for assignment in assignments:
+            log = log_dir / f"{assignment.local_rank}.log"
+            mine, theirs = socket.socketpair()
+            log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            fds = [log_fd, theirs.fileno()]
+            if store is not None and assignment.rank == 0:
+                fds.append(store.fileno())
+            environment = launch.environment | torchrun_environment(assignment)
+            try:
+                pid, numbers = self.server.start(replace(launch, environment=environment), fds)
+            finally:
+                os.close(log_fd)
+                theirs.close()
+            channel = Channel(mine)
+            store_fd = numbers[2] if len(numbers) > 2 else None
+            with suppress(ChannelClosed):
+                channel.send(replace(assignment, store_fd=store_fd))
+            worker = Worker(assignment.rank, assignment.local_rank, pid, channel, log)
+            self.workers.append(worker)
+        self._view = Workers(generation=self.generation, running=len(self.workers))
+
+    def view(self) -> Workers:
+        """What `decide` sees."""
+        workers = self.workers
+        running = sum(worker.running for worker in workers)
+        left = all(w.stopping is not None and w.failed is None for w in workers)
+        return replace(
+            self._view,
+            running=running,
+            attached=all(worker.attached for worker in workers),
+            restored=all(worker.restored or not worker.attached for worker in workers),
+            finished=running == 0 and all(worker.finished for worker in workers),
+            at_boundary=bool(workers) and left and self._view.aborted_s is None,
+            failed=self.failure is not None,
+            failure=self.failure,
+        )
+
+    def ask(self, flags: int) -> None:
+        """Have the workers raise `flags` in the control word."""
+        self._view = replace(self._view, asked=self._view.asked | flags)
+        self._send_all(Request(flags=self._view.asked))
+
+    def stop(self, reason: str, now_s: float) -> None:
+        """Tell the workers to stop where they are; a script that does not listen gets SIGTERM."""
+        self._view = replace(self._view, aborted_s=now_s)
+        self._send_all(Abort(reason=reason))
+        for worker in self.workers:
+            if worker.running and not worker.attached:
+                _signal(worker, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, to each worker's whole process group."""
+        self._view = replace(self._view, killed=True)
+        for worker in self.workers:
+            if worker.running:
+                _signal(worker, signal.SIGKILL)
+
+    def end_the_deaf(self, now_s: float) -> None:
+        """SIGKILL to scripts that did not heed SIGTERM in time."""
+        told_s = self._view.aborted_s
+        if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
+            for worker in self.workers:
+                if worker.running and not worker.attached:
+                    _signal(worker, signal.SIGKILL)
+
+    def hear(self, now_s: float) -> list[Heard]:
+        """Everything the workers said, and which of them ended, since the last call; does not
+        wait."""
+        heard: list[Heard] = []
+        for worker in self.workers:
+            heard += [(worker, message) for message in _receive(worker)]
+        by_pid = {worker.pid: worker for worker in self.workers}
+        for pid, code in self.server.ended():
+            if pid in by_pid:
+                worker = by_pid[pid]
+                heard += [(worker, message) for message in _receive(worker)]
+                heard.append((worker, Ended(code)))
+        for worker, message in heard:
+            self._take(worker, message, now_s)
+        return heard
+
+    def lost_server(self) -> list[Heard]:
+        """The fork server died, and with it every worker."""
+        heard: list[Heard] = [(worker, Ended(-9)) for worker in self.workers if worker.running]
+        for worker, message in heard:
+            self._take(worker, message, 0.0)
+        return heard
+
+    def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
+        match message:
+            case Attached():
+                worker.attached = True
+                if self._view.asked:
+                    self._send(worker, Request(flags=self._view.asked))
+                if self._view.aborted_s is not None:
+                    self._send(worker, Abort(reason="the generation is over"))
+            case Restored():
+                worker.restored = True
+            case Stepped():
+                step = max(self._view.step, message.step)
+                self._view = replace(self._view, step=step, stepped_s=now_s)
+            case Finished():
+                worker.finished = True
+                self._view = replace(self._view, step=max(self._view.step, message.step))
+            case Stopping():
+                worker.stopping = message
+                wanted = message.clean and not (message.complete and self._complete_given)
+                self._complete_given |= wanted and message.complete
+                self._send(worker, Save(wanted=wanted))
+            case Failed():
+                worker.failed = message
+                self._blame(worker, message)
+            case Ended():
+                worker.exit_code = message.exit_code
+                worker.channel.close()
+                self._judge_exit(worker)
+            case _:
+                pass
+
+    def _judge_exit(self, worker: Worker) -> None:
+        """An exit that no message explains is a failure of its own; a plain script says nothing at
+        all."""
+        code = worker.exit_code or 0
+        if worker.failed or worker.stopping or worker.finished:
+            return
+        if code == 0:
+            worker.finished = True
+            return
+        if self._view.aborted_s is not None:
+            return
+        if code < 0:
+            name = signal.Signals(-code).name
+            self._fail(Failure(rank=worker.rank, blame="killed", message=f"killed by {name}"))
+        else:
+            text = f"exited with status {code}"
+            self._fail(Failure(rank=worker.rank, blame="user", message=text))
+
+    def _blame(self, worker: Worker, message: Failed) -> None:
+        if self._view.aborted_s is not None and message.blame == "peer":
+            return
+        failure = Failure(
+            rank=worker.rank,
+            blame=message.blame,
+            message=message.message,
+            step=message.step,
+            final=message.final,
+            bad_step=message.bad_step,
+        )
+        if self._fail(failure):
+            self.first_error = message
+
+    def _fail(self, failure: Failure) -> bool:
+        """Keep the failure that explains the others; of equals the first."""
+        known = self.failure
+        order = BLAME_ORDER.index
+        if known is not None and order(known.blame) <= order(failure.blame):
+            return False
+        self.failure = failure
+        return True
+
+    def _send_all(self, message: Message) -> None:
+        for worker in self.workers:
+            if worker.running:
+                self._send(worker, message)
+
+    def _send(self, worker: Worker, message: Message) -> None:
+        with suppress(ChannelClosed):
+            worker.channel.send(message)
+
+
+def _receive(worker: Worker) -> list[Message]:
+    messages: list[Message] = []
+    with suppress(ChannelClosed, OSError, ValueError):
+        while select.select([worker.channel], [], [], 0)[0]:
+            messages += worker.channel.drain()
+    return messages
+
+
+def _signal(worker: Worker, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, number)
+
+
+def torchrun_environment(assignment: Assignment) -> dict[str, str]:
+    """The variables that torchrun sets, for scripts written for it."""
+    return {
+        "RANK": str(assignment.rank),
+        "LOCAL_RANK": str(assignment.local_rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.group_rank),
+        "ROLE_RANK": str(assignment.rank),
+        "ROLE_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": assignment.master_address,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
+        "TORCHELASTIC_RUN_ID": assignment.job,
+    }
+
+
+SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION",)
+"""The agent's own; a worker's imports must not see it."""
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The agent's environment as a worker may see it."""
+    return {key: value for key, value in environment.items() if key not in SCRUBBED}
+
+
+@dataclass(slots=True)
+class LogTail:
+    """Follows the workers' log files and gives whole new lines."""
+
+    write: Callable[[str], None]
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def follow(self, rank: int, log: Path, *, last: bool = False) -> None:
+        """Write what was added to `log` since the last call, each line with its `[rank]`; last:
+        also a last line without an end."""
+        offset = self._offsets.setdefault(log, 0)
+        try:
+            with log.open("rb") as file:
+                file.seek(offset)
+                data = file.read(1 << 20)
+        except FileNotFoundError:
+            return
+        end = len(data) if last else data.rfind(b"\n") + 1
+        self._offsets[log] = offset + end
+        for line in data[:end].decode(errors="replace").splitlines():
+            self.write(f"[{rank}] {line}\n")

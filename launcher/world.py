@@ -1,0 +1,246 @@
+"""Members, reports and inventories to the next world: who, with which ranks, from which state, and
+why.
+
+Pure. Every document that stands in etcd is defined here: `Member`, `World`, `Alarm`, `Report`,
+`Control`, `Done`.
+
+Rules of the state a generation starts from (`choose_resume`):
+1. A snapshot counts only if this generation wrote it, or if it is the very state this generation
+   itself started from; any other may lie off the lineage.
+2. A snapshot is whole when every rank of its world has a holder among the reports; shards of two
+   generations or two steps are never mixed.
+3. The highest step wins, in memory or on storage; at equal steps memory, being nearer.
+4. With nothing held anywhere the job starts fresh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from elasticzero.channel import Resume, Source
+from elasticzero.records import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node registered in the store under a lease."""
+
+    node: str
+    incarnation: str
+    """New at every registration, except when the node reclaims a place that `world` still names."""
+    host: str
+    """Where the other nodes reach it."""
+    http_port: int
+    store_port: int
+    """Bound by the agent, free for rank 0's store, should this member come first."""
+    nproc: int
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.http_port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One generation: an ordered list of members, and the state they start from."""
+
+    generation: int
+    token: str
+    members: tuple[Member, ...]
+    strategy: str
+    resume: Resume
+    reason: str
+    """One sentence: why this world was made."""
+    fruitless: int = 0
+    """Failures in a row that did not get past the step they started from."""
+
+    def names(self, member: Member) -> bool:
+        """Whether this very registration has a place here."""
+        return self.find(member.node, member.incarnation) is not None
+
+    def find(self, node: str, incarnation: str) -> int | None:
+        """Index of a registration in the order of members."""
+        for index, member in enumerate(self.members):
+            if (member.node, member.incarnation) == (node, incarnation):
+                return index
+        return None
+
+    @property
+    def world_size(self) -> int:
+        return sum(member.nproc for member in self.members)
+
+    def first_rank(self, index: int) -> int:
+        """Rank of the first worker of the member at `index`."""
+        return sum(member.nproc for member in self.members[:index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Somebody saw this generation end."""
+
+    node: str
+    kind: Literal["failure", "lapse", "leave", "grow", "silence"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A snapshot, or some ranks' shards of one, in a node's shared memory."""
+
+    generation: int
+    step: int
+    world_size: int
+    """Of the snapshot; 1 for a complete one."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first error of a node's workers."""
+
+    rank: int
+    blame: Literal["user", "checkpoint", "environment", "killed", "peer"]
+    message: str
+    step: int = 0
+    final: bool = False
+    """The same input would fail in the same way: do not try again."""
+    bad_step: int | None = None
+    """The checkpoint that was found damaged."""
+
+
+BLAME_ORDER = ("user", "checkpoint", "environment", "killed", "peer")
+"""Of several failures the one that explains the others comes first: a lost peer explains
+nothing."""
+
+Phase = Literal["restored", "alive", "stopped", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a node says in one generation; a later report replaces an earlier one."""
+
+    incarnation: str
+    phase: Phase
+    store_port: int = 0
+    """A fresh one for the next world."""
+    leaving: bool = False
+    holdings: tuple[Holding, ...] = ()
+    failure: Failure | None = None
+    final_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What an operator asks of the job."""
+
+    drain: tuple[str, ...] = ()
+    """Nodes that shall leave at the next boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The job is over."""
+
+    outcome: Literal["finished", "failed"]
+    step: int
+    reason: str
+    failure: Failure | None = None
+
+
+def to_bytes(document: Any) -> bytes:
+    """The stored form of a document; a world's members and sources are rows, not objects."""
+    value = encode(document)
+    if isinstance(document, World):
+        value["members"] = [list(encode(member).values()) for member in document.members]
+        value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def world_from_bytes(data: bytes) -> World:
+    value = json.loads(data)
+    value["members"] = [
+        dict(zip(Member.__dataclass_fields__, row, strict=True)) for row in value["members"]
+    ]
+    value["resume"]["sources"] = [
+        {"rank": rank, "node": node, "address": address}
+        for rank, node, address in value["resume"]["sources"]
+    ]
+    return decode(World, value, "world")
+
+
+def choose_resume(
+    world: World | None, reports: Mapping[str, Report], storage_step: int | None
+) -> Resume:
+    """The state the next generation starts from, by the rules above.
+
+    reports: by node, of the generation of `world`. storage_step: newest good checkpoint, if any.
+    """
+    candidates = [Resume(tier="fresh")]
+    if storage_step is not None:
+        candidates.append(Resume(tier="storage", step=storage_step))
+    if world is not None:
+        candidates += _whole_snapshots(world, reports)
+    nearness = {"fresh": 0, "storage": 1, "ram": 2}
+    return max(candidates, key=lambda r: (r.step, nearness[r.tier], r.generation))
+
+
+def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
+    """The snapshots that rules 1 and 2 admit."""
+    origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
+    addresses = {member.node: member.address for member in world.members}
+    held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
+    for node, report in reports.items():
+        for holding in report.holdings:
+            state = (holding.generation, holding.step)
+            if holding.generation != world.generation and state != origin:
+                continue
+            by_rank = held.setdefault((*state, holding.world_size), {})
+            for rank in holding.ranks:
+                source = Source(rank=rank, node=node, address=addresses[node])
+                by_rank.setdefault(rank, []).append(source)
+    return [
+        Resume(
+            tier="ram",
+            step=step,
+            generation=generation,
+            sources=tuple(source for rank in sorted(by_rank) for source in by_rank[rank]),
+        )
+        for (generation, step, world_size), by_rank in held.items()
+        if len(by_rank) == world_size
+    ]
+
+
+def line_up(
+    world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
+) -> tuple[Member, ...]:
+    """The members of the next world: those that stay keep their order, new ones come last."""
+    kept = list(staying)
+    if world is not None:
+        position = {member.node: index for index, member in enumerate(world.members)}
+        kept.sort(key=lambda member: position[member.node])
+    return tuple([*kept, *joiners][:most])
+
+
+def root_cause(reports: Mapping[str, Report]) -> tuple[str, Failure] | None:
+    """The failure that brought the others about: whose own fault it is goes before a lost peer."""
+    failures = [(node, r.failure) for node, r in reports.items() if r.failure is not None]
+    return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
+
+
+def check_invariants(before: World | None, after: World) -> None:
+    """What must hold between a world and the next, whatever happened; raises AssertionError."""
+    nodes = [member.node for member in after.members]
+    assert len(set(nodes)) == len(nodes), "a node has one place"
+    assert after.members and after.world_size > 0, "a world has ranks"
+    assert list(accumulate(m.nproc for m in after.members))[-1] == after.world_size
+    if before is not None:
+        assert after.generation == before.generation + 1, "generations only grow, by one"
+        stayed = [m.node for m in before.members if after.find(m.node, m.incarnation) is not None]
+        assert nodes[: len(stayed)] == stayed, "those that stay keep their order, before new ones"
+    if after.resume.tier == "ram":
+        ranks = {source.rank for source in after.resume.sources}
+        assert ranks == set(range(len(ranks))), "every rank of the snapshot has a source"
