@@ -1,0 +1,267 @@
+"""Every rule of `decide`, one line each: what is seen, and what is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, Resume, Source
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.decide import (
+    Ask,
+    KillWorkers,
+    Leave,
+    PutReport,
+    RaiseAlarm,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+    decide,
+    is_leader,
+)
+from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
+
+NOW = 100.0
+LIMITS = Limits(min_nodes=2, max_nodes=3)
+
+
+def member(name: str) -> Member:
+    return Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1)
+
+
+A, B, C, D = (member(name) for name in "abcd")
+RAM = Resume(
+    tier="ram", step=5, generation=2, sources=(Source(rank=0, node="c", address="10.0.0.1:9400"),)
+)
+
+
+def world(*members: Member, **changes) -> World:
+    plain = World(
+        generation=3,
+        token="t",
+        members=members,
+        strategy="ddp",
+        resume=Resume(tier="storage", step=10),
+        reason="test",
+    )
+    return replace(plain, **changes)
+
+
+def named(*members: Member) -> dict[str, Member]:
+    return {m.node: m for m in members}
+
+
+def says(phase: str, of: Member, **fields) -> Report:
+    return Report(incarnation=of.incarnation, phase=phase, store_port=29500, **fields)
+
+
+ALARM = Alarm(node="b", kind="failure", reason="it broke")
+TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
+STOPPED = replace(TRAINS, running=0, aborted_s=99.6)
+HEALTHY = StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0)
+HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
+RESTORED = says("restored", A)
+
+AT_REST = View(
+    me=A,
+    members=named(A, B),
+    world=world(A, B),
+    workers=TRAINS,
+    my_report=RESTORED,
+    reports={"a": RESTORED, "b": says("restored", B)},
+    store=HEALTHY,
+    token="new",
+)
+ALONE = View(me=A, members=named(A), oldest=True, last_join_s=99.0, began_s=90.0, token="new")
+ROUND = replace(AT_REST, alarm=ALARM, round_s=99.5)
+MY_STOPPED = says("stopped", A, holdings=HELD, final_step=20)
+ENDED = replace(
+    ROUND,
+    workers=STOPPED,
+    holdings=HELD,
+    my_report=MY_STOPPED,
+    reports={"a": MY_STOPPED, "b": says("stopped", B)},
+)
+FAILED = Failure(rank=0, blame="user", message="ValueError: no")
+SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
+
+
+def v(base: View, **changes) -> View:
+    return replace(base, **changes)
+
+
+def w(base: Workers, **changes) -> Workers:
+    return replace(base, **changes)
+
+
+def blamed(**fields) -> View:
+    """The round's end with a failure of node b."""
+    failure = replace(FAILED, **fields)
+    return v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", B, failure=failure)})
+
+
+TABLE = [
+    # A1
+    ("done: stop workers", v(AT_REST, done=Done(outcome="finished", step=9, reason="r")), [KillWorkers]),
+    ("done: exit 0", v(ENDED, done=Done(outcome="finished", step=9, reason="r")), [Leave(ExitCode.DONE)]),
+    ("failed: exit 70", v(ENDED, done=Done(outcome="failed", step=9, reason="r")), [Leave(ExitCode.FAILED)]),
+    ("done, killed already", v(AT_REST, done=Done(outcome="finished", step=9, reason="r"), workers=w(TRAINS, killed=True)), []),
+    # L1
+    ("too few", ALONE, []),
+    ("MAX are there", v(ALONE, members=named(A, B, C)), [WriteWorld]),
+    ("MIN are there, not settled", v(ALONE, members=named(A, B)), []),
+    ("MIN are there and settled", v(ALONE, members=named(A, B), last_join_s=96.0), [WriteWorld]),
+    ("not the oldest", v(ALONE, me=B, oldest=False, members=None), []),
+    ("leaving before it began", v(ALONE, leaving=True), [Leave(ExitCode.LEFT)]),
+    ("nobody came in time", v(ALONE, began_s=-600.0), [Leave(ExitCode.UNAVAILABLE)]),
+    # A2
+    ("a new world", v(AT_REST, workers=Workers()), [Start(world(A, B), 0)]),
+    ("a newer world", v(AT_REST, me=B, workers=w(TRAINS, generation=2)), [Start(world(A, B), 1)]),
+    # A3
+    ("left out", v(AT_REST, me=C), [KillWorkers]),
+    ("left out, stopped", v(AT_REST, me=C, workers=STOPPED), []),
+    ("another incarnation of mine", v(AT_REST, me=replace(A, incarnation="new"), workers=STOPPED), []),
+    ("leaving, not needed", v(AT_REST, me=C, workers=STOPPED, leaving=True), [Leave(ExitCode.LEFT)]),
+    ("leaving, still read", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
+    ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [Leave(ExitCode.LEFT)]),
+    ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=70.0), [Leave(ExitCode.LEFT)]),
+    # A4
+    ("a worker failed", v(AT_REST, workers=w(TRAINS, failed=True, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="ValueError: no"))]),
+    # A5
+    ("alarm: answer and stop", ROUND, [PutReport, StopWorkers("it broke")]),
+    ("alarm: answered, stopping", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.6)), []),
+    ("stuck past the deadline", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0)), [KillWorkers("not stopped within 15 s")]),
+    ("stuck, killed already", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0, killed=True)), []),
+    # A6
+    ("stopped: report", v(ROUND, workers=STOPPED, holdings=HELD), [PutReport(MY_STOPPED)]),
+    ("boundary: report", v(ROUND, alarm=None, round_s=99.9, workers=w(STOPPED, aborted_s=None), holdings=HELD), [PutReport(MY_STOPPED)]),
+    ("boundary, still writing", v(AT_REST, round_s=99.9, workers=w(TRAINS, at_boundary=True)), []),
+    ("boundary, others silent", v(AT_REST, round_s=99.4, workers=w(TRAINS, at_boundary=True)), [RaiseAlarm(Alarm(node="a", kind="silence", reason="not every node has answered"))]),
+    # A7
+    ("finished", v(AT_REST, workers=w(TRAINS, running=0, finished=True)), [PutReport(says("finished", A, final_step=20))]),
+    ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20)), []),
+    # A8
+    ("leave at a boundary", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
+    ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
+    ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
+    # A9
+    ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
+    ("at rest", AT_REST, []),
+    ("starting", v(AT_REST, my_report=None, workers=w(TRAINS, restored=False)), []),
+    # L2
+    ("all finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": says("finished", B, final_step=30)}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30"))]),
+    ("one has not finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": RESTORED}), []),
+    # L3
+    ("a lapsed lease", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
+    ("a step since", v(AT_REST, members=named(A), missing_since_s={"b": 98.0}), []),
+    ("the store came back just now", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, well_since_s=96.0)), []),
+    ("the store is away", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, reachable=False)), []),
+    ("own lease not confirmed", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, confirmed_s=90.0)), []),
+    ("it had finished", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, reports={"a": RESTORED, "b": says("finished", B)}), []),
+    ("not the leader's part", v(AT_REST, me=B, missing_since_s={"b": 99.5}, my_report=says("restored", B)), []),
+    # L4
+    ("all stopped: next world", ENDED, [WriteWorld]),
+    ("one silent, not long", v(SILENT_B, round_s=99.8, members=named(A, C)), []),
+    ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
+    ("below MIN: wait", v(SILENT_B, round_s=98.0), []),
+    ("MIN by a newcomer", v(SILENT_B, round_s=98.0, members=named(A, C)), [WriteWorld]),
+    ("silence counts from the store's return", v(SILENT_B, round_s=98.0, members=named(A, C), store=replace(HEALTHY, well_since_s=99.8)), []),
+    ("not the leader", v(ENDED, me=B, my_report=says("stopped", B, holdings=HELD, final_step=20)), []),
+    ("useless to try again", blamed(final=True), [WriteDone]),
+    ("once more", blamed(), [WriteWorld]),
+    ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
+    # L5
+    ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_GROW)]),
+    ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),
+    ("no room", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0), []),
+    ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, restored=False)), []),
+    ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_rule(view, expected):
+    decision = decide(view, NOW, LIMITS)
+    assert decision.reason
+    assert len(decision.actions) == len(expected), decision
+    for action, wanted in zip(decision.actions, expected, strict=True):
+        if isinstance(wanted, type):
+            assert isinstance(action, wanted)
+        else:
+            assert action == wanted
+
+
+def next_world(view: View) -> World:
+    (action,) = decide(view, NOW, LIMITS).actions
+    assert isinstance(action, WriteWorld)
+    return action.world
+
+
+def test_the_next_world_names_who_is_lost_and_resumes_from_memory():
+    three = v(
+        ENDED,
+        world=world(A, B, C),
+        members=named(A, B, C),
+        round_s=98.0,
+        reports={"a": MY_STOPPED, "c": says("stopped", C)},
+    )
+    following = next_world(three)
+    assert [m.node for m in following.members] == ["a", "c"]
+    assert (following.generation, following.resume.tier, following.resume.step) == (4, "ram", 20)
+    assert following.reason == "b is lost"
+
+
+def test_a_leaving_node_has_no_place_but_is_a_source():
+    leaver = says("stopped", B, leaving=True, holdings=HELD)
+    view = v(
+        ENDED, members=named(A, B, C), holdings=(), my_report=says("stopped", A, final_step=20),
+        reports={"a": says("stopped", A, final_step=20), "b": leaver},
+    )  # fmt: skip
+    following = next_world(view)
+    assert [m.node for m in following.members] == ["a", "c"]
+    assert [s.node for s in following.resume.sources] == ["b"]
+    assert following.reason == "b left; c joined"
+
+
+def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one():
+    again = replace(B, incarnation="new")
+    view = v(SILENT_B, round_s=98.0, members={"a": A, "b": again})
+    assert next_world(view).members == (A, again)
+
+
+def test_the_next_world_uses_the_port_that_the_report_offers():
+    fresh = replace(MY_STOPPED, store_port=31000)
+    me = replace(A, store_port=31000)
+    view = v(ENDED, me=me, my_report=fresh, reports={"a": fresh, "b": says("stopped", B)})
+    assert next_world(view).members[0].store_port == 31000
+
+
+@pytest.mark.parametrize(
+    ("view", "leads"),
+    [
+        (AT_REST, True),
+        (v(AT_REST, me=B), False),
+        (v(AT_REST, me=B, members=named(B)), True),
+        (v(AT_REST, me=B, members=None), False),
+        (v(ROUND, me=B, reports={"b": says("alive", B)}), True),
+        (v(ROUND, me=B, reports={"a": says("alive", A), "b": says("alive", B)}), False),
+        (v(ROUND, me=B, reports={"a": says("restored", A), "b": says("alive", B)}), True),
+        (ALONE, True),
+        (v(ALONE, oldest=False), False),
+    ],
+)
+def test_the_leader_is_the_first_member_that_is_alive(view, leads):
+    assert is_leader(view) is leads
+
+
+def test_failures_without_progress_are_counted_and_progress_forgives_them():
+    stuck = v(blamed(), world=world(A, B, fruitless=1, resume=Resume(tier="storage", step=20)))
+    assert next_world(stuck).fruitless == 2
+    assert next_world(v(stuck, world=world(A, B, fruitless=1))).fruitless == 0
+    lost = v(stuck, reports={"a": MY_STOPPED, "b": says("stopped", B)})
+    assert next_world(lost).fruitless == 1

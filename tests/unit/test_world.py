@@ -1,0 +1,192 @@
+"""The next world's state and order: one line a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.channel import Resume, Source
+from elasticzero.launcher.world import (
+    Failure,
+    Holding,
+    Member,
+    Report,
+    World,
+    check_invariants,
+    choose_resume,
+    line_up,
+    root_cause,
+    to_bytes,
+    world_from_bytes,
+)
+
+
+def member(name: str, nproc: int = 1) -> Member:
+    return Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, nproc)
+
+
+A, B, C, D = (member(name) for name in "abcd")
+
+
+def world(*members: Member, generation: int = 3, resume: Resume | None = None) -> World:
+    return World(
+        generation=generation,
+        token="t",
+        members=members,
+        strategy="zero1",
+        resume=resume or Resume(tier="fresh"),
+        reason="test",
+    )
+
+
+def holds(*holdings: tuple[int, int, int, tuple[int, ...]]) -> Report:
+    """Each holding: generation, step, world size, ranks."""
+    return Report(
+        incarnation="i",
+        phase="stopped",
+        holdings=tuple(
+            Holding(generation=g, step=s, world_size=w, ranks=r) for g, s, w, r in holdings
+        ),
+    )
+
+
+def ram(step: int, generation: int, *sources: tuple[int, str]) -> Resume:
+    return Resume(
+        tier="ram",
+        step=step,
+        generation=generation,
+        sources=tuple(Source(rank=r, node=n, address="10.0.0.1:9400") for r, n in sources),
+    )
+
+
+STORED = Resume(tier="storage", step=40)
+FRESH = Resume(tier="fresh")
+ORIGIN = ram(30, 2, (0, "a"))
+
+RESUME_TABLE = [
+    # (what, the world before, reports, newest checkpoint, the state chosen)
+    ("nothing anywhere", None, {}, None, FRESH),
+    ("a checkpoint is there", None, {}, 40, STORED),
+    ("a checkpoint of step 0", None, {}, 0, Resume(tier="storage", step=0)),
+    ("one complete copy", world(A, B), {"a": holds((3, 50, 1, (0,)))}, None, ram(50, 3, (0, "a"))),
+    (
+        "complete copies of two steps: the later",
+        world(A, B),
+        {"a": holds((3, 50, 1, (0,))), "b": holds((3, 51, 1, (0,)))},
+        40,
+        ram(51, 3, (0, "b")),
+    ),
+    (
+        "complete copies of one step: both are sources",
+        world(A, B),
+        {"a": holds((3, 50, 1, (0,))), "b": holds((3, 50, 1, (0,)))},
+        None,
+        ram(50, 3, (0, "a"), (0, "b")),
+    ),
+    (
+        "all shards",
+        world(A, B),
+        {"a": holds((3, 50, 2, (0,))), "b": holds((3, 50, 2, (1,)))},
+        40,
+        ram(50, 3, (0, "a"), (1, "b")),
+    ),
+    ("a shard is missing", world(A, B), {"a": holds((3, 50, 2, (0,)))}, 40, STORED),
+    (
+        "shards of two steps are not mixed",
+        world(A, B),
+        {"a": holds((3, 50, 2, (0,))), "b": holds((3, 51, 2, (1,)))},
+        None,
+        FRESH,
+    ),
+    (
+        "shards of two generations are not mixed",
+        world(A, B, resume=ORIGIN),
+        {"a": holds((2, 30, 2, (0,))), "b": holds((3, 30, 2, (1,)))},
+        None,
+        FRESH,
+    ),
+    (
+        "the state the generation came from",
+        world(A, B, resume=ORIGIN),
+        {"a": holds((2, 30, 1, (0,)))},
+        20,
+        ORIGIN,
+    ),
+    (
+        "a former generation's other steps are off the lineage",
+        world(A, B, resume=ORIGIN),
+        {"a": holds((2, 31, 1, (0,)), (1, 30, 1, (0,)))},
+        20,
+        Resume(tier="storage", step=20),
+    ),
+    ("storage is later", world(A, B), {"a": holds((3, 39, 1, (0,)))}, 40, STORED),
+    (
+        "memory is as late, and nearer",
+        world(A, B),
+        {"a": holds((3, 40, 1, (0,)))},
+        40,
+        ram(40, 3, (0, "a")),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "reports", "stored", "chosen"),
+    [row[1:] for row in RESUME_TABLE],
+    ids=[row[0] for row in RESUME_TABLE],
+)
+def test_choose_resume(before, reports, stored, chosen):
+    assert choose_resume(before, reports, stored) == chosen
+
+
+LINE_UP_TABLE = [
+    ("stay in order", world(A, B, C), [], [C, A], 4, [A, C]),
+    ("new ones come last", world(B, C), [A], [C, B], 4, [B, C, A]),
+    ("no room beyond MAX", world(A, B), [C, D], [A, B], 3, [A, B, C]),
+    ("the first world", None, [C, A], [], 4, [C, A]),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "joiners", "staying", "most", "expected"),
+    [row[1:] for row in LINE_UP_TABLE],
+    ids=[row[0] for row in LINE_UP_TABLE],
+)
+def test_line_up(before, joiners, staying, most, expected):
+    assert list(line_up(before, joiners, staying, most)) == expected
+
+
+def test_ranks_follow_the_order_and_the_workers_of_each_node():
+    w = world(member("a", 2), member("b", 1), member("c", 4))
+    assert (w.world_size, [w.first_rank(i) for i in range(3)]) == (7, [0, 2, 3])
+
+
+def test_the_root_cause_is_never_a_lost_peer_when_there_is_another():
+    def failed(rank, blame):
+        failure = Failure(rank=rank, blame=blame, message="x")
+        return Report(incarnation="i", phase="stopped", failure=failure)
+
+    reports = {"a": failed(0, "peer"), "b": failed(1, "killed"), "c": failed(2, "user")}
+    assert root_cause(reports)[0] == "c"
+    del reports["c"]
+    assert root_cause(reports)[0] == "b"
+    assert root_cause({"a": holds()}) is None
+
+
+def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member():
+    members = tuple(
+        Member(f"node-{i}", f"{i:08x}", "10.1.2.3", 9400, 40000 + i, 8) for i in range(100)
+    )
+    w = world(*members, resume=ram(7, 2, (0, "node-1"), (1, "node-2")))
+    data = to_bytes(w)
+    assert world_from_bytes(data) == w
+    assert len(data) < 100 * 70
+
+
+def test_invariants_catch_a_reordered_world():
+    before, after = world(A, B, generation=3), world(B, A, generation=4)
+    with pytest.raises(AssertionError, match="keep their order"):
+        check_invariants(before, after)
+    with pytest.raises(AssertionError, match="generations only grow"):
+        check_invariants(before, world(A, B, generation=5))
+    with pytest.raises(AssertionError, match="one place"):
+        check_invariants(None, world(A, A, generation=1))
