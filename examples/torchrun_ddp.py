@@ -57,7 +57,7 @@ def train(path: Path, epochs: int, samples: int, batch: int) -> None:
         print(f"start epoch {first_epoch} world {world_size} restarts {restarts}", flush=True)
     parallel = DistributedDataParallel(model)
     data = waves(samples)
-    sampler = DistributedSampler(data)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
     for epoch in range(first_epoch, epochs):
         sampler.set_epoch(epoch)
