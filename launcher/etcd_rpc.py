@@ -121,6 +121,13 @@ class Connection:
         self.last_outage_end_s = 0.0
         self._outage_began_s = 0.0
         self._channels = [grpc.insecure_channel(e, options=_OPTIONS) for e in self.endpoints]
+        self._methods = [
+            {
+                method: getattr(getattr(rpc, stub)(channel), method)
+                for method, stub in _STUBS.items()
+            }
+            for channel in self._channels
+        ]
         self._current = 0
         self._streams: dict[Any, int] = {}
         self._lock = threading.Lock()
@@ -130,8 +137,8 @@ class Connection:
         index = self._current
         began_s = time.monotonic()
         try:
-            response = self._method(index, method)(
-                request, timeout=deadline_s or self.timeouts.request_s
+            response = self._start(
+                index, method, request, timeout=deadline_s or self.timeouts.request_s
             )
         except grpc.RpcError as error:
             failure = self._failure(operation, index, error)
@@ -161,8 +168,8 @@ class Connection:
         """
         index = self._current
         over = threading.Event()
-        call = self._method(index, method)(
-            requests(over), timeout=deadline_s, metadata=_NEEDS_LEADER
+        call = self._start(
+            index, method, requests(over), timeout=deadline_s, metadata=_NEEDS_LEADER
         )
         try:
             with self._lock:
@@ -226,10 +233,12 @@ class Connection:
         for channel in self._channels:
             channel.close()
 
-    def _method(self, index: int, name: str) -> Any:
+    def _start(self, index: int, method: str, request: Any, **options: Any) -> Any:
         try:
-            return getattr(getattr(rpc, _STUBS[name])(self._channels[index]), name)
+            return self._methods[index][method](request, **options)
         except ValueError:  # what a closed channel raises
+            if not self.closed.is_set():
+                raise
             raise CallFailed(
                 f"this connection to etcd at {self.endpoints[index]} was closed",
                 grpc.StatusCode.CANCELLED,
