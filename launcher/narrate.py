@@ -4,46 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode
+from elasticzero.launcher.lineage import Lineage
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
 BAR_CELLS = 30
-
-
-@dataclass(slots=True)
-class Lineage:
-    """Which steps of which generation count: those up to the next generation's resume step."""
-
-    resume_steps: dict[int, int] = field(default_factory=dict)
-    """By generation: the step it starts from."""
-    reached: dict[int, int] = field(default_factory=dict)
-    """By generation: the last step it finished."""
-
-    def world(self, generation: int, resume_step: int) -> None:
-        self.resume_steps[generation] = resume_step
-
-    def stepped(self, generation: int, step: int) -> None:
-        self.reached[generation] = max(step, self.reached.get(generation, 0))
-
-    def is_committed(self, generation: int, step: int) -> bool:
-        """Whether this generation's step is part of the final result."""
-        return all(
-            step <= resume for later, resume in self.resume_steps.items() if later > generation
-        )
-
-    def lost(self, generation: int) -> int:
-        """Steps that were done before `generation` began and are done again in it."""
-        before = max((s for g, s in self.reached.items() if g < generation), default=0)
-        return max(0, before - self.resume_steps[generation])
-
-    @property
-    def recomputed(self) -> int:
-        return sum(self.lost(generation) for generation in self.resume_steps)
 
 
 class Narrator:

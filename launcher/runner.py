@@ -59,7 +59,7 @@ def run_agent(
             etcd = stack.enter_context(EmbeddedEtcd())
             endpoints = [etcd.endpoint]
             say(options.node, f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
-        store = EtcdStore(endpoints, job_prefix(options.job), observe=metrics.etcd_request)
+        store = EtcdStore(endpoints, job_prefix(options.job), observe=metrics.observe_etcd)
         stack.callback(store.close)
         _wait_for_store(store, options, endpoints, restart=restart)
         host = network.host or reachable_address(endpoints[0])

@@ -66,15 +66,13 @@ class Telling:
             reason = view.alarm.reason if view.alarm is not None else "all stopped at a boundary"
             kind = view.alarm.kind if view.alarm is not None else "boundary"
             self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
-            self._metrics.restarted(kind)
+            self._metrics.restarts.labels(kind).inc()
         if decision.reason != self._reason:
             self._reason = decision.reason
             self.note("reason", reason=decision.reason)
         for action in decision.actions:
             if isinstance(action, WriteWorld):
                 self.note("writes", generation=action.world.generation)
-        if view.members is not None:
-            self._metrics.members(len(view.members))
         self._who_is_here(view)
         if view.done is not None and view.done.failure is not None:
             self._epilogue = view.done.reason
@@ -91,7 +89,9 @@ class Telling:
             tier=resume.tier,
             reason=world.reason,
         )
-        self._metrics.world(world.generation, world.world_size, len(world.members))
+        self._metrics.generation.set(world.generation)
+        self._metrics.world_size.set(world.world_size)
+        self._metrics.members.set(len(world.members))
         place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
         if not self._options.quiet:
             say(
@@ -118,8 +118,9 @@ class Telling:
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
+        self._metrics.forget_workers()
         if self._round_seen_s is not None:
-            self._metrics.recovery("regroup", now_s - self._round_seen_s)
+            self._recovery("regroup", now_s - self._round_seen_s)
         self._round_seen_s = None
         member = world.members[index]
         first = world.first_rank(index)
@@ -132,7 +133,7 @@ class Telling:
 
     def started(self, gang: Gang) -> None:
         self.note("started", pids=[worker.pid for worker in gang.workers])
-        self._metrics.workers_running(len(gang.workers))
+        self._metrics.workers_running.set(len(gang.workers))
 
     def heard(self, gang: Gang, heard: Iterable[Heard], now_s: float) -> None:
         """Take note of what workers said."""
@@ -140,33 +141,38 @@ class Telling:
             local = worker.local_rank
             match message:
                 case Attached():
-                    self._phase("start", self._marks.get("start", now_s), now_s)
+                    self._recovery("start", now_s - self._marks.get("start", now_s))
                 case Restored():
-                    self._metrics.recovery("connect", message.connect_s)
-                    self._metrics.recovery("build", message.build_s)
-                    self._metrics.recovery("restore", message.restore_s)
+                    self._recovery("connect", message.connect_s)
+                    self._recovery("build", message.build_s)
+                    self._recovery("restore", message.restore_s)
                     self._marks["restored"] = now_s
                     if local == 0:
                         self.note("restored", generation=gang.generation, **_plain(message))
                 case Stepped():
                     if "restored" in self._marks:
-                        self._phase("first_step", self._marks.pop("restored"), now_s)
-                    self._metrics.stepped(
-                        local, message.step, message.step_s, message.data_wait_s, message.samples
+                        self._recovery("first_step", now_s - self._marks.pop("restored"))
+                    self._metrics.observe_step(
+                        local,
+                        step=message.step,
+                        seconds=message.step_s,
+                        data_wait_s=message.data_wait_s,
+                        samples=message.samples,
                     )
                     if local == 0:
                         self._last["step"] = message.step
                         self.note("step", generation=gang.generation, **_plain(message))
                 case Logged():
                     if "loss" in message.scalars:
-                        self._metrics.loss(local, message.scalars["loss"])
+                        self._metrics.loss.labels(str(local)).set(message.scalars["loss"])
                         self._last["loss"] = message.scalars["loss"]
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case CheckpointWritten():
-                    self._metrics.checkpoint(
-                        message.step, message.seconds, message.bytes, message.committed
-                    )
+                    self._metrics.checkpoint_seconds.observe(message.seconds)
+                    self._metrics.checkpoint_bytes.inc(message.bytes)
                     if message.committed:
+                        self._metrics.checkpoint_step.set(message.step)
+                        self._metrics.checkpoint_timestamp.set_to_current_time()
                         self._last["checkpoint_step"] = message.step
                         self.note("checkpoint", **_plain(message))
                 case Stopping() | Held():
@@ -175,11 +181,12 @@ class Telling:
                     self.note("failed", rank=worker.rank, **_plain(message))
                 case Ended(code):
                     self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
-                    self._metrics.workers_running(sum(w.running for w in gang.workers))
+                    running = sum(w.running for w in gang.workers)
+                    self._metrics.workers_running.set(running)
         self._tee(gang, last=False)
 
-    def _phase(self, phase: str, since_s: float, now_s: float) -> None:
-        self._metrics.recovery(phase, now_s - since_s)
+    def _recovery(self, phase: str, seconds: float) -> None:
+        self._metrics.recovery_seconds.labels(phase).observe(seconds)
 
     def _tee(self, gang: Gang, *, last: bool) -> None:
         if self._options.tee == "none":
