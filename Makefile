@@ -14,7 +14,7 @@ help: ## this list
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "error: Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet -c constraints.txt -e '.[local,dev]'
 	@touch $@
 
@@ -22,7 +22,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 mi
 	$(RUN) examples/demo.py
 
 test: $(READY) tools ## every test but the long random ones
-	timeout --kill-after=10 900 $(RUN) -m pytest -ra -q
+	timeout --foreground --kill-after=10 900 $(RUN) -m pytest -ra -q
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(RUN) -m ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,11 @@ def test_the_agent_understands_its_command_line(
     least, most = cli.parse_nnodes(args.nnodes)
     assert least < most
     assert cli.check_name(args.node_name, "--node-name").endswith("001122334455")
+
+
+def test_the_image_is_this_version(agent: Manifest, root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert agent["image"] == f"elasticzero:{project['version']}"
 
 
 def test_every_variable_is_one_of_the_launchers(agent: Manifest) -> None:
