@@ -124,8 +124,10 @@ class EmbeddedEtcd:
         self._running().send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        self.stop()
-        if self._temporary:
+        if not self._temporary:
+            self.stop()
+        else:
+            self.kill()
             shutil.rmtree(self._dir, ignore_errors=True)
 
     def _running(self) -> subprocess.Popen[bytes]:

