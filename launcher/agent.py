@@ -46,6 +46,7 @@ from elasticzero.launcher.observe import (
     WORLD,
     Observer,
     Since,
+    members_of,
     reports_of,
 )
 from elasticzero.launcher.store import Condition, Store
@@ -81,7 +82,6 @@ class AgentOptions:
     checkpoint_every: int = 0
     tee: str = "none"
     """Which workers' output is repeated on the terminal: none, first or all of the node."""
-    quiet: bool = False
 
 
 class Agent:
@@ -113,6 +113,10 @@ class Agent:
         self.view: View | None = None
         self.exit_code: ExitCode | None = None
 
+    def prepare(self) -> None:
+        """Get ready to start workers at once; before that this node is of no use to a world."""
+        self._server.wait_until_ready()
+
     def wake(self) -> None:
         """Have the loop look again at once; callable from any thread and from signal handlers."""
         with suppress(BlockingIOError):
@@ -133,6 +137,7 @@ class Agent:
                 self.view = view
                 self.telling.decided(view, decision)
                 self._act(view, decision, now_s)
+                self._say_who_is_here(view)
                 if self.exit_code is None:
                     self._sleep(view, decision)
             return self.exit_code
@@ -157,7 +162,7 @@ class Agent:
         world, _ = observer.world()
         index = world.find(me.node, me.incarnation) if world is not None else None
         generation = world.generation if world is not None else 0
-        workers = self._gang.view() if self._gang is not None else Workers()
+        workers = self._gang.view(now_s) if self._gang is not None else Workers()
         mine = workers.generation == generation
         alarm = observer.alarm(generation)
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
@@ -203,6 +208,13 @@ class Agent:
             view = replace(view, storage_step=self._storage_step(view))
         self._follow(view, index, leads, now_s)
         return view
+
+    def _say_who_is_here(self, view: View) -> None:
+        if view.done is not None or (view.world is not None and view.round_s is None):
+            self.telling.not_waiting()
+            return
+        with suppress(StoreUnavailable):
+            self.telling.waiting(lambda: members_of(self._store.read(MEMBERS)))
 
     def _named_by_world(self) -> bool:
         world, _ = self._observer.world()
@@ -375,7 +387,7 @@ class Agent:
             )
             for local_rank in range(member.nproc)
         ]
-        gang = Gang(self._server, world.generation)
+        gang = Gang(self._server, world.generation, started_s=now_s)
         self._gang = gang
         self.telling.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
@@ -393,7 +405,7 @@ class Agent:
             return
         gang.kill()
         deadline_s = time.monotonic() + 2.0
-        while gang.view().running and time.monotonic() < deadline_s:
+        while gang.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
             gang.hear(time.monotonic())
         self.telling.retired(gang)

@@ -323,12 +323,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     try:
         if args.command == "run":
             return _run(args)
         if args.command == "local":
             return _local(args)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
         if args.command == "status":
             return _status(args)
         return int(args.run_command(args))
@@ -336,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
+        print("interrupted: everything that was started here is stopped", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
 
 

@@ -197,7 +197,7 @@ def _before_the_first_world(view: View, now_s: float, limits: Limits) -> Decisio
         members=members,
         strategy=limits.strategy,
         resume=resume,
-        reason=f"{len(members)} nodes came together",
+        reason=f"{len(members)} node{'s' * (len(members) > 1)} came together",
     )
     return Decision((WriteWorld(first),), first.reason)
 

@@ -92,13 +92,14 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
     server = os.getpid()
     pid = os.fork()
     if pid:
+        _lead_a_group(pid)
         return pid
     try:
         die_with_parent(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
+        _lead_a_group(0)
         sock.close()
         for fd in wake:
             os.close(fd)
@@ -107,6 +108,13 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _lead_a_group(pid: int) -> None:
+    """Make `pid` (0: this process) the leader of a process group. Done by parent and child both, so
+    that the group is there for whoever is first to signal it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, 0 if pid == 0 else pid)
 
 
 def _become(launch: Launch, fds: list[int]) -> NoReturn:
@@ -210,10 +218,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
-        """Fork a worker; returns its process id and the numbers that `fds` have there.
-
-        Waits for the server's imports the first time.
-        """
+        """Fork a worker; returns its process id and the numbers that `fds` have there."""
         data = json.dumps(encode(launch)).encode()
         socket.send_fds(self._socket, [data], fds)
         while True:
@@ -221,6 +226,10 @@ class ForkServer:
             if "started" in message:
                 return int(message["started"]), list(message["fds"])
             self._early.append(message)
+
+    def wait_until_ready(self) -> None:
+        """Return when the imports are done; raises `ChannelClosed` if the server died over them."""
+        self._early = [message for message in [self._receive()] if "ready" not in message]
 
     def ended(self) -> list[tuple[int, int]]:
         """(process id, exit code) of every worker that ended since the last call; does not wait."""

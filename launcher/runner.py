@@ -89,17 +89,14 @@ def run_agent(
         agent.telling.note("serving", port=server.port, host=host)
         signal.signal(signal.SIGTERM, lambda *_: agent.leave())
         try:
+            agent.prepare()
             membership.join(lambda text: say(options.node, text))
-        except UserError:
+        except BaseException:
             agent.close()
             raise
         agent.telling.note("registered", incarnation=me.incarnation)
         say(options.node, f"registered for job {options.job}; logs: {options.log_dir}")
-        try:
-            return agent.run()
-        except KeyboardInterrupt:
-            say(options.node, "interrupted: everything on this node is stopped")
-            return ExitCode.INTERRUPTED
+        return agent.run()
 
 
 class _Snapshots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from elasticzero.channel import (
@@ -22,7 +22,7 @@ from elasticzero.launcher.decide import Decision, WriteWorld
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.view import View, Workers
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
-from elasticzero.launcher.world import World
+from elasticzero.launcher.world import Done, World
 from elasticzero.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 WHO_IS_HERE_EVERY_S = 10.0
 STORE_TROUBLE_EVERY_S = 10.0
+NAMES_SHOWN = 8
 
 
 def say(node: str, text: str) -> None:
@@ -50,9 +51,9 @@ class Telling:
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
         self._last: dict[str, Any] = {"step": 0, "loss": None, "checkpoint_step": None}
-        self._said_who_s = 0.0
+        self._waiting_since_s: float | None = None
         self._said_trouble_s = 0.0
-        self._epilogue = ""
+        self._done: Done | None = None
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -73,9 +74,7 @@ class Telling:
         for action in decision.actions:
             if isinstance(action, WriteWorld):
                 self.note("writes", generation=action.world.generation)
-        self._who_is_here(view)
-        if view.done is not None and view.done.failure is not None:
-            self._epilogue = view.done.reason
+        self._done = view.done
 
     def _world_changed(self, world: World) -> None:
         self._world = world
@@ -92,29 +91,39 @@ class Telling:
         self._metrics.generation.set(world.generation)
         self._metrics.world_size.set(world.world_size)
         self._metrics.members.set(len(world.members))
+        self._say_world(world)
+
+    def _say_world(self, world: World) -> None:
         place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
-        if not self._options.quiet:
+        names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
+        more = len(world.members) - NAMES_SHOWN
+        resume = world.resume
+        say(
+            self._options.node,
+            f"generation {world.generation}: {world.world_size} rank"
+            f"{'s' * (world.world_size > 1)} on {names}{f' and {more} more' if more > 0 else ''}, "
+            f"from step {resume.step} {place[resume.tier]}: {world.reason}",
+        )
+
+    def waiting(self, look: Callable[[], Iterable[str]]) -> None:
+        """Say every 10 s which nodes are here while there are too few; look: their names."""
+        now_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        if now_s - self._waiting_since_s < WHO_IS_HERE_EVERY_S:
+            return
+        self._waiting_since_s = now_s
+        here = sorted(look())
+        least = self._options.limits.min_nodes
+        if len(here) < least:
             say(
                 self._options.node,
-                f"generation {world.generation}: {world.world_size} ranks on {len(world.members)} "
-                f"nodes, from step {resume.step} {place[resume.tier]}: {world.reason}",
+                f"waiting: {len(here)} of at least {least} nodes are here ({', '.join(here)}); "
+                f"{least - len(here)} missing",
             )
 
-    def _who_is_here(self, view: View) -> None:
-        now_s = time.monotonic()
-        short = view.world is None or view.round_s is not None
-        if not short or view.members is None:
-            self._said_who_s = now_s
-            return
-        limits = self._options.limits
-        if now_s - self._said_who_s >= WHO_IS_HERE_EVERY_S and len(view.members) < limits.min_nodes:
-            self._said_who_s = now_s
-            missing = limits.min_nodes - len(view.members)
-            say(
-                self._options.node,
-                f"waiting: {len(view.members)} of at least {limits.min_nodes} nodes are here "
-                f"({', '.join(view.members) or 'none'}); {missing} missing",
-            )
+    def not_waiting(self) -> None:
+        self._waiting_since_s = None
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
@@ -196,18 +205,8 @@ class Telling:
                 self._tail.follow(worker.rank, worker.log, last=last)
 
     def retired(self, gang: Gang) -> None:
-        """The last of a gang's output, and the error that ended it."""
+        """The last of a gang's output."""
         self._tee(gang, last=True)
-        failure = gang.failure
-        if failure is None or failure.blame == "peer":
-            return
-        node = self._options.node
-        text = f"rank {failure.rank} on {node} failed at step {failure.step}: {failure.message}"
-        trace = gang.first_error.traceback if gang.first_error is not None else ""
-        if failure.final:
-            self._epilogue = text
-        else:
-            self._epilogue = f"{text}\n{trace}".rstrip()
 
     def store_trouble(self, error: ElasticZeroError) -> None:
         now_s = time.monotonic()
@@ -238,9 +237,12 @@ class Telling:
 
     def close(self, code: ExitCode | None) -> None:
         self.note("exit", code=code)
-        if self._epilogue and code == ExitCode.FAILED:
-            print(f"\nerror: {self._epilogue}", file=sys.stderr, flush=True)
-            print(f"logs: {self._options.log_dir}", file=sys.stderr, flush=True)
+        if self._done is not None and self._done.outcome == "failed":
+            print(f"error: {self._done.reason}", file=sys.stderr, flush=True)
+            failure = self._done.failure
+            if failure is not None and failure.traceback and not failure.final:
+                print(failure.traceback, file=sys.stderr, flush=True)
+            print(f"logs: {self._options.log_dir.parent}", file=sys.stderr, flush=True)
         self._events.close()
 
 

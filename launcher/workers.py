@@ -34,6 +34,9 @@ from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure
 
+MAX_TRACEBACK = 4000
+PLAIN_AFTER_S = 5.0
+"""A worker that has not called `elasticzero.run` by then is taken for a plain script."""
 UNASKED_GRACE_S = 2.0
 """A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
 
@@ -76,9 +79,8 @@ class Gang:
     server: ForkServer
     generation: int
     workers: list[Worker] = field(default_factory=list)
+    started_s: float = 0.0
     failure: Failure | None = None
-    first_error: Failed | None = None
-    """The message behind `failure`, with its traceback, if the worker could still speak."""
     _view: Workers = field(default_factory=Workers)
     _complete_given: bool = False
 
@@ -113,16 +115,17 @@ class Gang:
             self.workers.append(worker)
         self._view = Workers(generation=self.generation, running=len(self.workers))
 
-    def view(self) -> Workers:
+    def view(self, now_s: float) -> Workers:
         """What `decide` sees."""
         workers = self.workers
+        plain = now_s - self.started_s >= PLAIN_AFTER_S
         running = sum(worker.running for worker in workers)
         left = all(w.stopping is not None and w.failed is None for w in workers)
         return replace(
             self._view,
             running=running,
             attached=all(worker.attached for worker in workers),
-            restored=all(worker.restored or not worker.attached for worker in workers),
+            restored=all(w.restored or (plain and not w.attached) for w in workers),
             finished=running == 0 and all(worker.finished for worker in workers),
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
@@ -239,18 +242,16 @@ class Gang:
             step=message.step,
             final=message.final,
             bad_step=message.bad_step,
+            traceback=message.traceback[-MAX_TRACEBACK:],
         )
-        if self._fail(failure):
-            self.first_error = message
+        self._fail(failure)
 
-    def _fail(self, failure: Failure) -> bool:
+    def _fail(self, failure: Failure) -> None:
         """Keep the failure that explains the others; of equals the first."""
         known = self.failure
         order = BLAME_ORDER.index
-        if known is not None and order(known.blame) <= order(failure.blame):
-            return False
-        self.failure = failure
-        return True
+        if known is None or order(failure.blame) < order(known.blame):
+            self.failure = failure
 
     def _send_all(self, message: Message) -> None:
         for worker in self.workers:

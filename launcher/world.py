@@ -110,6 +110,8 @@ class Failure:
     """The same input would fail in the same way: do not try again."""
     bad_step: int | None = None
     """The checkpoint that was found damaged."""
+    traceback: str = ""
+    """Its end, as far as a document in the store may hold it."""
 
 
 BLAME_ORDER = ("user", "checkpoint", "environment", "killed", "peer")

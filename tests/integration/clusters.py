@@ -1,0 +1,134 @@
+"""Real clusters for tests: agents, workers and an etcd on this machine, taken down without a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticzero.launcher.lineage import Lineage, committed
+from elasticzero.launcher.local import (
+    Cluster,
+    Node,
+    cluster_environment,
+    descendants,
+    is_alive,
+)
+from elasticzero.launcher.runner import snapshot_directory
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+REGRESSION = SCRIPTS / "regression.py"
+PATIENCE_S = 90.0
+"""A generous deadline: what has not happened by then is taken not to happen."""
+
+
+def elasticzero(*words: str) -> list[str]:
+    return [sys.executable, "-m", "elasticzero.launcher.cli", *words]
+
+
+@dataclass
+class Story:
+    """A cluster, and all that its agents have told so far."""
+
+    cluster: Cluster
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    pids: set[int] = field(default_factory=set)
+
+    def look(self) -> None:
+        self.told += self.cluster.events()
+        for node in self.cluster.running():
+            self.pids |= {node.process.pid, *descendants(node.process.pid)}
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [told for _, told in self.told if told["event"] == event]
+
+    def wait(self, what: str, so: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+        """What `so` returns once that is true."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            self.look()
+            value = so()
+            if value:
+                return value
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"{what}: not within {patience_s:g} s\n{self.logs()}")
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait(f"step {step}", lambda: self.step >= step)
+
+    def wait_for_end(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
+        """Exit codes by node."""
+        self.wait("the end", lambda: not self.cluster.running(), patience_s)
+        return {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+
+    @property
+    def step(self) -> int:
+        return max((event["step"] for event in self.of("step")), default=0)
+
+    @property
+    def generation(self) -> int:
+        return max((event["generation"] for event in self.of("world")), default=0)
+
+    @property
+    def lineage(self) -> Lineage:
+        lineage = Lineage()
+        for _, event in self.told:
+            lineage.take(event)
+        return lineage
+
+    def node(self, index: int) -> Node:
+        return self.cluster.nodes[f"node-{index}"]
+
+    def directory(self) -> Path:
+        return self.cluster.log_dir / self.cluster.job
+
+    def traces(self) -> Iterator[tuple[int, int, list[int]]]:
+        """What the workers wrote of their global batches."""
+        for path in sorted(self.directory().glob("*/[0-9]*.log")):
+            for line in path.read_text(errors="replace").splitlines():
+                if line.startswith('{"trace"') and line.endswith("}}"):
+                    trace = json.loads(line)["trace"]
+                    yield trace["generation"], trace["step"], trace["samples"]
+
+    def committed(self) -> dict[int, list[int]]:
+        """The samples of each committed step."""
+        return committed(self.lineage, self.traces())
+
+    def logs(self) -> str:
+        paths = sorted(self.directory().glob("*/*.log"))
+        tails = [f"== {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths]
+        last = [f"{node}: {event}" for node, event in self.told[-25:]]
+        return "\n".join([*tails, "== events", *last])
+
+    def check_nothing_is_left(self) -> None:
+        """No process, no shared memory."""
+        deadline_s = time.monotonic() + 5.0
+        while (left := [pid for pid in self.pids if is_alive(pid)]) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not left, f"processes left behind: {left}"
+        memory = [snapshot_directory(self.cluster.job, name) for name in self.cluster.nodes]
+        assert not [path for path in memory if path.exists() and list(path.rglob("*"))]
+
+
+@contextmanager
+def story(
+    tmp_path: Path, endpoint: str, job: str, words: Sequence[str], *, nodes: int
+) -> Iterator[Story]:
+    """A cluster of `nodes` agents with these words after `elasticzero run`."""
+    common = ["--etcd", endpoint, "--http-port", "0", *words]
+    cluster = Cluster(common, job, tmp_path / "logs", cluster_environment(nodes))
+    told = Story(cluster)
+    try:
+        for _ in range(nodes):
+            cluster.start_node()
+        yield told
+        told.look()
+    finally:
+        cluster.stop()
+    told.check_nothing_is_left()
