@@ -24,7 +24,9 @@ class RecordError(ValueError):
 def encode(record: Any) -> Any:
     """The JSON value of a record: dataclasses become objects, tuples arrays."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {f.name: encode(getattr(record, f.name)) for f in dataclasses.fields(record)}
+        return {
+            f.name: encode(getattr(record, f.name)) for f in dataclasses.fields(record) if f.init
+        }
     if isinstance(record, Mapping):
         return {str(key): encode(value) for key, value in record.items()}
     if isinstance(record, (tuple, list)):
@@ -52,6 +54,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
             f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
         )
         for f in dataclasses.fields(kind)
+        if f.init
     )
 
 

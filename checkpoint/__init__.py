@@ -1,0 +1,28 @@
+"""The checkpoint format and its tools; `save` and `load` also work without an agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "checkpoint":
+    raise ImportError("import this package as elasticzero.checkpoint, not as checkpoint")
+
+if TYPE_CHECKING:
+    from elasticzero.checkpoint.reader import load as load
+    from elasticzero.checkpoint.reader import load_state as load_state
+    from elasticzero.checkpoint.writer import save as save
+
+__all__ = ["load", "load_state", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch at its first use only (PEP 562)."""
+    if name == "save":
+        from elasticzero.checkpoint.writer import save
+
+        return save
+    if name in ("load", "load_state"):
+        from elasticzero.checkpoint import reader
+
+        return getattr(reader, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,333 @@
+"""Shards to tensors: one reader for shared memory, another node and storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elasticzero import spans
+from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.manifest import (
+    Manifest,
+    TensorSpec,
+    itemsize,
+    snapshot_manifest_name,
+)
+from elasticzero.checkpoint.plan import Copy, plan
+from elasticzero.checkpoint.shards import ShardReader, shard_specs
+from elasticzero.checkpoint.storage import DiskStorage, Readable, local_path
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
+from elasticzero.spans import Span
+
+STAGING_BYTES = 32 << 20
+"""Size of the one host buffer through which a load fills tensors that are not plain host memory."""
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    spelling: getattr(torch, name) for spelling, name in _TORCH_NAMES.items()
+}
+_SPELLINGS = {dtype: spelling for spelling, dtype in _TORCH_DTYPES.items()}
+
+
+def torch_dtype(spelling: str) -> torch.dtype:
+    """The dtype that safetensors spells so."""
+    return _TORCH_DTYPES[spelling]
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """A tensor's description (a DTensor's: of the whole); `UserError` for an unknown dtype."""
+    if tensor.dtype not in _SPELLINGS:
+        raise UserError(f"a checkpoint cannot hold tensors of {tensor.dtype}: safetensors has none")
+    return TensorSpec(_SPELLINGS[tensor.dtype], tuple(tensor.shape))
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A span of a checkpoint's tensor, and where to put it."""
+
+    name: str
+    span: Span
+    tensor: torch.Tensor
+    """As many elements as the span, any shape, any device."""
+
+
+class Checkpoint:
+    """An open checkpoint or snapshot; shards are opened when they are first needed."""
+
+    def __init__(
+        self, manifest: Manifest, shards: Mapping[int, Sequence[Callable[[], ShardReader]]]
+    ) -> None:
+        """`shards`: for each rank that wrote, the ways to open its shard, best first."""
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._ways = {rank: list(ways) for rank, ways in shards.items()}
+        self._open: dict[int, ShardReader] = {}
+        self._staging: torch.Tensor | None = None
+
+    def check(self, expected: Mapping[str, TensorSpec], *, allow_more: bool = False) -> None:
+        """Raise `CheckpointMismatch` naming the first few tensors that are missing, not expected
+        (unless `allow_more`), or of another dtype or shape."""
+        held = self.manifest.layout.tensors
+        wrong = [f"{name} is missing" for name in expected if name not in held]
+        if not allow_more:
+            wrong += [f"{name} is not expected" for name in held if name not in expected]
+        wrong += [
+            f"{name} is {held[name]}, and {spec} is expected"
+            for name, spec in expected.items()
+            if name in held and held[name] != spec
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise CheckpointMismatch(
+                f"the checkpoint of step {self.manifest.step} does not fit: "
+                + "; ".join(wrong[:5])
+                + more
+            )
+
+    def read(self, name: str, span: Span, out: torch.Tensor) -> None:
+        """Fill `out` with elements `span` of a tensor."""
+        self.load([Target(name, span, out)])
+
+    def load(self, targets: Iterable[Target]) -> None:
+        """Fill every target, reading each shard once, front to back."""
+        by_rank: dict[int, list[tuple[Copy, torch.Tensor]]] = {}
+        for target in targets:
+            self._fits(target)
+            for copy in plan(self.manifest.layout, {target.name: target.span}):
+                by_rank.setdefault(copy.rank, []).append((copy, target.tensor))
+        for rank in sorted(by_rank):
+            self._load_shard(rank, by_rank[rank])
+
+    def _fits(self, target: Target) -> None:
+        spec = self.manifest.layout.tensors.get(target.name)
+        if spec is None:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {self.manifest.step} has no tensor {target.name!r}"
+            )
+        if torch_dtype(spec.dtype) != target.tensor.dtype:
+            raise CheckpointMismatch(
+                f"{target.name} is {spec} in the checkpoint of step {self.manifest.step}, "
+                f"and {target.tensor.dtype} is expected"
+            )
+        if target.tensor.numel() != len(target.span):
+            raise CheckpointMismatch(
+                f"{target.name}: {len(target.span)} elements were asked for, to fill a tensor of "
+                f"{target.tensor.numel()}"
+            )
+
+    def _load_shard(self, rank: int, copies: list[tuple[Copy, torch.Tensor]]) -> None:
+        """Fill from one rank's shard; from its next source when one fails on the way."""
+        while True:
+            try:
+                shard = self._shard(rank)
+                copies.sort(key=lambda item: _first_byte(shard, item[0]))
+                for copy, tensor in copies:
+                    self._fill(shard, copy, tensor)
+                return
+            except (StorageError, CheckpointDamaged):
+                self._open.pop(rank, None)
+                if len(self._ways[rank]) == 1:
+                    raise
+                del self._ways[rank][0]
+
+    def _shard(self, rank: int) -> ShardReader:
+        if rank in self._open:
+            return self._open[rank]
+        if not self._ways.get(rank):
+            raise StorageError(f"nobody holds the shard of rank {rank}")
+        shard = self._ways[rank][0]()
+        specs = shard_specs(self.manifest, rank)
+        held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
+        wanted = (str(self.manifest.step), str(rank), self.manifest.token)
+        said = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
+        if held != specs or said != wanted:
+            raise CheckpointDamaged(f"{shard.where} does not hold what its manifest says")
+        self._open[rank] = shard
+        return shard
+
+    def _fill(self, shard: ShardReader, copy: Copy, tensor: torch.Tensor) -> None:
+        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+        self.bytes_read += count * tensor.element_size()
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            part = tensor.detach().reshape(-1)[start : start + count]
+            shard.read_into(copy.name, copy.span_in_shard, byte_view(part))
+            return
+        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
+        width = tensor.element_size()
+        size = STAGING_BYTES // width
+        if self._staging is None:
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        for done in range(0, count, size):
+            step = min(size, count - done)
+            staged = self._staging[: step * width]
+            at = copy.span_in_shard.start + done
+            shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
+            values = staged.view(tensor.dtype)
+            if flat is not None:
+                flat[start + done : start + done + step].copy_(values)
+            else:
+                _scatter(tensor.detach(), start + done, values)
+
+
+def _first_byte(shard: ShardReader, copy: Copy) -> int:
+    entry = shard.entries[copy.name]
+    return entry.start + copy.span_in_shard.start * itemsize(entry.dtype)
+
+
+def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Put values at row-major positions from `start` on of a tensor laid out in another order."""
+    positions = torch.arange(start, start + values.numel(), device=tensor.device)
+    where = torch.unravel_index(positions, tensor.shape)
+    tensor[where] = values.to(tensor.device)
+
+
+def open_step(storage: Readable) -> Checkpoint:
+    """The checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not there."""
+    manifest = commit.read_manifest(storage)
+    return Checkpoint(
+        manifest,
+        {r: [_way(storage, manifest, r)] for r in range(manifest.layout.world_size)},
+    )
+
+
+def open_snapshot(
+    places: Mapping[int, Sequence[Readable]], generation: int, step: int
+) -> Checkpoint:
+    """The snapshot of a step whose shards lie with several nodes.
+
+    `places`: for every rank that wrote, the storages of that step's directory that may hold its
+    shard, best first. Raises `StorageError` or `CheckpointDamaged` when no source of a rank works.
+    """
+    world = len(places)
+    if sorted(places) != list(range(world)) or not world:
+        raise StorageError(
+            f"the snapshot of step {step} has no source for some of its ranks: "
+            f"only ranks {sorted(places)} are held"
+        )
+    manifest = _first_manifest(places[0], world)
+    if (manifest.generation, manifest.step) != (generation, step):
+        raise CheckpointDamaged(
+            f"{places[0][0].where} is step {manifest.step} of generation {manifest.generation}, "
+            f"not step {step} of generation {generation}"
+        )
+    return Checkpoint(
+        manifest,
+        {
+            rank: [_snapshot_way(storage, manifest, rank) for storage in storages]
+            for rank, storages in places.items()
+        },
+    )
+
+
+def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
+    """Rank 0's own manifest, from the first source that has it whole."""
+    name = snapshot_manifest_name(0, world_size)
+    for number, storage in enumerate(sources, 1):
+        try:
+            return commit.read_manifest(storage, name)
+        except (StorageError, CheckpointDamaged):
+            if number == len(sources):
+                raise
+    raise StorageError("nobody holds the shard of rank 0")
+
+
+def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+    return lambda: ShardReader(storage, manifest.files[rank])
+
+
+def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+    """Opens a rank's shard by that rank's own manifest, which alone knows its digest."""
+
+    def open_shard() -> ShardReader:
+        name = snapshot_manifest_name(rank, manifest.layout.world_size)
+        own = commit.read_manifest(storage, name)
+        same = (own.step, own.generation, own.token) == (
+            manifest.step,
+            manifest.generation,
+            manifest.token,
+        )
+        if not same or own.layout != manifest.layout:
+            raise CheckpointDamaged(f"{storage.where}/{name} belongs to another snapshot")
+        return ShardReader(storage, own.files[rank])
+
+    return open_shard
+
+
+def load(
+    path: str | os.PathLike[str], into: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Read a checkpoint's tensors.
+
+    `path`: a checkpoint directory (its newest good step) or one step's directory. `into`: fill
+    these in place (a DTensor: this rank's part of it) instead of making new ones; its names must be
+    in the checkpoint, which may hold more. Returns the tensors by name. Needs no process group.
+    """
+    checkpoint = open_step(DiskStorage(commit.resolve(local_path(path))))
+    held = checkpoint.manifest.layout.tensors
+    if into is None:
+        whole = {
+            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            for name, spec in held.items()
+        }
+        checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in whole.items())
+        return whole
+    wanted = {name: spec_of(tensor) for name, tensor in into.items()}
+    checkpoint.check(wanted, allow_more=True)
+    checkpoint.load(Target(n, *local_part(t)) for n, t in into.items())
+    return dict(into)
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `state` that the checkpoint was saved with; `path` as in `load`."""
+    return dict(commit.read_manifest(DiskStorage(commit.resolve(local_path(path)))).state)
+
+
+def local_part(tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
+    """The span of a tensor that this process holds, and its elements: of a DTensor, its own rows.
+
+    Raises `UserError` for a DTensor placed in any way but `Shard(0)` or `Replicate()` on a mesh of
+    one dimension.
+    """
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None:
+        return Span(0, tensor.numel()), tensor
+    dtensor: Any = tensor
+    mesh = dtensor.device_mesh
+    if len(placements) == 1 and placements[0].is_replicate():
+        return Span(0, tensor.numel()), dtensor.to_local()
+    if len(placements) == 1 and placements[0].is_shard(0):
+        span = spans.fsdp_rows(tuple(tensor.shape), mesh.size(), mesh.get_local_rank())
+        return span, dtensor.to_local()
+    raise UserError(
+        f"a DTensor placed {placements} on the mesh {mesh} cannot be saved or loaded: "
+        "only Shard(0) and Replicate() on a mesh of one dimension can"
+    )

@@ -1,0 +1,344 @@
+"""One shard: a safetensors file with a checksum of every block, and verified reads of its ranges.
+
+The checksum file is binary, little-endian: magic, version, block size and the shard file's size
+(`_SUMS_HEADER`), then one xxh3_64 for each block of the shard file, its header included.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from elasticzero.checkpoint.manifest import (
+    SUMS_SUFFIX,
+    Manifest,
+    ShardFile,
+    TensorSpec,
+    itemsize,
+)
+from elasticzero.checkpoint.storage import Bytes, Readable, Storage, read_small
+from elasticzero.errors import CheckpointDamaged, StorageError
+from elasticzero.spans import Span
+
+BLOCK_BYTES = 1 << 20
+HEADER_LIMIT_BYTES = 100_000_000
+"""What safetensors itself allows."""
+_SUMS_LIMIT_BYTES = 1 << 28
+_SUMS_HEADER = struct.Struct("<8sIIQ")
+_SUMS_MAGIC = b"EZSUMS\r\n"
+_SUMS_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a shard file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return (self.stop - self.start) // itemsize(self.dtype)
+
+
+def shard_specs(manifest: Manifest, rank: int) -> dict[str, TensorSpec]:
+    """What stands in a rank's file, in its order: wide dtypes first, else as the layout says.
+
+    A span that is the whole tensor has the tensor's shape, any other is 1-D.
+    """
+    specs = {}
+    for name, span in manifest.layout.spans(rank).items():
+        spec = manifest.layout.tensors[name]
+        whole = len(span) == spec.numel
+        specs[name] = TensorSpec(spec.dtype, spec.shape if whole else (len(span),))
+    return dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
+
+
+def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a safetensors file that holds `specs` in that order."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, spec in specs.items():
+        stop = offset + spec.nbytes
+        table[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT_BYTES:
+        raise StorageError(
+            f"a shard of {len(specs)} tensors needs a header of {len(text)} bytes, and safetensors "
+            f"allows {HEADER_LIMIT_BYTES}: use more ranks or fewer tensors"
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_shard(
+    storage: Storage, manifest: Manifest, rank: int, chunks: Iterable[Bytes]
+) -> ShardFile:
+    """Write a rank's shard file and then its checksum file, which says that the shard is whole.
+
+    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere; a chunk may
+    be reused once the next is asked for.
+    """
+    name = manifest.file_name(rank)
+    specs = shard_specs(manifest, rank)
+    metadata = {
+        "format": "pt",
+        "step": str(manifest.step),
+        "rank": str(rank),
+        "world_size": str(manifest.layout.world_size),
+        "token": manifest.token,
+    }
+    head = header(specs, metadata)
+    expected = len(head) + sum(spec.nbytes for spec in specs.values())
+    sums = _BlockSums()
+    storage.write(name, sums.watch(itertools.chain([head], chunks)))
+    if sums.size != expected:
+        storage.remove(name)
+        raise ValueError(f"{name}: {sums.size} bytes were given, and {expected} belong there")
+    data = sums.to_bytes()
+    storage.write(name + SUMS_SUFFIX, [data])
+    return ShardFile(name, sums.size, xxhash.xxh3_128_hexdigest(data))
+
+
+class _BlockSums:
+    """Checksums of the blocks of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._done = array.array("Q")
+        self._open = xxhash.xxh3_64()
+
+    def watch(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            start = 0
+            while start < len(view):
+                stop = min(len(view), start + BLOCK_BYTES - self.size % BLOCK_BYTES)
+                self._open.update(view[start:stop])
+                self.size += stop - start
+                start = stop
+                if self.size % BLOCK_BYTES == 0:
+                    self._close_block()
+            yield view
+
+    def to_bytes(self) -> bytes:
+        if self.size % BLOCK_BYTES:
+            self._close_block()
+            self._open = xxhash.xxh3_64()
+        sums = array.array("Q", self._done)
+        if sys.byteorder == "big":
+            sums.byteswap()
+        head = _SUMS_HEADER.pack(_SUMS_MAGIC, _SUMS_VERSION, BLOCK_BYTES, self.size)
+        return head + sums.tobytes()
+
+    def _close_block(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The contents of a checksum file."""
+
+    block_bytes: int
+    size: int
+    """Bytes of the shard file."""
+    blocks: array.array[int]
+    digest: str
+
+
+def read_sums(storage: Readable, shard_name: str) -> Sums:
+    """The checksums of a shard; `CheckpointDamaged` if they are missing or make no sense."""
+    name = shard_name + SUMS_SUFFIX
+    where = f"{storage.where}/{name}"
+    try:
+        data = read_small(storage, name, _SUMS_LIMIT_BYTES)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{where} is missing") from None
+    if len(data) < _SUMS_HEADER.size:
+        raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes")
+    magic, version, block_bytes, size = _SUMS_HEADER.unpack_from(data)
+    if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= 1 << 30:
+        raise CheckpointDamaged(f"{where} is not a checksum file of version {_SUMS_VERSION}")
+    count = -(-size // block_bytes)
+    if len(data) != _SUMS_HEADER.size + 8 * count:
+        raise CheckpointDamaged(
+            f"{where} has {len(data)} bytes, not the {_SUMS_HEADER.size + 8 * count} of its "
+            f"{count} blocks"
+        )
+    blocks = array.array("Q", data[_SUMS_HEADER.size :])
+    if sys.byteorder == "big":
+        blocks.byteswap()
+    return Sums(block_bytes, size, blocks, xxhash.xxh3_128_hexdigest(data))
+
+
+class ShardReader:
+    """Verified reads of one shard file; no byte leaves it that its checksum does not vouch for."""
+
+    def __init__(self, storage: Readable, file: ShardFile) -> None:
+        """Reads the checksums and the header; raises `CheckpointDamaged` if they do not fit `file`.
+
+        Its digest is checked if it is known.
+        """
+        self._storage = storage
+        self._name = file.name
+        self._sums = read_sums(storage, file.name)
+        if file.digest is not None and (self._sums.digest, self._sums.size) != (
+            file.digest,
+            file.bytes,
+        ):
+            raise CheckpointDamaged(
+                f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names"
+            )
+        self._scratch = memoryview(bytearray(self._sums.block_bytes))
+        self._scratch_block = -1
+        self.metadata, self.entries = self._read_header()
+
+    @property
+    def where(self) -> str:
+        return f"{self._storage.where}/{self._name}"
+
+    def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
+        """Fill `buffer` with elements `span` of what the file holds of a tensor.
+
+        `buffer`: writable bytes, as many as the span has. Raises `CheckpointDamaged`.
+        """
+        entry = self.entries[name]
+        width = itemsize(entry.dtype)
+        start = entry.start + span.start * width
+        if start + len(buffer) > entry.stop or len(buffer) != len(span) * width:
+            raise ValueError(f"{name}: {len(buffer)} bytes at {span} of {entry}")
+        self._read_bytes(start, buffer)
+
+    def verify(self) -> Iterator[tuple[int, int]]:
+        """Read every block; give the byte range of each bad stretch of blocks."""
+        block_bytes, size = self._sums.block_bytes, self._sums.size
+        bad: tuple[int, int] | None = None
+        for block in range(len(self._sums.blocks)):
+            start, stop = block * block_bytes, min(size, (block + 1) * block_bytes)
+            view = self._scratch[: stop - start]
+            self._scratch_block = -1
+            if self._read_up_to(start, view) and self._vouched(block, view):
+                continue
+            if bad and bad[1] == start:
+                bad = (bad[0], stop)
+                continue
+            if bad:
+                yield bad
+            bad = (start, stop)
+        if bad:
+            yield bad
+        if (actual := self._storage.size(self._name)) > size:
+            yield (size, actual)
+
+    def _read_bytes(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` of the file; whole blocks go straight into it."""
+        block_bytes = self._sums.block_bytes
+        position, stop = start, start + len(buffer)
+        while position < stop:
+            block, within = divmod(position, block_bytes)
+            whole = (min(stop, self._sums.size) - position) // block_bytes if not within else 0
+            if whole:
+                end = position + whole * block_bytes
+                view = buffer[position - start : end - start]
+                self._fill(position, view)
+                for index in range(whole):
+                    self._check(
+                        block + index, view[index * block_bytes : (index + 1) * block_bytes]
+                    )
+            else:
+                end = min(stop, (block + 1) * block_bytes)
+                view = self._block(block)[within : within + end - position]
+                buffer[position - start : end - start] = view
+            position = end
+
+    def _block(self, block: int) -> memoryview:
+        """One verified block, kept until the next: small tensors that share it cost one read."""
+        start = block * self._sums.block_bytes
+        view = self._scratch[: min(self._sums.block_bytes, self._sums.size - start)]
+        if block != self._scratch_block:
+            self._scratch_block = -1
+            self._fill(start, view)
+            self._check(block, view)
+            self._scratch_block = block
+        return view
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        if not self._read_up_to(start, view):
+            raise CheckpointDamaged(
+                f"{self.where} ends before byte {start + len(view)}: it should have "
+                f"{self._sums.size} bytes; use another step of this directory"
+            )
+
+    def _read_up_to(self, start: int, view: memoryview) -> bool:
+        try:
+            return self._storage.read_into(self._name, start, view) == len(view)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{self.where} is missing") from None
+
+    def _check(self, block: int, view: memoryview) -> None:
+        if not self._vouched(block, view):
+            start = block * self._sums.block_bytes
+            raise CheckpointDamaged(
+                f"{self.where}: bytes {start} to {start + len(view)} are not what was written "
+                "(checksum differs); use another step of this directory"
+            )
+
+    def _vouched(self, block: int, view: memoryview) -> bool:
+        return bool(xxhash.xxh3_64_intdigest(view) == self._sums.blocks[block])
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
+        size = self._sums.size
+        if size < 8:
+            raise CheckpointDamaged(f"{self.where} is too short for a safetensors file")
+        prefix = bytearray(8)
+        self._read_bytes(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(HEADER_LIMIT_BYTES, size - 8):
+            raise CheckpointDamaged(
+                f"{self.where} says its header has {length} bytes: more than the file "
+                f"({size}) or safetensors ({HEADER_LIMIT_BYTES}) allows"
+            )
+        text = bytearray(length)
+        self._read_bytes(8, memoryview(text))
+        return parse_header(bytes(text), size, self.where)
+
+
+def parse_header(
+    text: bytes, file_bytes: int, where: str
+) -> tuple[dict[str, str], dict[str, Entry]]:
+    """(metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not one."""
+    base = 8 + len(text)
+    try:
+        table = json.loads(text.decode())
+        metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
+        entries = {}
+        for name, value in table.items():
+            spec = TensorSpec(value["dtype"], tuple(int(size) for size in value["shape"]))
+            start, stop = (base + int(offset) for offset in value["data_offsets"])
+            if stop - start != spec.nbytes or start < base:
+                raise ValueError(f"tensor {name!r} has {stop - start} bytes, not {spec.nbytes}")
+            entries[name] = Entry(spec.dtype, spec.shape, start, stop)
+        ends = base
+        for name, entry in sorted(entries.items(), key=lambda e: (e[1].start, e[1].stop)):
+            if entry.start != ends:
+                raise ValueError(f"tensor {name!r} begins at byte {entry.start}, not {ends}")
+            ends = entry.stop
+        if ends != file_bytes:
+            raise ValueError(f"its tensors end at byte {ends} of {file_bytes}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
+        raise CheckpointDamaged(f"{where}: its header is wrong: {reason}") from None
+    return metadata, entries
