@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -60,11 +61,15 @@ class SnapshotStore:
                     found += _held(self.path(generation, step), generation, step)
         return sorted(found, key=lambda h: (h.generation, h.step))
 
-    def drop_before(self, generation: int) -> None:
-        """Remove the snapshots that earlier generations wrote."""
-        for old in self._generations():
-            if old < generation:
-                shutil.rmtree(self.root / f"gen-{old}", ignore_errors=True)
+    def keep_only(self, generation: int, step: int) -> None:
+        """Remove every snapshot but this one, if it is here."""
+        for other in self._generations():
+            folder = self.root / f"gen-{other}"
+            for name in _names(folder):
+                if (other, name) != (generation, step_directory(step)):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()
 
     def clear(self) -> None:
         """Remove every snapshot; the root itself stays."""

@@ -220,7 +220,7 @@ Message = (
     | Finished
     | Failed
 )
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
 class ChannelClosed(Exception):
@@ -258,8 +258,14 @@ class Channel:
         return _parse(line)
 
     def drain(self) -> list[Message]:
-        """Every message that has arrived whole; call when the socket is readable."""
-        self._fill()
+        """Every message that has arrived whole; does not wait. Raises `ChannelClosed` when the
+        other end is gone and all it said was given."""
+        try:
+            while select.select([self._socket], [], [], 0)[0]:
+                self._fill()
+        except ChannelClosed:
+            if b"\n" not in self._buffer:
+                raise
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
         return [_parse(line) for line in lines]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -129,6 +130,7 @@ class Agent:
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
+        self.snapshots.clear()  # what a predecessor that was killed left behind
         try:
             while self.exit_code is None:
                 now_s = time.monotonic()
@@ -279,7 +281,8 @@ class Agent:
         for report in view.reports.values():
             if report.failure is not None and report.failure.bad_step is not None:
                 self._bad_steps.add(report.failure.bad_step)
-        return newest_good(Path(self.options.checkpoint_dir), excluding=self._bad_steps)
+        directory = Path(self.options.checkpoint_dir)
+        return newest_good(directory, excluding=self._bad_steps) if directory.exists() else None
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
         if now_s < self._backoff_until_s:
@@ -428,4 +431,4 @@ class Agent:
         self._observer.close()
         self._membership.close()
         self.telling.close(self.exit_code)
-        self.snapshots.clear()
+        shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)

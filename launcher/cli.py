@@ -245,6 +245,7 @@ def check_name(text: str, what: str) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     from elasticzero.checkpoint.commit import check_writable
+    from elasticzero.checkpoint.storage import local_path
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
     from elasticzero.launcher.forkserver import Launch
@@ -271,7 +272,9 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     directory = args.checkpoint_dir
     if directory is not None:
-        directory = str(check_writable(directory))
+        path = local_path(directory)
+        check_writable(path)
+        directory = str(path)
     log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
     limits = Limits(
         min_nodes=least,

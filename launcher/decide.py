@@ -227,6 +227,8 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         reason = failure.message if failure else "a worker ended"
         alarm = Alarm(node=view.me.node, kind="failure", reason=reason)
         return Decision((RaiseAlarm(alarm),), f"a worker failed: {reason}")
+    if workers.restored and not workers.finished and view.my_report is None:
+        return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
         decision = _lead(view, world, now_s, limits)
         if decision is not None:
@@ -236,7 +238,7 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if view.leaving:
         return _ask(view, FLAG_LEAVE, "leave", f"{view.me.node} is leaving")
     if workers.restored:
-        return _report(view, "restored", f"training, generation {world.generation}")
+        return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
 
 

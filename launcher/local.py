@@ -156,8 +156,7 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for name in self.nodes:
-            directory = snapshot_directory(self.job, name)
-            shutil.rmtree(directory.parent, ignore_errors=True)
+            shutil.rmtree(snapshot_directory(self.job, name), ignore_errors=True)
 
 
 def children_of(pid: int) -> list[int]:

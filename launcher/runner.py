@@ -46,7 +46,7 @@ class Network:
 def snapshot_directory(job: str, node: str) -> Path:
     """This agent's own directory in shared memory."""
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
-    return SHARED_MEMORY / f"elasticzero-{digest}" / node
+    return SHARED_MEMORY / f"elasticzero-{digest}-{node}"
 
 
 def run_agent(

@@ -7,7 +7,6 @@ value that `decide` sees, and passes on to the agent what metrics and the event 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -264,11 +263,10 @@ class Gang:
 
 
 def _receive(worker: Worker) -> list[Message]:
-    messages: list[Message] = []
-    with suppress(ChannelClosed, OSError, ValueError):
-        while select.select([worker.channel], [], [], 0)[0]:
-            messages += worker.channel.drain()
-    return messages
+    try:
+        return worker.channel.drain() if worker.running else []
+    except ChannelClosed:
+        return []
 
 
 def _signal(worker: Worker, number: signal.Signals) -> None:

@@ -1,4 +1,5 @@
-"""Real clusters for tests: agents, workers and an etcd on this machine, taken down without a trace."""
+"""Real clusters for tests: agents, workers and an etcd on this machine, taken down without a
+trace."""
 
 from __future__ import annotations
 
@@ -88,17 +89,9 @@ class Story:
     def directory(self) -> Path:
         return self.cluster.log_dir / self.cluster.job
 
-    def traces(self) -> Iterator[tuple[int, int, list[int]]]:
-        """What the workers wrote of their global batches."""
-        for path in sorted(self.directory().glob("*/[0-9]*.log")):
-            for line in path.read_text(errors="replace").splitlines():
-                if line.startswith('{"trace"') and line.endswith("}}"):
-                    trace = json.loads(line)["trace"]
-                    yield trace["generation"], trace["step"], trace["samples"]
-
     def committed(self) -> dict[int, list[int]]:
         """The samples of each committed step."""
-        return committed(self.lineage, self.traces())
+        return committed(self.lineage, traces_in(self.directory()))
 
     def logs(self) -> str:
         paths = sorted(self.directory().glob("*/*.log"))
@@ -109,11 +102,29 @@ class Story:
     def check_nothing_is_left(self) -> None:
         """No process, no shared memory."""
         deadline_s = time.monotonic() + 5.0
-        while (left := [pid for pid in self.pids if is_alive(pid)]) and time.monotonic() < deadline_s:
+        while (
+            left := [pid for pid in self.pids if is_alive(pid)]
+        ) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left, f"processes left behind: {left}"
         memory = [snapshot_directory(self.cluster.job, name) for name in self.cluster.nodes]
         assert not [path for path in memory if path.exists() and list(path.rglob("*"))]
+
+
+def traces_in(directory: Path) -> Iterator[tuple[int, int, list[int]]]:
+    """What the workers of a job wrote of their global batches: generation, step, samples."""
+    for path in sorted(directory.glob("*/[0-9]*.log")):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith('{"trace"') and line.endswith("}}"):
+                trace = json.loads(line)["trace"]
+                yield trace["generation"], trace["step"], trace["samples"]
+
+
+def events_in(directory: Path) -> Iterator[dict[str, Any]]:
+    """Every event of a job's agents."""
+    for path in sorted(directory.glob("*/events.jsonl")):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
 
 
 @contextmanager

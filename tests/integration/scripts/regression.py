@@ -24,9 +24,11 @@ def dataset() -> TensorDataset:
     return TensorDataset(x_NI, torch.sin(x_NI @ torch.ones(6, 3, dtype=torch.float64)))
 
 
-def network() -> nn.Module:
+def network(hidden: int = 17) -> nn.Module:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -35,7 +37,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     model, optimizer = session.prepare(
-        network(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05)
+        network(options.hidden),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
     scheduler = session.track("scheduler", schedule)
@@ -70,5 +73,6 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--fail-at", type=int)
+    parser.add_argument("--hidden", type=int, default=17)
     chosen = parser.parse_args()
     ez.run(lambda session: train(session, chosen))

@@ -1,0 +1,5 @@
+"""A script with a mistake in its first line."""
+
+import there_is_no_such_module
+
+print(there_is_no_such_module)

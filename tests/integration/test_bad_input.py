@@ -1,0 +1,176 @@
+"""A mistake costs one clear line: an exit code, no traceback, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.local import descendants, is_alive
+from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
+
+FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
+
+
+def run(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        elasticzero(*words), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+CASES = [
+    ("nnodes the wrong way round", ["run", "--nnodes", "3:1"], 64, "--nnodes 3:1: MIN must"),
+    ("nnodes no number", ["run", "--nnodes", "two"], 64, "--nnodes two"),
+    ("unknown strategy", ["run", "--strategy", "zero9"], 64, "zero9"),
+    ("unknown option", ["run", "--nodes", "3"], 64, "--nodes"),
+    ("several nodes, no etcd", ["run", "--nnodes", "2:4"], 64, "--etcd"),
+    ("etcd without a job", ["run", "--etcd", "127.0.0.1:2379"], 64, "--job"),
+    ("a bad name", ["run", "--node-name", "a/b"], 64, "--node-name"),
+    ("a bad nproc", ["run", "--nproc-per-node", "many"], 64, "--nproc-per-node many"),
+    ("a bad fault", ["local", "--nodes", "2", "--fault", "explode@3"], 64, "--fault explode@3"),
+    ("no nodes", ["local", "--nodes", "0"], 64, "--nodes 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"), [row[1:] for row in CASES], ids=[row[0] for row in CASES]
+)
+def test_bad_options(words: list[str], code: int, text: str) -> None:
+    found = run(*words, str(REGRESSION))
+    assert found.returncode == code, found.stderr
+    assert text in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_script_that_is_not_there() -> None:
+    found = run("run", "/nowhere/train.py")
+    assert found.returncode == 64
+    assert "/nowhere/train.py does not exist" in found.stderr
+
+
+def test_a_script_that_fails_on_import(tmp_path: Path) -> None:
+    found = run("run", "--http-port", "0", "--log-dir", str(tmp_path), str(FAILS_ON_IMPORT))
+    assert found.returncode == 70
+    assert "ModuleNotFoundError: No module named 'there_is_no_such_module'" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_etcd_out_of_reach() -> None:
+    words = ["run", "--etcd", "127.0.0.1:1", "--job", "x", "--join-timeout", "2"]
+    found = run(*words, str(REGRESSION))
+    assert found.returncode == 69
+    assert "etcd at 127.0.0.1:1 did not answer within 2 s (--join-timeout)" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "foreign"])
+def test_a_checkpoint_directory_that_is_none(place: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    if place == "file":
+        directory.write_text("not a directory")
+    else:
+        directory.mkdir()
+        (directory / "thesis.tex").write_text("years of work")
+    found = run("run", "--checkpoint-dir", str(directory), str(REGRESSION))
+    assert found.returncode == 64, found.stderr
+    assert str(directory) in found.stderr
+    assert "Traceback" not in found.stderr
+    assert place == "file" or (directory / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_global_batch_smaller_than_the_world(tmp_path: Path) -> None:
+    words = ["local", "--nodes", "2", "--log-dir", str(tmp_path), str(REGRESSION)]
+    found = run(*words, "--global-batch", "1")
+    assert found.returncode == 70, found.stderr
+    assert "global batch" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_checkpoint_that_does_not_fit_the_model(tmp_path: Path) -> None:
+    words = ["run", "--http-port", "0", "--checkpoint-dir", str(tmp_path / "c")]
+    script = [str(REGRESSION), "--epochs", "1"]
+    assert run(*words, "--log-dir", str(tmp_path / "a"), *script).returncode == 0
+    found = run(*words, "--log-dir", str(tmp_path / "b"), *script, "--hidden", "9")
+    assert found.returncode == 70, found.stderr
+    assert "model/0.weight" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+    words = ["local", "--nodes", "2", "--max-restarts", "0", "--log-dir", str(tmp_path)]
+    found = run(*words, str(REGRESSION), "--fail-at", "7")
+    assert found.returncode == 70, found.stderr
+    assert found.stderr.count("ValueError: told to fail at step 7\n") == 2
+    assert found.stderr.count("Traceback") == 1
+    assert "error: rank 0 on node-" in found.stderr
+
+
+def test_two_agents_of_one_name(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+    words = ["--nnodes", "1:2", "--settle", "0", "--lease-ttl", "2", str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, [*words, "--pause", "0.2"], nodes=1) as told:
+        told.wait_for_step(2)
+        common = ["--etcd", etcd.endpoint, "--job", job, "--node-name", "node-0"]
+        common += ["--lease-ttl", "2", "--http-port", "0", "--nnodes", "1:2"]
+        found = run("run", *common, str(REGRESSION))
+        assert found.returncode == 64
+        assert "another agent is registered as node 'node-0'" in found.stderr
+        told.wait_for_step(told.step + 3)
+        assert told.generation == 1
+
+
+def test_a_job_that_is_done(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+    script = [str(REGRESSION), "--epochs", "1"]
+    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "1:1", *script], nodes=1) as told:
+        assert told.wait_for_end() == {"node-0": 0}
+    words = ["run", "--etcd", etcd.endpoint, "--job", job, "--http-port", "0"]
+    words += ["--log-dir", str(tmp_path / "again")]
+    found = run(*words, *script)
+    assert found.returncode == 64
+    assert "is already done" in found.stderr
+    assert run(*words, "--restart", *script).returncode == 0
+
+
+def test_fewer_nodes_than_wanted_says_who_is_there(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    words = ["run", "--etcd", etcd.endpoint, "--job", job, "--nnodes", "2:3", "--http-port", "0"]
+    words += ["--node-name", "lonely", "--join-timeout", "12", "--log-dir", str(tmp_path)]
+    found = run(*words, str(REGRESSION))
+    assert found.returncode == 69, found.stderr
+    assert "1 of at least 2 nodes are here (lonely); 1 missing" in found.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None:
+    words = ["local", "--nodes", "3", "--log-dir", str(tmp_path), str(REGRESSION)]
+    process = subprocess.Popen(
+        elasticzero(*words, "--pause", "0.1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "  step " in line:
+            break
+    pids = descendants(process.pid)
+    assert len(pids) > 6
+    process.send_signal(number)
+    began_s = time.monotonic()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
+    assert time.monotonic() - began_s < 10.0
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert "Traceback" not in output
+
+
+def test_the_command_line_needs_no_torch() -> None:
+    code = "import elasticzero.launcher.cli, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,148 @@
+"""Nodes die, leave and come; the result is that of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import elasticzero.checkpoint
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.lineage import Lineage, committed
+from tests.integration.clusters import (
+    REGRESSION,
+    events_in,
+    story,
+    traces_in,
+)
+from tests.integration.clusters import (
+    elasticzero as command,
+)
+from tests.integration.reference import order_of_samples, steps_in
+
+STEPS = steps_in(10, 3)
+ORDER = order_of_samples(10, 3)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:
+    """The last checkpoint holds the reference's weights to 1e-9 in float64."""
+    found = elasticzero.checkpoint.load(checkpoints)
+    for name, wanted in reference.items():
+        tensor = found[f"model/{name}"]
+        assert tensor.dtype == torch.float64
+        assert (tensor - wanted).abs().max() < 1e-9, name
+
+
+def check_samples(lineage: Lineage, directory: Path) -> None:
+    """Each step is committed once, with the samples that seed and epoch alone decide."""
+    steps = committed(lineage, traces_in(directory))
+    assert [sorted(steps[step]) for step in range(1, STEPS + 1)] == [sorted(s) for s in ORDER]
+    per_epoch = STEPS // 3
+    for epoch in range(3):
+        used = [s for step in range(per_epoch) for s in steps[epoch * per_epoch + step + 1]]
+        assert sorted(used) == list(range(331))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_killed_node_changes_nothing(
+    strategy: str, tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
+    words = ["local", "--nodes", "3", "--strategy", strategy, "--fault", "kill-node@60"]
+    words += ["--job", job, "--log-dir", str(logs), "--checkpoint-dir", str(checkpoints)]
+    words += ["--checkpoint-every", "25", str(REGRESSION), "--pause", "0.02"]
+    found = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    lineage = Lineage()
+    for event in events_in(logs / job):
+        lineage.take(event)
+    assert len(lineage.resume_steps) == 2, found.stdout
+    if strategy == "ddp":
+        assert lineage.recomputed <= 1, found.stdout
+    else:
+        assert lineage.resume_steps[2] % 25 == 0
+    check_samples(lineage, logs / job)
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_drained_node_and_a_newcomer_cost_no_step(
+    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    words += ["--settle", "1", str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(15)
+        told.cluster.drain(told.node(0))
+        told.wait("the leaver's end", lambda: not told.node(0).running)
+        told.wait_for_step(30)
+        told.cluster.start_node()
+        told.wait("the newcomer's world", lambda: told.generation >= 3)
+        codes = told.wait_for_end()
+    assert codes == {"node-0": 75, "node-1": 0, "node-2": 0}
+    assert told.lineage.recomputed == 0
+    tiers = {event["generation"]: event["tier"] for event in told.of("world")}
+    assert tiers == {1: "fresh", 2: "ram", 3: "ram"}
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_worker_costs_at_most_a_step_under_ddp(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, [*words, "--pause", "0.05"], nodes=2) as told:
+        told.wait_for_step(20)
+        told.cluster.kill_worker(told.node(0))
+        codes = told.wait_for_end()
+    assert codes == {"node-0": 0, "node-1": 0}
+    assert told.generation == 2
+    assert told.lineage.recomputed <= 1
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_the_leader_may_die(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:3", "--settle", "1", "--checkpoint-dir", str(checkpoints)]
+    words += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+        told.wait_for_step(20)
+        leader = told.of("world")[0]["members"][0]
+        told.cluster.kill_node(told.cluster.nodes[leader])
+        codes = told.wait_for_end()
+    assert sorted(codes.values()) == [-9, 0, 0]
+    assert told.generation == 2
+    assert told.lineage.recomputed <= 1
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_five_workers_all_notice_a_lost_one_within_a_second(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    words = ["--nnodes", "1:5", "--settle", "1", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=5) as told:
+        told.wait_for_step(5)
+        told.cluster.kill_worker(told.node(3))
+        killed_s = max(event["time"] for event in told.of("step"))
+        told.wait("all to stop", lambda: len(told.of("stopping")) >= 4)
+        noticed = {event["rank"]: event["time"] for event in told.of("stopping")}
+        told.wait("the next generation's steps", lambda: 2 in told.lineage.reached)
+    assert len(noticed) == 4
+    assert max(noticed.values()) - killed_s < 1.0

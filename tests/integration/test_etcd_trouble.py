@@ -1,0 +1,96 @@
+"""etcd goes away while two agents train: training goes on, and no generation changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.test_elastic_training import check_samples, check_weights
+
+TTL_S = 2
+
+
+def words(checkpoints: Path, pause: str) -> list[str]:
+    return [
+        *("--nnodes", "2:3", "--settle", "0.5", "--lease-ttl", str(TTL_S)),
+        *("--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", pause),
+    ]
+
+
+def check_undisturbed(told: Story, codes: dict[str, int], step: int) -> None:
+    assert set(codes.values()) == {0}
+    assert told.generation == 1, told.logs()
+    assert told.lineage.recomputed == 0
+    assert told.step > step
+
+
+@pytest.mark.timeout(120)
+def test_etcd_is_killed_and_restarted(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        EmbeddedEtcd() as etcd,
+        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.08"), nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        etcd.kill()
+        before = told.step
+        time.sleep(TTL_S + 1.5)
+        told.look()
+        assert told.step > before + 3, "training stood still while etcd was down"
+        etcd.restart()
+        codes = told.wait_for_end()
+        check_undisturbed(told, codes, before)
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_etcd_is_stopped_for_longer_than_the_leases_live(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        EmbeddedEtcd() as etcd,
+        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.1"), nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        etcd.pause()
+        before = told.step
+        time.sleep(2 * TTL_S)
+        etcd.resume()
+        told.wait_for_step(before + 40)
+        assert told.generation == 1
+        codes = told.wait_for_end()
+        check_undisturbed(told, codes, before)
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_fails_while_etcd_is_away(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    """The others keep their state and wait; when etcd is back, the job recovers by itself."""
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        EmbeddedEtcd() as etcd,
+        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.05"), nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        etcd.kill()
+        time.sleep(0.3)
+        told.cluster.kill_worker(told.node(1))
+        time.sleep(TTL_S)
+        etcd.restart()
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        assert told.lineage.recomputed <= 1
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)

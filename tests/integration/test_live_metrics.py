@@ -1,0 +1,72 @@
+"""What a running agent serves: metrics that Prometheus takes, health, status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from tests.integration.clusters import REGRESSION, elasticzero, story
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+@pytest.mark.timeout(120)
+def test_a_running_job_tells_its_state(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, program: Callable[[str], str]
+) -> None:
+    promtool = program("promtool")
+    words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
+    words += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(12)
+        port = told.of("serving")[0]["port"]
+        text = get(port, "/metrics")
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert found["elasticzero_generation",] == 1
+        assert found["elasticzero_world_size",] == 2
+        assert found["elasticzero_members",] == 2
+        assert found["elasticzero_step", "0"] >= 12
+        assert found["elasticzero_step_seconds_count", "0"] >= 12
+        assert found["elasticzero_samples_total", "0"] >= 120
+        assert found["elasticzero_loss", "0"] > 0
+        assert found["elasticzero_checkpoint_last_step",] >= 10
+        assert found["elasticzero_checkpoint_bytes_total",] > 0
+        assert found["elasticzero_recovery_seconds_count", "first_step"] == 1
+        assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in found)
+        assert get(port, "/healthz").strip()
+        status = json.loads(get(port, "/status"))
+        assert (status["job"], status["generation"], status["world_size"]) == (job, 1, 2)
+        assert status["members"] == ["node-0", "node-1"] or sorted(status["members"])
+        words = ["status", "--etcd", etcd.endpoint, "--job", job]
+        shown = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stderr
+        assert "generation 1, 2 ranks" in shown.stdout
+        assert shown.stdout.count("training") == 2
+        with pytest.raises(urllib.error.HTTPError, match="401|403"):
+            get(port, "/snapshots/1/5/x.safetensors")
+
+
+def test_status_of_a_job_that_nobody_knows(etcd: EmbeddedEtcd) -> None:
+    words = ["status", "--etcd", etcd.endpoint, "--job", "nobody"]
+    found = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
+    assert found.returncode == 64
+    assert "knows no job 'nobody'" in found.stderr

@@ -1,0 +1,43 @@
+"""Scripts written for torchrun run unchanged; they start anew at each generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from tests.integration.clusters import story
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
+
+
+@pytest.mark.timeout(150)
+def test_a_torchrun_script_survives_a_killed_worker(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    checkpoint = tmp_path / "model.pt"
+    words = ["--nnodes", "1:2", "--settle", "1", str(SCRIPT), "--checkpoint", str(checkpoint)]
+    words += ["--epochs", "12", "--samples", "8192"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait("a first checkpoint", checkpoint.exists)
+        told.cluster.kill_worker(told.node(1))
+        codes = told.wait_for_end()
+        output = "".join(p.read_text() for p in told.directory().glob("*/0.log"))
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 2
+    assert "world 2 restarts 0" in output
+    assert "world 2 restarts 1" in output
+    assert "epoch 11 world 2" in output
+
+
+@pytest.mark.timeout(150)
+def test_a_torchrun_script_runs_from_a_module_and_takes_torchruns_spellings(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SCRIPT.parent)
+    words = ["--rdzv_endpoint", etcd.endpoint, "--nproc_per_node", "2", "-m", "torchrun_ddp"]
+    words += ["--checkpoint", str(tmp_path / "model.pt"), "--epochs", "2", "--samples", "256"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+        assert told.wait_for_end() == {"node-0": 0}
+        assert "epoch 1 world 2" in (told.directory() / "node-0" / "0.log").read_text()

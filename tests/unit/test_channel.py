@@ -1,0 +1,87 @@
+"""Messages between agent and worker arrive whole, in order, as what they were."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from elasticzero.channel import (
+    Assignment,
+    Channel,
+    ChannelClosed,
+    Failed,
+    Logged,
+    Resume,
+    Save,
+    Source,
+    Stepped,
+)
+
+
+@pytest.fixture
+def ends():
+    pair = [Channel(end) for end in socket.socketpair()]
+    yield pair
+    for end in pair:
+        end.close()
+
+
+ASSIGNMENT = Assignment(
+    job="j",
+    node="n",
+    generation=2,
+    token="t",
+    rank=1,
+    local_rank=0,
+    world_size=2,
+    local_world_size=1,
+    group_rank=1,
+    master_address="127.0.0.1",
+    master_port=1234,
+    store_fd=None,
+    strategy="zero3",
+    resume=Resume(
+        tier="ram", step=7, generation=1, sources=(Source(rank=0, node="n", address="h:1"),)
+    ),
+    snapshot_root="/dev/shm/x",
+)
+FAILED = Failed(step=1, blame="user", message="ä\n", traceback="line\nline\n", final=True)
+
+
+@pytest.mark.parametrize(
+    "message", [ASSIGNMENT, FAILED, Save(wanted=True), Logged(step=1, scalars={"loss": 0.5})]
+)
+def test_a_message_arrives_as_it_was(ends, message) -> None:
+    a, b = ends
+    a.send(message)
+    assert b.receive(1.0) == message
+
+
+def test_many_messages_arrive_in_order(ends) -> None:
+    a, b = ends
+    sent = [Stepped(step=s, step_s=0.1, data_wait_s=0.0, samples=8) for s in range(50)]
+    for message in sent:
+        a.send(message)
+    assert [b.receive(1.0), b.receive(1.0)] == sent[:2]
+    assert b.drain() == sent[2:]
+    assert b.drain() == []
+
+
+def test_what_was_said_before_the_end_is_not_lost(ends) -> None:
+    a, b = ends
+    a.send(Save(wanted=True))
+    a.close()
+    assert b.drain() == [Save(wanted=True)]
+    with pytest.raises(ChannelClosed):
+        b.drain()
+
+
+def test_nothing_said_is_none_and_a_closed_end_an_error(ends) -> None:
+    a, b = ends
+    assert b.receive(0.0) is None
+    a.close()
+    with pytest.raises(ChannelClosed):
+        b.receive(1.0)
+    with pytest.raises(ChannelClosed):
+        b.send(Save(wanted=False))

@@ -1,0 +1,86 @@
+"""Options, their environment variables, and the words of `elasticzero local`."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.cli import RUN_OPTIONS, build_parser, parse_nnodes, parse_nproc
+from elasticzero.launcher.local import Fault, most_nodes, parse_fault
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
+def test_nnodes(text: str, expected: tuple[int, int]) -> None:
+    assert parse_nnodes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "3:1", "a:b", "1:2:3", "-1", ""])
+def test_bad_nnodes_name_the_option(text: str) -> None:
+    with pytest.raises(UserError, match="--nnodes"):
+        parse_nnodes(text)
+
+
+def test_nproc() -> None:
+    assert parse_nproc("3") == 3
+    assert parse_nproc("auto") >= 1
+    assert parse_nproc("cpu") >= 1
+    with pytest.raises(UserError, match="--nproc-per-node 0"):
+        parse_nproc("0")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill-node@60", Fault("kill-node", 60)),
+        ("kill-node:node-0@60", Fault("kill-node", 60, "node-0")),
+        ("join@5", Fault("join", 5)),
+    ],
+)
+def test_faults(text: str, fault: Fault) -> None:
+    assert parse_fault(text) == fault
+
+
+@pytest.mark.parametrize("text", ["kill-node", "kill-node@x", "melt@3", "@3"])
+def test_bad_faults_name_the_option(text: str) -> None:
+    with pytest.raises(UserError, match="--fault"):
+        parse_fault(text)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "faults", "most"),
+    [
+        (3, [], 3),
+        (3, ["kill-node@60", "join@110"], 3),
+        (3, ["join@10"], 4),
+        (2, ["join@30", "drain@20", "kill-worker@10"], 2),
+    ],
+)
+def test_most_nodes(nodes: int, faults: list[str], most: int) -> None:
+    assert most_nodes(nodes, [parse_fault(text) for text in faults]) == most
+
+
+@pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.flags[0])
+def test_every_option_has_a_variable(option, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {int: "7", float: "7.5"}.get(option.type, "seven")
+    if option.choices:
+        value = option.choices[-1]
+    if option.is_switch:
+        value = "1"
+    monkeypatch.setenv(option.variable, value)
+    args = build_parser().parse_args(["run", "train.py"])
+    expected = True if option.is_switch else option.type(value)
+    assert getattr(args, option.name) == expected
+
+
+def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICZERO_NNODES", "2:3")
+    parse = build_parser().parse_args
+    assert parse(["run", "train.py"]).nnodes == "2:3"
+    assert parse(["run", "--nnodes", "1:9", "train.py"]).nnodes == "1:9"
+
+
+def test_torchruns_spellings() -> None:
+    words = ["--rdzv_endpoint", "h:1", "--rdzv-id", "j", "--nproc_per_node", "2", "-m", "train"]
+    args = build_parser().parse_args(["run", *words, "--lr", "3"])
+    assert (args.etcd, args.job, args.nproc_per_node, args.module) == ("h:1", "j", "2", True)
+    assert (args.script, args.arguments) == ("train", ["--lr", "3"])
