@@ -153,6 +153,15 @@ def steps(directory: Path) -> list[StepInfo]:
     ]
 
 
+def uncommitted(directory: Path) -> list[StepInfo]:
+    """Steps' directories without a manifest, newest first: saves that failed or are going on."""
+    return [
+        StepInfo(step, path)
+        for step, path in _step_paths(directory)
+        if not (path / MANIFEST_NAME).exists()
+    ]
+
+
 def newest_good(directory: Path, excluding: Collection[int] = ()) -> int | None:
     """The newest committed step that is good at a cheap look, or None."""
     for info in steps(directory):

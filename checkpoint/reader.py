@@ -18,13 +18,15 @@ from elasticzero.checkpoint.manifest import (
     snapshot_manifest_name,
 )
 from elasticzero.checkpoint.plan import Copy, plan
-from elasticzero.checkpoint.shards import ShardReader, shard_specs
+from elasticzero.checkpoint.shards import ShardReader, open_shard
 from elasticzero.checkpoint.storage import DiskStorage, Readable, local_path
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
 
 STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a load fills tensors that are not plain host memory."""
+_OPEN_SHARDS = 16
+"""Shards kept open at once, each with one block in memory."""
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -164,14 +166,9 @@ class Checkpoint:
             return self._open[rank]
         if not self._ways.get(rank):
             raise StorageError(f"nobody holds the shard of rank {rank}")
-        shard = self._ways[rank][0]()
-        specs = shard_specs(self.manifest, rank)
-        held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
-        wanted = (str(self.manifest.step), str(rank), self.manifest.token)
-        said = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
-        if held != specs or said != wanted:
-            raise CheckpointDamaged(f"{shard.where} does not hold what its manifest says")
-        self._open[rank] = shard
+        if len(self._open) >= _OPEN_SHARDS:
+            del self._open[next(iter(self._open))]
+        self._open[rank] = shard = self._ways[rank][0]()
         return shard
 
     def _fill(self, shard: ShardReader, copy: Copy, tensor: torch.Tensor) -> None:
@@ -261,13 +258,13 @@ def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
 
 
 def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
-    return lambda: ShardReader(storage, manifest.files[rank])
+    return lambda: open_shard(storage, manifest, rank)
 
 
 def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
     """Opens a rank's shard by that rank's own manifest, which alone knows its digest."""
 
-    def open_shard() -> ShardReader:
+    def open_own() -> ShardReader:
         name = snapshot_manifest_name(rank, manifest.layout.world_size)
         own = commit.read_manifest(storage, name)
         same = (own.step, own.generation, own.token) == (
@@ -277,9 +274,9 @@ def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[
         )
         if not same or own.layout != manifest.layout:
             raise CheckpointDamaged(f"{storage.where}/{name} belongs to another snapshot")
-        return ShardReader(storage, own.files[rank])
+        return open_shard(storage, own, rank)
 
-    return open_shard
+    return open_own
 
 
 def load(

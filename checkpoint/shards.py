@@ -184,31 +184,124 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
     return Sums(block_bytes, size, blocks, xxhash.xxh3_128_hexdigest(data))
 
 
-class ShardReader:
-    """Verified reads of one shard file; no byte leaves it that its checksum does not vouch for."""
+class BlockReader:
+    """Verified reads of one file's bytes: none leaves it that its checksum does not vouch for."""
 
     def __init__(self, storage: Readable, file: ShardFile) -> None:
-        """Reads the checksums and the header; raises `CheckpointDamaged` if they do not fit `file`.
-
-        Its digest is checked if it is known.
-        """
+        """Reads the checksums; raises `CheckpointDamaged` if they are not those that `file` names
+        (its digest is checked if it is known)."""
         self._storage = storage
         self._name = file.name
         self._sums = read_sums(storage, file.name)
-        if file.digest is not None and (self._sums.digest, self._sums.size) != (
-            file.digest,
-            file.bytes,
-        ):
+        known = (file.digest, file.bytes)
+        if file.digest is not None and (self._sums.digest, self._sums.size) != known:
             raise CheckpointDamaged(
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names"
             )
         self._scratch = memoryview(bytearray(self._sums.block_bytes))
         self._scratch_block = -1
-        self.metadata, self.entries = self._read_header()
 
     @property
     def where(self) -> str:
         return f"{self._storage.where}/{self._name}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._sums.size
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; whole blocks are read straight into it.
+
+        Raises `CheckpointDamaged`.
+        """
+        block_bytes = self._sums.block_bytes
+        position, stop = start, start + len(buffer)
+        while position < stop:
+            block, within = divmod(position, block_bytes)
+            whole = 0 if within else (stop - position) // block_bytes
+            if whole:
+                end = position + whole * block_bytes
+                view = buffer[position - start : end - start]
+                self._fill(position, view)
+                for i in range(whole):
+                    self._check(block + i, view[i * block_bytes : (i + 1) * block_bytes])
+            else:
+                end = min(stop, (block + 1) * block_bytes)
+                view = self._block(block)[within : within + end - position]
+                buffer[position - start : end - start] = view
+            position = end
+
+    def bad_ranges(self) -> Iterator[tuple[int, int]]:
+        """Read every block, and give the byte range of each stretch of bad ones."""
+        bad: tuple[int, int] | None = None
+        for block in range(len(self._sums.blocks)):
+            start, view = self._window(block)
+            self._scratch_block = -1
+            if self._read_whole(start, view) and self._vouched(block, view):
+                continue
+            stop = start + len(view)
+            if bad is not None and bad[1] == start:
+                bad = (bad[0], stop)
+                continue
+            if bad is not None:
+                yield bad
+            bad = (start, stop)
+        if bad is not None:
+            yield bad
+        if (actual := self._storage.size(self._name)) > self.size:
+            yield (self.size, actual)
+
+    def _block(self, block: int) -> memoryview:
+        """One verified block, kept until the next: small tensors that share it cost one read."""
+        start, view = self._window(block)
+        if block != self._scratch_block:
+            self._scratch_block = -1
+            self._fill(start, view)
+            self._check(block, view)
+            self._scratch_block = block
+        return view
+
+    def _window(self, block: int) -> tuple[int, memoryview]:
+        start = block * self._sums.block_bytes
+        return start, self._scratch[: min(self._sums.block_bytes, self.size - start)]
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        if not self._read_whole(start, view):
+            raise CheckpointDamaged(
+                f"{self.where} ends before byte {start + len(view)}: it should have "
+                f"{self.size} bytes; use another step"
+            )
+
+    def _read_whole(self, start: int, view: memoryview) -> bool:
+        try:
+            return self._storage.read_into(self._name, start, view) == len(view)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{self.where} is missing; use another step") from None
+
+    def _check(self, block: int, view: memoryview) -> None:
+        if not self._vouched(block, view):
+            start = block * self._sums.block_bytes
+            raise CheckpointDamaged(
+                f"{self.where}: bytes {start} to {start + len(view)} are not what was written "
+                "(their checksum differs); use another step"
+            )
+
+    def _vouched(self, block: int, view: memoryview) -> bool:
+        return bool(xxhash.xxh3_64_intdigest(view) == self._sums.blocks[block])
+
+
+class ShardReader:
+    """Verified reads of the tensors in one shard file."""
+
+    def __init__(self, storage: Readable, file: ShardFile) -> None:
+        """Reads checksums and header; raises `CheckpointDamaged`."""
+        self._blocks = BlockReader(storage, file)
+        self.metadata, self.entries = _read_header(self._blocks)
+
+    @property
+    def where(self) -> str:
+        return self._blocks.where
 
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
         """Fill `buffer` with elements `span` of what the file holds of a tensor.
@@ -220,100 +313,34 @@ class ShardReader:
         start = entry.start + span.start * width
         if start + len(buffer) > entry.stop or len(buffer) != len(span) * width:
             raise ValueError(f"{name}: {len(buffer)} bytes at {span} of {entry}")
-        self._read_bytes(start, buffer)
+        self._blocks.read_into(start, buffer)
 
-    def verify(self) -> Iterator[tuple[int, int]]:
-        """Read every block; give the byte range of each bad stretch of blocks."""
-        block_bytes, size = self._sums.block_bytes, self._sums.size
-        bad: tuple[int, int] | None = None
-        for block in range(len(self._sums.blocks)):
-            start, stop = block * block_bytes, min(size, (block + 1) * block_bytes)
-            view = self._scratch[: stop - start]
-            self._scratch_block = -1
-            if self._read_up_to(start, view) and self._vouched(block, view):
-                continue
-            if bad and bad[1] == start:
-                bad = (bad[0], stop)
-                continue
-            if bad:
-                yield bad
-            bad = (start, stop)
-        if bad:
-            yield bad
-        if (actual := self._storage.size(self._name)) > size:
-            yield (size, actual)
 
-    def _read_bytes(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` of the file; whole blocks go straight into it."""
-        block_bytes = self._sums.block_bytes
-        position, stop = start, start + len(buffer)
-        while position < stop:
-            block, within = divmod(position, block_bytes)
-            whole = (min(stop, self._sums.size) - position) // block_bytes if not within else 0
-            if whole:
-                end = position + whole * block_bytes
-                view = buffer[position - start : end - start]
-                self._fill(position, view)
-                for index in range(whole):
-                    self._check(
-                        block + index, view[index * block_bytes : (index + 1) * block_bytes]
-                    )
-            else:
-                end = min(stop, (block + 1) * block_bytes)
-                view = self._block(block)[within : within + end - position]
-                buffer[position - start : end - start] = view
-            position = end
+def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
+    """A rank's shard, found to hold what the manifest says; raises `CheckpointDamaged`."""
+    shard = ShardReader(storage, manifest.files[rank])
+    held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
+    wanted = (str(manifest.step), str(rank), manifest.token)
+    said = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
+    if held != shard_specs(manifest, rank) or said != wanted:
+        raise CheckpointDamaged(f"{shard.where} does not hold what its manifest says")
+    return shard
 
-    def _block(self, block: int) -> memoryview:
-        """One verified block, kept until the next: small tensors that share it cost one read."""
-        start = block * self._sums.block_bytes
-        view = self._scratch[: min(self._sums.block_bytes, self._sums.size - start)]
-        if block != self._scratch_block:
-            self._scratch_block = -1
-            self._fill(start, view)
-            self._check(block, view)
-            self._scratch_block = block
-        return view
 
-    def _fill(self, start: int, view: memoryview) -> None:
-        if not self._read_up_to(start, view):
-            raise CheckpointDamaged(
-                f"{self.where} ends before byte {start + len(view)}: it should have "
-                f"{self._sums.size} bytes; use another step of this directory"
-            )
-
-    def _read_up_to(self, start: int, view: memoryview) -> bool:
-        try:
-            return self._storage.read_into(self._name, start, view) == len(view)
-        except FileNotFoundError:
-            raise CheckpointDamaged(f"{self.where} is missing") from None
-
-    def _check(self, block: int, view: memoryview) -> None:
-        if not self._vouched(block, view):
-            start = block * self._sums.block_bytes
-            raise CheckpointDamaged(
-                f"{self.where}: bytes {start} to {start + len(view)} are not what was written "
-                "(checksum differs); use another step of this directory"
-            )
-
-    def _vouched(self, block: int, view: memoryview) -> bool:
-        return bool(xxhash.xxh3_64_intdigest(view) == self._sums.blocks[block])
-
-    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
-        size = self._sums.size
-        if size < 8:
-            raise CheckpointDamaged(f"{self.where} is too short for a safetensors file")
-        prefix = bytearray(8)
-        self._read_bytes(0, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
-        if length > min(HEADER_LIMIT_BYTES, size - 8):
-            raise CheckpointDamaged(
-                f"{self.where} says its header has {length} bytes: more than the file "
-                f"({size}) or safetensors ({HEADER_LIMIT_BYTES}) allows"
-            )
-        text = bytearray(length)
-        self._read_bytes(8, memoryview(text))
-        return parse_header(bytes(text), size, self.where)
+def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, Entry]]:
+    if blocks.size < 8:
+        raise CheckpointDamaged(f"{blocks.where} is too short for a safetensors file")
+    prefix = bytearray(8)
+    blocks.read_into(0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(HEADER_LIMIT_BYTES, blocks.size - 8):
+        raise CheckpointDamaged(
+            f"{blocks.where} says its header has {length} bytes: more than the file "
+            f"({blocks.size}) or safetensors ({HEADER_LIMIT_BYTES}) allows"
+        )
+    text = bytearray(length)
+    blocks.read_into(8, memoryview(text))
+    return parse_header(bytes(text), blocks.size, blocks.where)
 
 
 def parse_header(

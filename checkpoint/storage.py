@@ -92,8 +92,11 @@ class DiskStorage:
     def write(self, name: str, chunks: Iterable[Bytes]) -> None:
         staged = self.path / f".{name}.partial"
         with self._complaining("write", name):
-            self._write_file(staged, chunks)
-            os.replace(staged, self.path / name)
+            try:
+                self._write_file(staged, chunks)
+                os.replace(staged, self.path / name)
+            finally:
+                staged.unlink(missing_ok=True)
             self._sync_directory()
 
     def create_exclusive(self, name: str, data: bytes) -> bool:

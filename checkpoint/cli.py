@@ -1,0 +1,235 @@
+"""`elasticzero checkpoint`: list, inspect, verify, reshard, export. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from elasticzero.checkpoint import commit, convert, verify
+from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elasticzero.checkpoint.storage import DiskStorage, explain, local_path
+from elasticzero.errors import ElasticZeroError, ExitCode, UserError
+from elasticzero.records import encode
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
+    the exit code."""
+    command = subparsers.add_parser("list", help="the steps in a checkpoint directory")
+    command.add_argument("directory", help="checkpoint directory")
+    command.add_argument("--json", action="store_true", help="for scripts")
+    command.set_defaults(run_command=_list)
+
+    command = subparsers.add_parser("inspect", help="what a checkpoint holds")
+    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
+    command.add_argument("--json", action="store_true", help="for scripts")
+    command.set_defaults(run_command=_inspect)
+
+    command = subparsers.add_parser("verify", help="read every byte and compare its checksum")
+    command.add_argument("path", help="checkpoint directory (every step in it), or one step's")
+    command.add_argument("--json", action="store_true", help="for scripts")
+    command.set_defaults(run_command=_verify)
+
+    command = subparsers.add_parser("reshard", help="write a checkpoint for another world size")
+    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
+    command.add_argument("target", help="checkpoint directory to write the step into")
+    command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+    command.add_argument("--strategy", choices=convert.STRATEGIES, help="deal tensors as this does")
+    command.set_defaults(run_command=_reshard)
+
+    command = subparsers.add_parser("export", help="write the model for other programs")
+    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
+    command.add_argument("target", help="new directory")
+    command.add_argument("--format", choices=("hf",), default="hf", help="Hugging Face safetensors")
+    command.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        default=convert.DEFAULT_MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="largest file, such as 500MB or 2GiB (default: 5GB)",
+    )
+    command.set_defaults(run_command=_export)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elasticzero checkpoint")
+    add_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run_command(args))
+    except ElasticZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+
+
+def _list(args: argparse.Namespace) -> int:
+    directory = local_path(args.directory)
+    rows = [_listed(info) for info in commit.steps(_existing(directory))]
+    left = [info.path.name for info in commit.uncommitted(directory)]
+    if args.json:
+        print(json.dumps({"steps": rows, "uncommitted": left}))
+        return 0
+    if not rows:
+        print(f"{directory} holds no checkpoint")
+    else:
+        columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
+        table = [[str(row.get(column, "-")) for column in columns] for row in rows]
+        for row, line in zip(rows, table, strict=True):
+            line[6] = _size(row["bytes"]) if "bytes" in row else "-"
+            line[7] = "good" if row["good"] else f"DAMAGED: {row['reason']}"
+        _print_table(columns, table)
+    for name in left:
+        print(f"{name}: never committed (a save that failed, or is going on)")
+    return 0
+
+
+def _listed(info: commit.StepInfo) -> dict[str, Any]:
+    storage = DiskStorage(info.path)
+    reason = commit.fault(storage)
+    row: dict[str, Any] = {"step": info.step, "path": str(info.path), "good": reason is None}
+    if reason is not None:
+        row["reason"] = reason
+    try:
+        manifest = commit.read_manifest(storage)
+        changed = (info.path / MANIFEST_NAME).stat().st_mtime
+    except (ElasticZeroError, OSError):
+        return row
+    return row | {
+        "written": datetime.fromtimestamp(changed).isoformat(" ", "seconds"),
+        "generation": manifest.generation,
+        "strategy": manifest.strategy,
+        "ranks": manifest.layout.world_size,
+        "tensors": len(manifest.layout.tensors),
+        "bytes": sum(file.bytes for file in manifest.files),
+    }
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    path = commit.resolve(local_path(args.path))
+    manifest = commit.read_manifest(DiskStorage(path))
+    if args.json:
+        print(json.dumps({"path": str(path), **encode(manifest)}))
+        return 0
+    print(f"{path}")
+    print(
+        f"step {manifest.step}, written by generation {manifest.generation} "
+        f"({manifest.strategy}, {manifest.layout.world_size} ranks, token {manifest.token})\n"
+    )
+    files = [[file.name, _size(file.bytes)] for file in manifest.files]
+    _print_table(("file", "size"), files)
+    print()
+    _print_table(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest))
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, spec in manifest.layout.tensors.items():
+        count, total = kinds.get(name.split("/")[0], (0, 0))
+        kinds[name.split("/")[0]] = (count + 1, total + spec.nbytes)
+    print()
+    _print_table(
+        ("kind", "tensors", "size"), [[k, str(n), _size(b)] for k, (n, b) in kinds.items()]
+    )
+    if manifest.state:
+        print(f"\nstate: {', '.join(manifest.state)} (`--json` shows it)")
+    return 0
+
+
+def _tensor_rows(manifest: Manifest) -> list[list[str]]:
+    rows = []
+    for group in manifest.layout.groups:
+        for index, name in enumerate(group.tensors):
+            spec = manifest.layout.tensors[name]
+            dealt = f"rank {group.ranks[index]}" if group.rule == "whole" else group.rule
+            shape = "x".join(map(str, spec.shape)) or "scalar"
+            rows.append([name, spec.dtype, shape, _size(spec.nbytes), dealt])
+    return rows
+
+
+def _verify(args: argparse.Namespace) -> int:
+    path = _existing(local_path(args.path))
+    found = [info.path for info in commit.steps(path)] or [commit.resolve(path)]
+    report = []
+    for step in found:
+        bad = list(verify.faults(DiskStorage(step)))
+        report.append({"path": str(step), "good": not bad, "faults": [asdict(f) for f in bad]})
+        if args.json:
+            continue
+        print(f"{step}: {'DAMAGED' if bad else 'good'}", flush=True)
+        for fault in bad:
+            where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
+            print(f"  {fault.file}{where}: {fault.reason}")
+    if args.json:
+        print(json.dumps(report))
+    return int(ExitCode.DONE if all(step["good"] for step in report) else ExitCode.FAILED)
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    source = commit.resolve(local_path(args.path))
+    written = convert.reshard(source, local_path(args.target), args.world_size, args.strategy)
+    manifest = commit.read_manifest(DiskStorage(written))
+    total = sum(file.bytes for file in manifest.files)
+    print(f"{written}: {args.world_size} ranks, {_size(total)}, from {source}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    source = commit.resolve(local_path(args.path))
+    done = convert.export_hf(source, local_path(args.target), args.max_shard_size)
+    print(
+        f"{done.path}: {done.tensors} tensors, {_size(done.bytes)}, in {len(done.files)} "
+        f"file{'s' if len(done.files) > 1 else ''}, from {source}"
+    )
+    return 0
+
+
+def _existing(path: Path) -> Path:
+    try:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory")
+    except OSError as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+    return path
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    unit = match[2].upper() if match else ""
+    if not match or (match[3] and not unit):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
+    value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[unit])
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size of at least one byte is wanted")
+    return value
+
+
+def _size(count: float) -> str:
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is no error
+    sys.exit(main())
