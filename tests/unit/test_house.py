@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import elasticzero
 
 MAX_LINES = 600
 FOLDERS = ("elasticzero", "launcher", "checkpoint", "examples", "benchmarks", "tests")
@@ -52,7 +55,14 @@ def test_import_leaves_torch_alone(root: Path, module: str) -> None:
 def test_a_bare_import_is_refused(root: Path, name: str) -> None:
     found = run(sys.executable, "-c", f"import {name}", cwd=root)
     assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].startswith(f"ImportError: import elasticzero.{name}")
+    reason = found.stderr.splitlines()[-1]
+    assert reason.startswith("ImportError: ")
+    assert f"elasticzero.{name}" in reason
+
+
+def test_there_is_one_version(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert elasticzero.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("name", ["launcher", "checkpoint"])
