@@ -1,0 +1,44 @@
+"""ElasticZero trains PyTorch models on machines that come and go; public names are loaded when
+first used, so that importing this package does not import torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticzero.errors import (
+        CheckpointDamaged,
+        CheckpointMismatch,
+        ElasticZeroError,
+        OperatorError,
+        RetryError,
+        StorageError,
+        UserError,
+    )
+    from elasticzero.session import Session, run
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointMismatch",
+    "ElasticZeroError",
+    "OperatorError",
+    "RetryError",
+    "Session",
+    "StorageError",
+    "UserError",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "session" if name in ("Session", "run") else "errors"
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

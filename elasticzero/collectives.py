@@ -1,0 +1,223 @@
+"""The process group of one generation: set up under a deadline, torn down at once, and the control
+word.
+
+Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
+noticed only by the ranks that are connected to it in the running collective. Shutting the group's
+own TCP connections does both, so whoever notices first shuts them and all others notice within
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
+from elasticzero.errors import RetryError
+
+RETRY_CONNECT_S = 0.02
+PROBE_S = 2.0
+"""One try to reach rank 0's host."""
+
+CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands in the world, and how the world is reached."""
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    store_fd: int | None = None
+    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
+    token: str = ""
+    connect_timeout_s: float = 30.0
+    collective_timeout_s: float = 600.0
+
+
+class Groups:
+    """The process groups of one generation: the default one for tensors, a CPU one for control."""
+
+    def __init__(self, place: Place, control: dist.ProcessGroup, sockets: frozenset[str]) -> None:
+        self.place = place
+        self.control = control
+        self._sockets = sockets
+        self._shut = False
+
+    def shut(self) -> None:
+        """Break every connection of this generation's groups, in any state; from any thread.
+
+        A collective that runs here or in a peer raises at once.
+        """
+        if self._shut:
+            return
+        self._shut = True
+        for name, fd in socket_fds():
+            if name in self._sockets:
+                _shut_down(fd)
+        if torch.cuda.is_initialized():
+            _abort_nccl()
+
+    def close(self) -> None:
+        """Destroy the groups; call once nothing runs on them."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def device_of(place: Place) -> torch.device:
+    """This worker's own GPU where there are any, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def connect(place: Place, device: torch.device) -> Groups:
+    """Meet the other ranks at rank 0's store and set the groups up.
+
+    Raises `RetryError` when rank 0's host is not reached within `place.connect_timeout_s`; a peer
+    that goes away later is an error of torch's own. The caller bounds the whole by a watchdog:
+    torch's store can block far past its timeout.
+    """
+    deadline_s = time.monotonic() + place.connect_timeout_s
+    timeout = timedelta(seconds=place.connect_timeout_s)
+    address, port = place.master_address, place.master_port
+    if place.store_fd is not None:
+        store = TCPStore(
+            address,
+            port,
+            place.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=place.store_fd,
+            use_libuv=True,
+        )
+    else:
+        _probe(address, port, deadline_s)
+        store = TCPStore(address, port, place.world_size, timeout=timeout, wait_for_workers=False)
+    before = {name for name, _ in socket_fds()}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(place.token, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=place.collective_timeout_s),
+    )
+    control = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.zeros(1, device=device))
+    dist.all_reduce(torch.zeros(1), group=control)
+    return Groups(place, control, frozenset(_own_sockets(before, port)))
+
+
+def _probe(address: str, port: int, deadline_s: float) -> None:
+    """Wait until rank 0's store listens: a dead or silent host would block torch's store."""
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            socket.create_connection((address, port), max(0.05, min(PROBE_S, left_s))).close()
+            return
+        except OSError as error:
+            if time.monotonic() + RETRY_CONNECT_S >= deadline_s:
+                raise RetryError(
+                    f"rank 0 at {address}:{port} was not reached in time: {error}"
+                ) from None
+        time.sleep(RETRY_CONNECT_S)
+
+
+def socket_fds() -> Iterable[tuple[str, int]]:
+    """(identity, descriptor) of every socket of this process; the identity is its inode."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if target.startswith("socket:"):
+                yield target, int(entry)
+
+
+def _own_sockets(before: set[str], store_port: int) -> Iterable[str]:
+    """The connections made since `before`, without those to and from rank 0's store."""
+    for name, fd in socket_fds():
+        if name in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if store_port not in (copy.getsockname()[1], copy.getpeername()[1]):
+                yield name
+
+
+def _shut_down(fd: int) -> None:
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
+def _abort_nccl() -> None:
+    """NCCL has a real abort, which wakes its collectives."""
+    with suppress(RuntimeError, ValueError, AttributeError):
+        group = dist.distributed_c10d._get_default_group()
+        group._get_backend(torch.device("cuda")).abort()
+
+
+class ControlWord:
+    """Flags that all ranks see at the same boundary: started at one, read at the next.
+
+    One small all_reduce(MAX) a step, one entry a flag, which nobody waits for while it runs.
+    """
+
+    def __init__(self, world: Groups | None) -> None:
+        self._group = world.control if world is not None and world.place.world_size > 1 else None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def exchange(self, flags: int, *, last: bool = False) -> int:
+        """The flags raised anywhere by the boundary before this one; sends this rank's.
+
+        last: no boundary follows, so nothing is sent.
+        """
+        if self._group is None:
+            return flags
+        agreed = 0
+        if self._pending is not None:
+            word, work = self._pending
+            self._pending = None
+            work.wait()
+            agreed = sum(
+                f for f, raised in zip(CONTROL_FLAGS, word.tolist(), strict=True) if raised
+            )
+        if not last and not agreed:
+            word = torch.tensor([int(bool(flags & flag)) for flag in CONTROL_FLAGS])
+            work = dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._pending = (word, work)
+        return agreed
+
+
+PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether this exception tells of another rank's end rather than of this one's own fault."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link).lower()
+        if isinstance(link, RetryError) or type(link).__name__ in PEER_ERRORS:
+            return True
+        if isinstance(link, RuntimeError) and any(word in text for word in PEER_WORDS):
+            return True
+        link = link.__cause__
+    return False

@@ -1,0 +1,231 @@
+"""The order of samples, each rank's part of a global batch, micro-batches and their weights.
+
+Pure. The order of an epoch is a keyed pseudo-random permutation that is computed at any position
+without a table (a Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002), so it depends on the seed and the epoch only, never on the world, and costs
+no memory. Shapes: N samples of the dataset, P positions asked for, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticzero.errors import UserError
+from elasticzero.spans import Span
+
+Positions = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+
+ROUNDS = 8
+MASK64 = (1 << 64) - 1
+MAX_SAMPLES = 1 << 62
+
+
+def mixed(value: int) -> int:
+    """The finaliser of splitmix64: a bijection of 64-bit values that spreads every bit."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """The keys of the network's rounds; any integers will do as seed and epoch."""
+    key = mixed(mixed(seed + 0x9E3779B97F4A7C15) ^ mixed(epoch + 0xD1B54A32D192ED03))
+    return tuple(mixed(key + r * 0x9E3779B97F4A7C15) for r in range(1, ROUNDS + 1))
+
+
+def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Indices:
+    """The samples at these positions of the epoch's order: a permutation of `[0, samples)`."""
+    half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
+    keys = round_keys(seed, epoch)
+    values_P = _feistel(positions_P, half_bits, keys)
+    outside = np.flatnonzero(values_P >= samples)
+    while len(outside):
+        values_P[outside] = _feistel(values_P[outside], half_bits, keys)
+        outside = outside[values_P[outside] >= samples]
+    return values_P.astype(np.int64)
+
+
+def _feistel(values_P: Positions, half_bits: int, keys: tuple[int, ...]) -> Positions:
+    """A permutation of `[0, 4 ** half_bits)`."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left_P, right_P = values_P >> shift, values_P & mask
+    for key in keys:
+        mixed_P = (right_P ^ np.uint64(key)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed_P ^= mixed_P >> np.uint64(29)
+        mixed_P *= np.uint64(0x94D049BB133111EB)
+        mixed_P ^= mixed_P >> np.uint64(32)
+        left_P, right_P = right_P, left_P ^ (mixed_P & mask)
+    joined: Positions = (left_P << shift) | right_P
+    return joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Which sample stands where in every epoch."""
+
+    samples: int
+    """Length of the dataset."""
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.samples <= MAX_SAMPLES:
+            raise UserError(
+                f"the dataset has {self.samples} samples; between 1 and {MAX_SAMPLES} are needed"
+            )
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:
+        """The dataset indices at positions `[start, stop)` of an epoch."""
+        positions_P = np.arange(start, stop, dtype=np.uint64)
+        if not self.shuffle:
+            return positions_P.astype(np.int64)
+        return permuted(positions_P, self.samples, self.seed, epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far the data is used, at a boundary."""
+
+    loop: int = 0
+    """Which call of `session.batches` in the script, from 0."""
+    epoch: int = 0
+    offset: int = 0
+    """Samples of the epoch already used."""
+    steps: int = 0
+    """Global batches of this loop already used."""
+    order: Any = None
+    """What the order depends on (`[samples, seed, shuffle]`), to refuse another in mid-epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """Positions `[start, stop)` of one epoch: what one optimizer step sees on all ranks."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank puts through the model at once."""
+
+    positions: Span
+    weight: int
+    """Samples that count: 0 for a filler, which only keeps ranks in step."""
+    last: bool
+    """Of its global batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a loop cuts its epochs in global batches."""
+
+    order: Order
+    global_batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise UserError(f"global_batch is {self.global_batch}; it must be at least 1")
+        if self.epochs is None and self.steps is None:
+            raise UserError("session.batches needs epochs=… or steps=…, to know where to end")
+        if self.drop_last and self.global_batch > self.order.samples:
+            raise UserError(
+                f"global_batch {self.global_batch} is larger than the dataset of "
+                f"{self.order.samples} samples, and drop_last drops what is left: nothing to do"
+            )
+
+    @property
+    def total_steps(self) -> int:
+        """Global batches from the beginning to the end of the loop."""
+        whole, rest = divmod(self.order.samples, self.global_batch)
+        in_epochs = (whole + bool(rest and not self.drop_last)) * (self.epochs or 0)
+        if self.epochs is None:
+            return self.steps or 0
+        return in_epochs if self.steps is None else min(in_epochs, self.steps)
+
+    def start(self, position: Position, loop: int) -> Position:
+        """Where loop number `loop` begins when training goes on from `position`.
+
+        Raises `UserError` when it would go on in the middle of an epoch of another order.
+        """
+        order = [self.order.samples, self.order.seed, self.order.shuffle]
+        if position.loop < loop:
+            return Position(loop=loop, order=order)
+        if position.offset and position.order not in (None, order):
+            raise UserError(
+                f"training stopped in the middle of an epoch over [samples, seed, shuffle] = "
+                f"{position.order}, and the script now has {order}: some samples would be used "
+                "twice and others never. Go on with the same dataset and seed, or start afresh "
+                "in another checkpoint directory"
+            )
+        return replace(position, order=order)
+
+    def next(self, position: Position) -> tuple[GlobalBatch, Position] | None:
+        """The global batch at `position` and the position after it; None at the end."""
+        samples, size = self.order.samples, self.global_batch
+        epoch, offset = position.epoch, position.offset
+        left = samples - offset
+        if left <= 0 or (self.drop_last and left < size):
+            epoch, offset, left = epoch + 1, 0, samples
+        if self.epochs is not None and epoch >= self.epochs:
+            return None
+        if self.steps is not None and position.steps >= self.steps:
+            return None
+        batch = GlobalBatch(epoch=epoch, start=offset, stop=offset + min(size, left))
+        after = replace(position, epoch=epoch, offset=batch.stop, steps=position.steps + 1)
+        return batch, after
+
+
+def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
+    """The positions of `batch` that are `rank`'s: shares differ by at most one sample."""
+    size = len(batch)
+    return Span(
+        batch.start + rank * size // world_size, batch.start + (rank + 1) * size // world_size
+    )
+
+
+def micro_batches(
+    batch: GlobalBatch, rank: int, world_size: int, size: int | None
+) -> Iterator[MicroBatch]:
+    """`rank`'s micro-batches of at most `size` samples (None: all at once); every rank has the
+    same number.
+
+    A rank with fewer samples than the others fills up with the batch's first sample, at weight 0.
+    """
+    mine = share(batch, rank, world_size)
+    largest = -(-len(batch) // world_size)
+    size = size or largest
+    count = -(-largest // size)
+    for i in range(count):
+        start = mine.start + i * size
+        stop = min(start + size, mine.stop)
+        last = i == count - 1
+        if start < stop:
+            yield MicroBatch(positions=Span(start, stop), weight=stop - start, last=last)
+        else:
+            filler = Span(batch.start, batch.start + 1)
+            yield MicroBatch(positions=filler, weight=0, last=last)
+
+
+def dealt(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bool]]:
+    """An evaluation's batches dealt round-robin: (index, whether it counts), as many on each rank.
+
+    A rank without a batch in the last round computes batch 0 again, and it does not count.
+    """
+    for first in range(0, batches, world_size):
+        index = first + rank
+        yield (index, True) if index < batches else (0, False)

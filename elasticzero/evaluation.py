@@ -1,0 +1,121 @@
+"""Evaluation of a model on a dataset, with a result that does not depend on the world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.data import dealt
+from elasticzero.errors import UserError
+from elasticzero.loader import Reading, length_of
+from elasticzero.state import generators_kept
+
+Result = float | dict[str, float]
+EvaluationFn = Callable[[Any], Any]
+
+
+def evaluate(
+    reading: Reading,
+    fn: EvaluationFn,
+    batch_size: int,
+    place: tuple[int, int],
+    check: Callable[[], None],
+) -> Result:
+    """The mean over all samples of what `fn` gives as the mean of a batch.
+
+    Batches follow from the dataset and `batch_size` alone; each is computed by one rank, and the
+    sums are made in their order in float64. place: (rank, world size). check: raises when the
+    generation is over.
+    """
+    rank, world_size = place
+    samples = length_of(reading.dataset)
+    if samples < 1 or batch_size < 1:
+        raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
+    count = -(-samples // batch_size)
+    hand = list(dealt(count, rank, world_size))
+    spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in hand]
+    batches = reading.batches(list(range(*span)) for span in spans)
+    names: list[str] | None = None
+    table: Tensor | None = None
+    scalar = False
+    for (index, counts), batch in zip(hand, batches, strict=True):
+        check()
+        value = fn(batch)
+        scalar = not isinstance(value, Mapping)
+        values = {"": value} if scalar else dict(value)
+        if table is None or names is None:
+            names = sorted(values)
+            table = torch.zeros(count, len(names), dtype=torch.float64)
+        elif sorted(values) != names:
+            raise UserError(f"session.evaluate: fn gave {sorted(values)} after {names}")
+        if counts:
+            table[index] = torch.tensor([_number(values[name]) for name in names]).double()
+    assert table is not None and names is not None
+    table = _summed(table, world_size, reading.device)
+    sizes = [min((i + 1) * batch_size, samples) - i * batch_size for i in range(count)]
+    means = {
+        name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True)) / samples
+        for k, name in enumerate(names)
+    }
+    return means[""] if scalar else means
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UserError(
+            f"session.evaluate: fn gave a tensor of shape {tuple(value.shape)}; it must give the "
+            "batch's mean, one number or a dict of them"
+        )
+    return float(value)
+
+
+def _summed(table: Tensor, world_size: int, device: torch.device) -> Tensor:
+    """Every entry from the rank that has it: all others have zero there."""
+    if world_size == 1:
+        return table
+    table = table.to(device)
+    dist.all_reduce(table)
+    return table.cpu()
+
+
+@contextmanager
+def evaluating(model: nn.Module, buffers: Mapping[str, Tensor], world_size: int) -> Iterator[None]:
+    """Eval mode without gradients; rank 0's buffers for all; everything put back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(generators_kept(device))
+        stack.enter_context(torch.no_grad())
+        try:
+            model.eval()
+            if world_size > 1:
+                sync_buffers(buffers)
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            for name, buffer in buffers.items():
+                buffer.copy_(own[name])
+
+
+def sync_buffers(buffers: Mapping[str, Tensor]) -> None:
+    """Give every rank the buffers of rank 0, one broadcast a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers.values():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    with torch.no_grad():
+        for same in by_dtype.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            dist.broadcast(flat.view(torch.uint8), 0)
+            start = 0
+            for buffer in same:
+                values = flat[start : start + buffer.numel()]
+                buffer.copy_(values.view(buffer.shape))
+                start += buffer.numel()

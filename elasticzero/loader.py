@@ -1,0 +1,122 @@
+"""The iterator over a loop's micro-batches: which samples, read and collated, on the device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elasticzero.data import GlobalBatch, MicroBatch, Order, Plan, Position, micro_batches
+from elasticzero.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How samples become batches on a device."""
+
+    dataset: Dataset[Any]
+    device: torch.device
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+
+    def batches(self, indices: Iterator[list[int]]) -> Iterator[Any]:
+        """One batch on the device for each list of dataset indices."""
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset,
+            batch_sampler=_Lists(indices),
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_die_with_parent if self.num_workers else None,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for batch in loader:
+            yield to_device(batch, self.device)
+
+
+class _Lists:
+    """A batch sampler that can be walked once."""
+
+    def __init__(self, indices: Iterator[list[int]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices
+
+
+def _die_with_parent(_: int) -> None:
+    """A data worker has copies of the training process's connections: it must not outlive it, or
+    the peers would not notice that it died."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples; raises `UserError` for a dataset without `len` and index."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{type(dataset).__name__} has no __len__ and __getitem__: samples must be reachable "
+            "by index, so that each is used exactly once when the world changes"
+        )
+    return len(dataset)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor inside on `device`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        items = [to_device(value, device) for value in batch]
+        return tuple(items) if isinstance(batch, tuple) else items
+    return batch
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """The same kind of mapping where it can be made from a dict (transformers' BatchEncoding)."""
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """One rank's way through a loop from a position."""
+
+    plan: Plan
+    rank: int
+    world_size: int
+    micro_batch: int | None
+
+    def steps(self, position: Position) -> Iterator[tuple[GlobalBatch, Position]]:
+        """Each global batch and the position after it."""
+        while (found := self.plan.next(position)) is not None:
+            yield found
+            position = found[1]
+
+    def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """This rank's micro-batches of one global batch."""
+        return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
+
+    def indices(self, position: Position) -> Iterator[list[int]]:
+        """The dataset indices of every micro-batch from `position` to the end."""
+        order: Order = self.plan.order
+        for batch, _ in self.steps(replace(position)):
+            for part in self.parts(batch):
+                span = part.positions
+                yield order.indices(batch.epoch, span.start, span.stop).tolist()

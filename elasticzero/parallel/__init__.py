@@ -1,0 +1,98 @@
+"""The strategies: how parameters, gradients and optimizer state lie over the ranks.
+
+`ddp` keeps everything whole on each rank, `zero1` partitions the optimizer state, `zero2` the
+gradients too, `zero3` also the parameters. A gradient is the mean over the global batch in all of
+them, and what they write of the training state has the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.errors import UserError
+from elasticzero.spans import Span
+from elasticzero.state import NamedModel, Share, Spec
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the elements `span` of a stored tensor are to be put."""
+
+    name: str
+    span: Span
+    tensor: Tensor
+    """As many elements as the span, of the stored dtype, in any shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a strategy is built from."""
+
+    model: nn.Module
+    named: NamedModel
+    factory: OptimizerFactory
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+class Strategy(Protocol):
+    """One model and optimizer, laid over the ranks of one generation."""
+
+    model: nn.Module
+    """What the user calls."""
+    optimizer: torch.optim.Optimizer
+    group_names: list[list[str]]
+    """The parameters of each optimizer group, by name."""
+    replicated: bool
+    """Whether each rank alone holds the whole training state."""
+
+    def expect(self, *, last: bool) -> None:
+        """A micro-batch follows; last: of its global batch."""
+
+    def backward(self, loss: Tensor, fraction: float) -> None:
+        """Add the gradient of `fraction * loss`, to be summed over ranks and micro-batches."""
+
+    def finish(self, factor: float, max_norm: float | None) -> None:
+        """After the last micro-batch: complete the gradients, multiply them by `factor`, and scale
+        them to a global norm of at most `max_norm`. Changes no parameter."""
+
+    def apply(self) -> None:
+        """Step the optimizer, bring the parameters up to date everywhere, drop the gradients."""
+
+    def share(self) -> Share:
+        """The parameters and optimizer state, by name, and how ranks shall write them."""
+
+    def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[Slot]]:
+        """Where a stored state goes; what is put there takes effect when the context ends.
+
+        Creates optimizer state as `stored` has it; raises `CheckpointMismatch` when it is another
+        optimizer's.
+        """
+
+
+def create(name: str, setting: Setting) -> Strategy:
+    """The strategy `name` over `setting`; the model is on its device already."""
+    if name == "ddp":
+        from elasticzero.parallel.ddp import Replicated
+
+        return Replicated(setting)
+    if name in ("zero1", "zero2"):
+        from elasticzero.parallel.zero import FlatBuckets
+
+        return FlatBuckets(setting, stage=int(name[-1]))
+    if name == "zero3":
+        from elasticzero.parallel.fsdp import FullyPartitioned
+
+        return FullyPartitioned(setting)
+    raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")

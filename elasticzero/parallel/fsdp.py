@@ -1,0 +1,200 @@
+"""Strategy `zero3`: parameters, gradients and optimizer state partitioned by rows, by torch's
+FSDP2.
+
+The optimizer works on plain tensors that share memory with this rank's rows: 0-dim parameters,
+which FSDP2 does not take and which stay whole on every rank, can so share a group with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.optimizers import open_optimizer
+from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
+from elasticzero.spans import Span, chunk, fsdp_rows
+from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
+
+
+class FullyPartitioned:
+    """Implements `Strategy`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._rank, self._ranks = setting.rank, setting.world_size
+        self.replicated = setting.world_size == 1
+        self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
+        opened = open_optimizer(setting.factory, setting.named, pieces=True)
+        self._pieced = PiecedOptimizer(opened, self._specs, setting.world_size)
+        self.optimizer = opened.optimizer
+        self.group_names = opened.group_names
+        scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
+        _partition(setting, scalars)
+        self.model: nn.Module = setting.model
+        self._parameters = _by_name(setting.model, self._specs)
+        optimized = {name for names in self.group_names for name in names}
+        self._pieced.place(
+            {
+                name: self._piece(name, parameter)
+                for name, parameter in self._parameters.items()
+                if name in optimized and parameter.requires_grad and _local(parameter).numel()
+            }
+        )
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+        shape = self._specs[name].shape
+        start = fsdp_rows(shape, self._ranks, self._rank).start if shape else 0
+        local = nn.Parameter(_local(parameter).view(-1))
+        return Piece(name, start, local, shape, counts=bool(shape) or self._rank == 0)
+
+    @property
+    def _root(self) -> FSDPModule:
+        return cast(FSDPModule, self.model)
+
+    def expect(self, *, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last)
+
+    def backward(self, loss: Tensor, fraction: float) -> None:
+        (loss * (fraction * self._ranks)).backward()  # FSDP2 divides by the number of ranks
+
+    def finish(self, factor: float, max_norm: float | None) -> None:
+        self._reduce_scalars()
+        for name, piece in self._pieced.pieces.items():
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                piece.parameter.grad = torch.zeros_like(piece.parameter)
+            else:
+                piece.parameter.grad = _local(gradient).reshape(-1)
+        self._pieced.scale(factor, max_norm)
+
+    def _reduce_scalars(self) -> None:
+        """Average the gradients of the parameters that FSDP2 leaves alone."""
+        scalars = [
+            p for p in self._parameters.values() if not isinstance(p, DTensor) and p.requires_grad
+        ]
+        if not scalars or self._ranks == 1:
+            return
+        gradients = torch.stack(
+            [p.grad if p.grad is not None else torch.zeros_like(p) for p in scalars]
+        )
+        dist.all_reduce(gradients)
+        for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
+            parameter.grad = gradient / self._ranks
+
+    def apply(self) -> None:
+        self._reshard()
+        self._pieced.step()
+        for piece in self._pieced.pieces.values():
+            piece.parameter.grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def share(self) -> Share:
+        share = Share()
+        for name, parameter in self._parameters.items():
+            share.specs[MODEL + name] = self._specs[name]
+            share.held[MODEL + name] = Held(_local(parameter), self._first(name))
+        names = tuple(self._parameters)
+        rule = tuple(MODEL + name for name in names)
+        share.partitions.append(Partition(rule="fsdp_rows", names=rule))
+        by_keys: dict[tuple[str, ...], list[str]] = {}
+        for name in self._optimized():
+            by_keys.setdefault(tuple(self._pieced.schemas[name]), []).append(name)
+        for same in by_keys.values():
+            owners = (0,) * len(same)
+            dealt = Dealt(rule="fsdp_rows", names=tuple(same), owners=owners)
+            self._pieced.share(share, dealt)
+        return share
+
+    def _optimized(self) -> list[str]:
+        return [
+            name
+            for names in self.group_names
+            for name in names
+            if self._parameters[name].requires_grad and self._specs[name].numel
+        ]
+
+    def _first(self, name: str) -> int:
+        shape = self._specs[name].shape
+        if not shape:
+            return 0
+        width = self._specs[name].numel // shape[0] if shape[0] else 0
+        return chunk(shape[0], self._ranks, self._rank).start * width
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
+        self._reshard()
+        slots: list[Slot] = []
+        for name, parameter in self._parameters.items():
+            local = _local(parameter)
+            span = Span(self._first(name), self._first(name) + local.numel())
+            slots.append(Slot(MODEL + name, span, local))
+        with self._pieced.filling(stored) as more:
+            yield [*slots, *more]
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _partition(setting: Setting, scalars: set[nn.Parameter]) -> None:
+    """Apply `fully_shard` to the blocks of the model and to its root."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, setting.device.type)
+    options: dict[str, Any] = {"mesh": mesh}
+    if scalars:
+        options["ignored_params"] = scalars
+    for block in _blocks(setting.model):
+        fully_shard(block, **options)
+    fully_shard(setting.model, **options)
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The children of the outermost lists of modules, which run one after the other; one that
+    shares a parameter with another part of the model stays with the root."""
+    users: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        users[id(parameter)] = users.get(id(parameter), 0) + 1
+
+    def search(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                inside: dict[int, int] = {}
+                for _, parameter in child.named_parameters(remove_duplicate=False):
+                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+                alone = inside and all(users[key] == count for key, count in inside.items())
+                if alone and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                    yield child
+                    continue
+            yield from search(child)
+
+    seen: set[int] = set()
+    for block in search(model):
+        if id(block) not in seen:
+            seen.add(id(block))
+            yield block
+
+
+def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parameter]:
+    """The parameters as FSDP2 has made them; it keeps their names."""
+    found = dict(model.named_parameters())
+    return {name: found[name] for name in names}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's elements, sharing memory."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach()

@@ -1,0 +1,174 @@
+"""Optimizer state over pieces of parameters: what strategies that partition it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.errors import CheckpointMismatch
+from elasticzero.parallel import Slot
+from elasticzero.parallel.optimizers import (
+    MASTER,
+    Opened,
+    Schema,
+    as_state,
+    as_tensor,
+    by_parameter,
+    check_keys,
+)
+from elasticzero.spans import Rule, Span
+from elasticzero.state import OPTIMIZER, Held, Partition, Share, Spec
+
+
+@dataclass(slots=True)
+class Piece:
+    """The elements of a parameter that this rank optimizes."""
+
+    name: str
+    start: int
+    """Its first element in the flattened parameter."""
+    parameter: nn.Parameter
+    """1-D; what the optimizer sees."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    counts: bool = True
+    """Whether its gradient counts in the global norm here: not in a second copy of it."""
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.parameter.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """Parameters whose state is dealt to the ranks together."""
+
+    rule: Rule
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    """The rank that holds the first element of each."""
+
+
+class PiecedOptimizer:
+    """The user's optimizer, working on this rank's pieces instead of whole parameters."""
+
+    def __init__(self, opened: Opened, specs: Mapping[str, Spec], world_size: int) -> None:
+        self.optimizer = opened.optimizer
+        self.group_names = opened.group_names
+        self.schemas: dict[str, Schema] = {
+            name: schema
+            for names, schema in zip(opened.group_names, opened.schemas, strict=True)
+            for name in names
+        }
+        self.pieces: dict[str, Piece] = {}
+        self._specs = specs
+        self._ranks = world_size
+        self.has_state = False
+
+    def place(self, pieces: Mapping[str, Piece]) -> None:
+        """Give the optimizer these pieces, each in its parameter's group."""
+        self.pieces = dict(pieces)
+        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
+            group["params"] = [pieces[name].parameter for name in names if name in pieces]
+
+    def scale(self, factor: float, max_norm: float | None) -> None:
+        """Multiply all gradients by `factor`, then scale them to a global norm of at most
+        `max_norm`, as torch's `clip_grad_norm_` does. All ranks call this together."""
+        gradients = [p.parameter.grad for p in self.pieces.values() if p.parameter.grad is not None]
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        if max_norm is None:
+            return
+        counted = [
+            p.parameter.grad
+            for p in self.pieces.values()
+            if p.counts and p.parameter.grad is not None
+        ]
+        device = gradients[0].device if gradients else torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in counted:
+            square += torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() ** 2
+        if self._ranks > 1:
+            dist.all_reduce(square)
+        coefficient = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(coefficient.to(gradient.dtype))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.has_state = True
+
+    def share(self, share: Share, dealt: Dealt) -> None:
+        """Add the state of the parameters in `dealt` to `share`."""
+        if not self.has_state:
+            return
+        schema = dict(self.schemas[dealt.names[0]])
+        for key, entry in schema.items():
+            full = {name: f"{OPTIMIZER}{name}/{key}" for name in dealt.names}
+            scalar = entry.kind != "elementwise"
+            for name in dealt.names:
+                shape = () if scalar else self._specs[name].shape
+                share.specs[full[name]] = Spec(dtype=entry.dtype, shape=shape)
+            if scalar:
+                names = tuple(full.values())
+                share.partitions.append(Partition(rule="whole", names=names, ranks=dealt.owners))
+            else:
+                names = tuple(full.values())
+                share.partitions.append(Partition(rule=dealt.rule, names=names))
+            for name in dealt.names:
+                if (piece := self.pieces.get(name)) is not None:
+                    tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
+                    share.held[full[name]] = Held(tensor, 0 if scalar else piece.start)
+
+    def _state(self, piece: Piece, key: str, dtype: torch.dtype, *, scalar: bool) -> Tensor:
+        value = as_tensor(self.optimizer.state.get(piece.parameter, {}).get(key))
+        if value is not None:
+            return value
+        return torch.zeros((() if scalar else piece.parameter.shape), dtype=dtype)
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
+        """Slots for the stored state of this rank's pieces; installed when the context ends."""
+        slots: list[Slot] = []
+        states: list[tuple[Piece, dict[str, Tensor]]] = []
+        index = by_parameter(stored)
+        for name, piece in self.pieces.items():
+            schema, keys = self.schemas[name], index.get(name, {})
+            check_keys(name, keys, schema)
+            tensors: dict[str, Tensor] = {}
+            for key, spec in keys.items():
+                if key == MASTER:
+                    continue
+                scalar = key in schema and schema[key].kind != "elementwise"
+                if not scalar and spec.shape != piece.shape:
+                    raise CheckpointMismatch(
+                        f"the checkpoint has {key!r} of parameter {name!r} with shape "
+                        f"{spec.shape}, which cannot be partitioned like the parameter's own "
+                        f"{piece.shape}"
+                    )
+                span = Span(0, 1) if scalar else piece.span
+                tensors[key] = torch.empty(() if scalar else len(span), dtype=spec.dtype)
+                slots.append(Slot(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
+            states.append((piece, tensors))
+        yield slots
+        for piece, tensors in states:
+            schema = self.schemas[piece.name]
+            self.optimizer.state.pop(piece.parameter, None)
+            if tensors:
+                self.optimizer.state[piece.parameter] = {
+                    key: as_state(tensor, schema.get(key), piece.parameter)
+                    for key, tensor in tensors.items()
+                }
+        self.has_state = bool(index)
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

@@ -1,0 +1,287 @@
+"""A worker's side of its agent: messages, the end of a generation, and the stop protocol.
+
+Rules of the end of a generation, whatever its cause:
+ S1  An exception, of this rank or through a peer: first shut the group's sockets, so that the
+     peers notice at once; then say `Failed`, and whose fault it is. A boundary with a raised flag
+     needs neither.
+ S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
+ S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say `Held`.
+ S4  Exit at once; nothing of the script runs any more.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from elasticzero.channel import (
+    CHANNEL_FD_VARIABLE,
+    Abort,
+    Assignment,
+    Channel,
+    ChannelClosed,
+    Failed,
+    Held,
+    Message,
+    Request,
+    Resume,
+    Save,
+    Stopping,
+)
+from elasticzero.collectives import is_peer_error
+from elasticzero.errors import (
+    CheckpointDamaged,
+    ElasticZeroError,
+    ExitCode,
+    OperatorError,
+    UserError,
+)
+
+SAVE_WAIT_S = 30.0
+POLL_S = 0.05
+FINAL_ERRORS = (UserError, ImportError, SyntaxError)
+"""The same script and input would fail in the same way."""
+
+T = TypeVar("T")
+
+
+class GenerationEnded(BaseException):
+    """Leaves the user's loop: not an `Exception`, so that no handler of the script keeps it."""
+
+    def __init__(self, reason: str, *, aborted: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.aborted = aborted
+        """The agent says that the generation is over; else: all ranks agreed at a boundary."""
+
+
+class AgentLink:
+    """The channel to the agent, and a thread that hears what it says; without an agent, a process
+    that trains alone."""
+
+    def __init__(self, channel: Channel | None, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.flags = 0
+        self.aborted: str | None = None
+        self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._channel = channel
+        self._shut: Callable[[], None] = lambda: None
+        if channel is not None:
+            threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> AgentLink:
+        """The link over the inherited socket, with the assignment that the agent sends first."""
+        number = os.environ.get(CHANNEL_FD_VARIABLE)
+        if number is None:
+            return cls(None, ALONE)
+        fd = int(number)
+        os.set_inheritable(fd, False)
+        channel = Channel(socket.socket(fileno=fd))
+        first = channel.receive()
+        if not isinstance(first, Assignment):
+            raise OperatorError(f"the agent began with {first!r} and not with an assignment")
+        return cls(channel, first)
+
+    @property
+    def alone(self) -> bool:
+        return self._channel is None
+
+    def on_abort(self, shut: Callable[[], None]) -> None:
+        """Have `shut` called, in the hearing thread, when the agent ends the generation."""
+        self._shut = shut
+        if self.aborted is not None:
+            shut()
+
+    def check(self) -> None:
+        """Raise `GenerationEnded` when the agent has ended the generation."""
+        if self.aborted is not None:
+            raise GenerationEnded(self.aborted, aborted=True)
+
+    def send(self, message: Message) -> None:
+        """Without an agent, nothing; a worker whose agent is gone ends here."""
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            os._exit(1)
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        while True:
+            try:
+                message = self._channel.receive()
+            except (ChannelClosed, OSError, ValueError):
+                os._exit(1)
+            match message:
+                case Request(flags=flags):
+                    self.flags = flags
+                case Abort(reason=reason):
+                    self.aborted = reason
+                    self._shut()
+                case Save():
+                    self.saves.put(message)
+                case _:
+                    pass
+
+
+ALONE = Assignment(
+    job="",
+    node="",
+    generation=1,
+    token="alone",
+    rank=0,
+    local_rank=0,
+    world_size=1,
+    local_world_size=1,
+    group_rank=0,
+    master_address="127.0.0.1",
+    master_port=0,
+    store_fd=None,
+    strategy="ddp",
+    resume=Resume(tier="fresh"),
+    snapshot_root="",
+)
+"""The assignment of a process without an agent."""
+
+
+def limit_connecting(link: AgentLink) -> threading.Timer:
+    """A watchdog that ends this process when it is not cancelled within the connect timeout:
+    torch's store can block for ever."""
+    limit_s = link.assignment.connect_timeout_s
+
+    def give_up() -> None:
+        text = f"the process group was not set up within {limit_s:g} s"
+        link.send(Failed(step=0, blame="peer", message=text, traceback=""))
+        print(text, file=sys.stderr, flush=True)
+        os._exit(ExitCode.LEFT)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.name, timer.daemon = "elasticzero-connect", True
+    timer.start()
+    return timer
+
+
+def run_interruptibly(work: Callable[[], T], check: Callable[[], None], name: str) -> T:
+    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=f"elasticzero-{name}", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        if thread.is_alive():
+            check()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a worker has when its generation ends."""
+
+    step: int = 0
+    clean: bool = False
+    complete: bool = False
+    """This worker alone holds the whole state."""
+    bad_step: int | None = None
+    """The checkpoint it was to go on from, on storage."""
+    save: Callable[[], Held] | None = None
+    """Writes the snapshot."""
+    shut: Callable[[], None] = lambda: None
+    """Breaks the group's connections."""
+
+
+def stop(link: AgentLink, error: BaseException, standing: Standing) -> NoReturn:
+    """The stop protocol; ends the process."""
+    code = _explain(link, error, standing)
+    try:
+        _hand_over(link, str(error) or type(error).__name__, standing)
+    except BaseException:  # noqa: BLE001 - the end of the process: what is left is to say so
+        traceback.print_exc()
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now; whatever else runs in it is dropped."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    with suppress(Exception):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
+    """S1; returns the exit code."""
+    if isinstance(error, GenerationEnded):
+        if error.aborted:
+            standing.shut()
+        return ExitCode.LEFT if error.aborted else 0
+    standing.shut()
+    if isinstance(error, KeyboardInterrupt):
+        leave(ExitCode.INTERRUPTED)
+    from_agent = link.aborted is not None
+    message = Failed(
+        step=standing.step,
+        blame=_blame(error, from_agent=from_agent),
+        message=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback="".join(traceback.format_exception(error)),
+        final=isinstance(error, FINAL_ERRORS),
+        bad_step=standing.bad_step if isinstance(error, CheckpointDamaged) else None,
+    )
+    link.send(message)
+    if message.blame == "peer":
+        print(f"a peer is gone: {message.message}", file=sys.stderr)
+        return ExitCode.LEFT
+    if isinstance(error, ElasticZeroError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        print(message.traceback, end="", file=sys.stderr)
+    return 1
+
+
+def _blame(error: BaseException, *, from_agent: bool) -> Any:
+    if isinstance(error, CheckpointDamaged):
+        return "checkpoint"
+    if isinstance(error, UserError):
+        return "user"
+    if is_peer_error(error) or (from_agent and isinstance(error, RuntimeError)):
+        return "peer"
+    return "environment" if isinstance(error, OperatorError) else "user"
+
+
+def _hand_over(link: AgentLink, reason: str, standing: Standing) -> None:
+    """S2 and S3."""
+    clean = standing.clean and standing.save is not None
+    link.send(
+        Stopping(
+            step=standing.step,
+            clean=clean,
+            complete=clean and standing.complete,
+            reason=reason.splitlines()[0],
+        )
+    )
+    try:
+        wanted = link.saves.get(timeout=SAVE_WAIT_S).wanted
+    except queue.Empty:
+        return
+    if wanted and clean and standing.save is not None:
+        link.send(standing.save())

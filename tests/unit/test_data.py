@@ -1,0 +1,194 @@
+"""The order of samples and how it is dealt: each sample once, whatever the world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticzero.data import (
+    GlobalBatch,
+    Order,
+    Plan,
+    Position,
+    dealt,
+    micro_batches,
+    permuted,
+    share,
+)
+from elasticzero.errors import UserError
+
+sizes = st.integers(1, 2000)
+seeds = st.integers(-(2**70), 2**70)
+
+
+def walk(plan: Plan, position: Position) -> list[GlobalBatch]:
+    batches = []
+    while (found := plan.next(position)) is not None:
+        batch, position = found
+        batches.append(batch)
+    return batches
+
+
+@given(samples=sizes, seed=seeds, epoch=st.integers(0, 2**40))
+def test_every_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
+    indices = Order(samples=samples, seed=seed).indices(epoch, 0, samples)
+    assert sorted(indices.tolist()) == list(range(samples))
+
+
+@given(samples=sizes, seed=seeds, data=st.data())
+def test_any_part_is_computed_by_itself(samples: int, seed: int, data: st.DataObject) -> None:
+    order = Order(samples=samples, seed=seed)
+    start = data.draw(st.integers(0, samples))
+    stop = data.draw(st.integers(start, samples))
+    whole = order.indices(3, 0, samples)
+    assert order.indices(3, start, stop).tolist() == whole[start:stop].tolist()
+
+
+def test_a_huge_dataset_needs_no_table() -> None:
+    samples = 10**15
+    found = permuted(np.array([0, 1, samples - 1], dtype=np.uint64), samples, 0, 0)
+    assert len(set(found.tolist())) == 3
+    assert all(0 <= index < samples for index in found.tolist())
+
+
+def test_seed_and_epoch_change_the_order_and_it_looks_random() -> None:
+    order = Order(samples=1000, seed=1)
+    first = order.indices(0, 0, 1000)
+    assert first.tolist() != order.indices(1, 0, 1000).tolist()
+    assert first.tolist() != Order(samples=1000, seed=2).indices(0, 0, 1000).tolist()
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
+    assert abs(np.corrcoef(first, order.indices(1, 0, 1000))[0, 1]) < 0.15
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    assert Order(samples=10, seed=7).indices(2, 0, 10).tolist() == ORDER_OF_10
+
+
+ORDER_OF_10 = [0, 8, 1, 3, 4, 9, 5, 2, 6, 7]
+
+
+def test_without_shuffle_the_order_is_the_datasets() -> None:
+    assert Order(samples=5, shuffle=False).indices(9, 1, 4).tolist() == [1, 2, 3]
+
+
+@given(
+    start=st.integers(0, 100),
+    size=st.integers(1, 200),
+    world_size=st.integers(1, 17),
+    micro=st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_ranks_share_a_batch_evenly(
+    start: int, size: int, world_size: int, micro: int | None
+) -> None:
+    batch = GlobalBatch(epoch=0, start=start, stop=start + size)
+    shares = [share(batch, rank, world_size) for rank in range(world_size)]
+    assert [p for s in shares for p in range(s.start, s.stop)] == list(range(start, start + size))
+    lengths = [len(s) for s in shares]
+    assert max(lengths) - min(lengths) <= 1
+    counts = set()
+    for rank in range(world_size):
+        parts = list(micro_batches(batch, rank, world_size, micro))
+        counts.add(len(parts))
+        real = [part for part in parts if part.weight]
+        positions = [p for m in real for p in range(m.positions.start, m.positions.stop)]
+        assert positions == list(range(shares[rank].start, shares[rank].stop))
+        assert all(len(part.positions) >= 1 for part in parts)
+        assert all(len(part.positions) <= (micro or size) for part in parts)
+        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(counts) == 1
+
+
+@settings(max_examples=50)
+@given(
+    samples=st.integers(1, 300),
+    batches=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    epochs=st.integers(1, 3),
+)
+def test_a_changed_batch_size_goes_on_from_the_same_sample(
+    samples: int, batches: list[int], epochs: int
+) -> None:
+    order = Order(samples=samples, seed=5)
+    position, used = Position(), []
+    for i, size in enumerate(batches):
+        plan = Plan(order=order, global_batch=size, epochs=epochs)
+        position = plan.start(position, 0)
+        steps = 0
+        while (found := plan.next(position)) is not None and (steps < 3 or i == len(batches) - 1):
+            batch, position = found
+            used += [(batch.epoch, p) for p in range(batch.start, batch.stop)]
+            steps += 1
+    assert used == [(epoch, p) for epoch in range(epochs) for p in range(samples)]
+
+
+@given(samples=st.integers(1, 100), size=st.integers(1, 30), epochs=st.integers(1, 4))
+def test_total_steps_counts_what_the_loop_does(samples: int, size: int, epochs: int) -> None:
+    order = Order(samples=samples)
+    plan = Plan(order=order, global_batch=size, epochs=epochs)
+    assert plan.total_steps == len(walk(plan, Position()))
+    both = replace(plan, steps=7)
+    assert both.total_steps == len(walk(both, Position())) <= 7
+    if size <= samples:
+        short = replace(plan, drop_last=True)
+        batches = walk(short, Position())
+        assert short.total_steps == len(batches)
+        assert {len(batch) for batch in batches} == {size}
+
+
+def test_steps_alone_runs_over_as_many_epochs_as_it_takes() -> None:
+    plan = Plan(order=Order(samples=10), global_batch=4, steps=7)
+    assert [(b.epoch, b.start, b.stop) for b in walk(plan, Position())] == [
+        (0, 0, 4), (0, 4, 8), (0, 8, 10),
+        (1, 0, 4), (1, 4, 8), (1, 8, 10),
+        (2, 0, 4),
+    ]  # fmt: skip
+
+
+def test_more_epochs_go_on_where_fewer_ended() -> None:
+    order = Order(samples=10)
+    ended = Position()
+    plan = Plan(order=order, global_batch=4, epochs=1)
+    while (found := plan.next(ended)) is not None:
+        ended = found[1]
+    more = Plan(order=order, global_batch=4, epochs=2)
+    assert [batch.epoch for batch in walk(more, more.start(ended, 0))] == [1, 1, 1]
+
+
+def test_another_order_in_mid_epoch_is_refused() -> None:
+    plan = Plan(order=Order(samples=10, seed=0), global_batch=4, epochs=2)
+    found = plan.next(plan.start(Position(), 0))
+    assert found is not None
+    other = Plan(order=Order(samples=10, seed=1), global_batch=4, epochs=2)
+    with pytest.raises(UserError, match="some samples would be used twice"):
+        other.start(found[1], 0)
+    assert other.start(found[1], 1) == Position(loop=1, order=[10, 1, True])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"global_batch": 0}, "at least 1"),
+        ({"epochs": None}, "epochs=… or steps=…"),
+        ({"global_batch": 11, "drop_last": True}, "nothing to do"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(change: dict[str, object], complaint: str) -> None:
+    plan = Plan(order=Order(samples=10), global_batch=4, epochs=1)
+    with pytest.raises(UserError, match=complaint):
+        replace(plan, **change)  # type: ignore[arg-type]
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(UserError, match="0 samples"):
+        Order(samples=0)
+
+
+@given(batches=st.integers(0, 50), world_size=st.integers(1, 9))
+def test_an_evaluation_counts_each_batch_once(batches: int, world_size: int) -> None:
+    hands = [list(dealt(batches, rank, world_size)) for rank in range(world_size)]
+    assert len({len(hand) for hand in hands}) == 1
+    counted = sorted(index for hand in hands for index, counts in hand if counts)
+    assert counted == list(range(batches))
