@@ -63,7 +63,14 @@ BUSY_S = 0.02
 """The same while a round is open or workers start."""
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "numpy",
+    "elasticzero.session",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,10 @@ class Agent:
                 os.read(self._wake_read, 4096)
 
     def _observe(self, now_s: float) -> View:
-        self._membership.check(now_s, self._named_by_world())
+        if not self._leaving:
+            world, revision = self._observer.world()
+            named = world is None or world.names(self._membership.me)
+            self._membership.check(now_s, named=named, world_revision=revision)
         self._hear(now_s)
         observer = self._observer
         me = self._membership.me
@@ -217,10 +227,6 @@ class Agent:
             return
         with suppress(StoreUnavailable):
             self.telling.waiting(lambda: members_of(self._store.read(MEMBERS)))
-
-    def _named_by_world(self) -> bool:
-        world, _ = self._observer.world()
-        return world is None or world.names(self._membership.me)
 
     def _hear(self, now_s: float) -> None:
         gang = self._gang
@@ -350,7 +356,8 @@ class Agent:
                     self._membership.condition(),
                 ]
                 key_value = {WORLD: to_bytes(action.world)}
-                deletes = old if generation > 1 else []
+                deletes = [f"{MEMBERS}{node}" for node in action.gone]
+                deletes += old if generation > 1 else []
                 written = self._store.write(key_value, deletes=deletes, conditions=conditions)
                 if written is not None:
                     self._observer.put(WORLD, self._store.read(WORLD))

@@ -85,6 +85,8 @@ class PutReport:
 @dataclass(frozen=True, slots=True)
 class WriteWorld:
     world: World
+    gone: tuple[str, ...] = ()
+    """Registrations that end with the former world: who lives registers anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +225,9 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     """No round is open."""
     workers = view.workers
     if workers.failed:
-        failure = workers.failure
-        reason = failure.message if failure else "a worker ended"
+        reason = _first_words(workers.failure)
         alarm = Alarm(node=view.me.node, kind="failure", reason=reason)
-        return Decision((RaiseAlarm(alarm),), f"a worker failed: {reason}")
+        return Decision((RaiseAlarm(alarm),), reason)
     if workers.restored and not workers.finished and view.my_report is None:
         return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
@@ -240,6 +241,14 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if workers.restored:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
+
+
+def _first_words(failure: Failure | None) -> str:
+    if failure is None:
+        return "a worker ended"
+    if failure.blame == "peer":
+        return f"rank {failure.rank} lost a peer"
+    return f"rank {failure.rank}: {failure.message}"
 
 
 def _lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
@@ -370,7 +379,14 @@ def _conclude(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         reason=reason,
         fruitless=fruitless,
     )
-    return Decision((WriteWorld(following),), reason)
+    return Decision((WriteWorld(following, _gone(view, world, members)),), reason)
+
+
+def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, ...]:
+    """The nodes of the former world that have no place in the next, as they were registered."""
+    after = {member.node for member in members}
+    left_out = [m for m in world.members if m.node not in after]
+    return tuple(member.node for member in left_out if _registered(view, member))
 
 
 def _registered(view: View, member: Member) -> bool:

@@ -60,12 +60,12 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     sock.send(json.dumps({"ready": os.getpid()}).encode())
     while True:
-        readable = select.select([sock, wake_read], [], [])[0]
+        readable = select.select([sock.fileno(), wake_read], [], [])[0]
         if wake_read in readable:
             with suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _report_the_dead(sock)
-        if sock in readable:
+        if sock.fileno() in readable:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
                 return

@@ -19,6 +19,8 @@ from elasticzero.launcher.store import Condition, Lease, LeaseLost, Store
 from elasticzero.launcher.world import Member, to_bytes
 
 RETRY_S = 0.3
+OUTAGE_SHARE_OF_TTL = 0.6
+"""A gap so long between two confirmations means that the store was away."""
 
 
 class Membership:
@@ -37,6 +39,7 @@ class Membership:
         self._retry_s = 0.0
         self._last_confirmed_s = 0.0
         self._registered = member
+        self._seen_revision = 0
 
     @property
     def key(self) -> str:
@@ -76,28 +79,33 @@ class Membership:
                 told = True
             time.sleep(RETRY_S)
 
-    def check(self, now_s: float, named: bool) -> None:
-        """Renew what has lapsed. named: the world has a place for this incarnation, or there is
-        none."""
+    def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
+        """Renew what has lapsed, or what the leader ended because nothing was heard from here.
+
+        named: the world has a place for this incarnation, or there is no world yet.
+        """
         lease = self._lease
         if lease is None:
             return
-        if (
-            lease.confirmed_s - self._last_confirmed_s > 0.6 * self._ttl_s
-            and self._last_confirmed_s
+        if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > (
+            OUTAGE_SHARE_OF_TTL * self._ttl_s
         ):
             self.well_since_s = lease.confirmed_s
         self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
-        stale = lease.lost or (not named and self._registered.store_port != self.me.store_port)
-        if not stale or now_s < self._retry_s:
+        left_out = not named and self._seen_revision != world_revision
+        if not (lease.lost or left_out) or now_s < self._retry_s:
             return
         self._retry_s = now_s + RETRY_S
         if lease.lost:
             self.well_since_s = now_s
+        with suppress(StoreUnavailable, LeaseLost):
+            if left_out and self._store.read(self.key).entries:
+                self._seen_revision = world_revision
+                return
             if not named:
                 self.me = replace(self.me, incarnation=new_incarnation())
-        with suppress(StoreUnavailable, LeaseLost):
-            self._register()
+            if self._register():
+                self._seen_revision = world_revision
 
     def _register(self) -> bool:
         """Put the registration under a live lease; False when another incarnation has the name."""

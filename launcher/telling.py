@@ -185,7 +185,9 @@ class Telling:
                         self._last["checkpoint_step"] = message.step
                         self.note("checkpoint", **_plain(message))
                 case Stopping() | Held():
-                    self.note(type(message).__name__.lower(), rank=worker.rank, **_plain(message))
+                    self.note(
+                        type(message).__name__.lower(), **_plain(message) | {"rank": worker.rank}
+                    )
                 case Failed():
                     self.note("failed", rank=worker.rank, **_plain(message))
                 case Ended(code):

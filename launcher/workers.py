@@ -304,7 +304,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 class LogTail:
     """Follows the workers' log files and gives whole new lines."""
 
-    write: Callable[[str], None]
+    write: Callable[[str], object]
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def follow(self, rank: int, log: Path, *, last: bool = False) -> None:

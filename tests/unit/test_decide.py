@@ -129,7 +129,7 @@ TABLE = [
     ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [Leave(ExitCode.LEFT)]),
     ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=70.0), [Leave(ExitCode.LEFT)]),
     # A4
-    ("a worker failed", v(AT_REST, workers=w(TRAINS, failed=True, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="ValueError: no"))]),
+    ("a worker failed", v(AT_REST, workers=w(TRAINS, failed=True, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="rank 0: ValueError: no"))]),
     # A5
     ("alarm: answer and stop", ROUND, [PutReport, StopWorkers("it broke")]),
     ("alarm: answered, stopping", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.6)), []),
@@ -196,10 +196,14 @@ def test_rule(view, expected):
             assert action == wanted
 
 
-def next_world(view: View) -> World:
+def written(view: View) -> WriteWorld:
     (action,) = decide(view, NOW, LIMITS).actions
     assert isinstance(action, WriteWorld)
-    return action.world
+    return action
+
+
+def next_world(view: View) -> World:
+    return written(view).world
 
 
 def test_the_next_world_names_who_is_lost_and_resumes_from_memory():
@@ -210,6 +214,7 @@ def test_the_next_world_names_who_is_lost_and_resumes_from_memory():
         round_s=98.0,
         reports={"a": MY_STOPPED, "c": says("stopped", C)},
     )
+    assert written(three).gone == ("b",), "the registration of a lost node must not make it a spare"
     following = next_world(three)
     assert [m.node for m in following.members] == ["a", "c"]
     assert (following.generation, following.resume.tier, following.resume.step) == (4, "ram", 20)
@@ -232,6 +237,7 @@ def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one():
     again = replace(B, incarnation="new")
     view = v(SILENT_B, round_s=98.0, members={"a": A, "b": again})
     assert next_world(view).members == (A, again)
+    assert written(view).gone == ()
 
 
 def test_the_next_world_uses_the_port_that_the_report_offers():
