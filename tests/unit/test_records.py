@@ -1,0 +1,104 @@
+"""Records to JSON and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticzero.records import RecordError, decode, encode
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size {self.size} is negative")
+
+
+@dataclass(frozen=True)
+class Outer:
+    kind: Literal["a", "b"]
+    parts: tuple[Inner, ...]
+    pair: tuple[int, str]
+    ratio: float
+    chosen: Inner | None
+    table: Mapping[str, int]
+    free: Any
+    derived: int = field(init=False, default=0)
+
+
+GOOD = {
+    "kind": "a",
+    "parts": [{"name": "x", "size": 1}],
+    "pair": [1, "one"],
+    "ratio": 1.5,
+    "chosen": None,
+    "table": {"k": 2},
+    "free": [1, {"x": None}],
+}
+
+inners = st.builds(Inner, st.text(), st.integers(0))
+outers = st.builds(
+    Outer,
+    st.sampled_from(["a", "b"]),
+    st.lists(inners).map(tuple),
+    st.tuples(st.integers(), st.text()),
+    st.floats(allow_nan=False),
+    st.none() | inners,
+    st.dictionaries(st.text(), st.integers()),
+    st.recursive(st.none() | st.booleans() | st.text(), st.lists, max_leaves=4),
+)
+
+
+@given(outers)
+def test_a_record_survives_json(record: Outer) -> None:
+    assert decode(Outer, json.loads(json.dumps(encode(record)))) == record
+
+
+def test_fields_of_a_newer_writer_are_ignored() -> None:
+    assert decode(Inner, {"name": "x", "colour": "red"}) == Inner("x", 0)
+
+
+def test_a_derived_field_is_neither_written_nor_read() -> None:
+    assert "derived" not in encode(decode(Outer, GOOD | {"derived": 5}))
+
+
+def test_an_integer_will_do_for_a_float() -> None:
+    ratio = decode(Outer, GOOD | {"ratio": 2}).ratio
+    assert isinstance(ratio, float)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"kind": "c"}, "Outer.kind: 'c' is not one of 'a', 'b'"),
+        ({"parts": [{}]}, "Outer.parts[0].name is missing"),
+        ({"parts": [{"name": 3}]}, "Outer.parts[0].name: str was expected, not int 3"),
+        ({"parts": [{"name": "x", "size": True}]}, "size: int was expected, not bool"),
+        ({"parts": [{"name": "x", "size": -1}]}, "Outer.parts[0]: size -1 is negative"),
+        ({"parts": {}}, "Outer.parts: an array was expected"),
+        ({"pair": [1]}, "Outer.pair: 2 items were expected, not 1"),
+        ({"ratio": None}, "Outer.ratio: float was expected, not null"),
+        ({"chosen": 4}, "Outer.chosen: an object was expected"),
+        ({"table": {"k": "v"}}, "Outer.table.k: int was expected"),
+        ({"table": []}, "Outer.table: an object was expected"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        decode(Outer, GOOD | change)
+    assert complaint in str(caught.value)
+
+
+def test_the_place_is_named_as_the_caller_says() -> None:
+    with pytest.raises(RecordError, match="world: an object was expected, not null"):
+        decode(Inner, None, "world")
