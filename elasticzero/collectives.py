@@ -28,6 +28,11 @@ RETRY_CONNECT_S = 0.02
 PROBE_S = 2.0
 """One try to reach rank 0's host."""
 
+_kept: list[dist.ProcessGroup] = []
+"""Groups that were closed. Gloo's destructor joins its threads while it holds Python's global lock,
+and such a thread may wait for that lock to drop a finished operation: destroying a group can hang
+(seen with torch 2.13, one time in six). So none is, until the process ends."""
+
 CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
 
 
@@ -71,8 +76,10 @@ class Groups:
             _abort_nccl()
 
     def close(self) -> None:
-        """Destroy the groups; call once nothing runs on them."""
+        """Give the groups up; call once nothing runs on them."""
         if dist.is_initialized():
+            assert dist.group.WORLD is not None
+            _kept.extend([dist.group.WORLD, self.control])
             dist.destroy_process_group()
 
 

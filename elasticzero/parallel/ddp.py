@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,14 @@ from elasticzero.parallel.optimizers import (
 )
 from elasticzero.spans import Span
 from elasticzero.state import MODEL, OPTIMIZER, Share, Spec
+
+
+BUFFERS_LEFT_ALONE: Any = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+"""The session keeps buffers equal, in every strategy; torch 2.13 has renamed the option."""
 
 
 class Replicated:
@@ -45,7 +55,7 @@ class Replicated:
             self._ddp = DistributedDataParallel(
                 setting.model,
                 device_ids=[setting.device.index] if on_gpu else None,
-                broadcast_buffers=False,
+                **BUFFERS_LEFT_ALONE,
                 init_sync=False,
                 gradient_as_bucket_view=True,
             )

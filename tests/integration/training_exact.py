@@ -1,0 +1,121 @@
+"""A small double-precision model, trained under a strategy: prints nothing, writes its weights.
+
+Arguments: JSON with strategy, steps or epochs, batch, micro, clip, weighted, bf16, out, log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import elasticzero as ez
+
+SAMPLES = 53
+
+
+class Model(nn.Module):
+    """Blocks, a tied weight, a 0-dim parameter, a buffer, a frozen parameter, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
+        self.out = nn.Linear(7, 3)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.out.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Parameter(torch.full((2, 3), 0.1), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        for block in self.blocks:
+            x = x + block(x)
+        output: Tensor = self.out(x) * self.scale + self.tied(x) + self.frozen.sum()
+        return output
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(7, generator=generator, dtype=torch.float64)
+        y = torch.randn(3, generator=generator, dtype=torch.float64)
+        return {"x": x, "y": y, "tokens": torch.tensor(1 + index % 5)}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with options of their own."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By sample: B."""
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(1)
+
+
+def train(session: ez.Session, options: dict[str, Any]) -> None:
+    torch.manual_seed(1 if session.generation == 1 else 100 + session.rank)
+    plain = Model().double()
+    model, optimizer = session.prepare(
+        plain, lambda _: torch.optim.AdamW(groups(plain), lr=0.01), strategy=options["strategy"]
+    )
+    scheduler = session.track(
+        "scheduler", torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+    )
+    session.restore()
+    for batch in session.batches(
+        Samples(),
+        global_batch=options.get("batch", 8),
+        micro_batch=options.get("micro"),
+        steps=options.get("steps"),
+        epochs=options.get("epochs"),
+    ):
+        loss = squares(model, batch)
+        if options.get("weighted"):
+            tokens = batch["tokens"].double()
+            session.backward((loss * tokens).sum() / tokens.sum(), weight=tokens.sum())
+        else:
+            session.backward(loss.mean())
+        if session.step(max_grad_norm=options.get("clip")):
+            scheduler.step()
+            if options.get("log"):
+                line = json.dumps(
+                    [session.generation, session.rank, session.step_count, session.batch_indices]
+                )
+                with open(options["log"], "a") as log:
+                    log.write(line + "\n")
+            fault(session, options)
+    value = session.evaluate(Samples(), lambda b: squares(model, b).mean(), batch_size=5)
+    if "out" in options:
+        write(Path(options["out"]), session, value)
+
+
+def fault(session: ez.Session, options: dict[str, Any]) -> None:
+    """What the test asks this rank to do at a step."""
+    if [session.rank, session.step_count] == options.get("die"):
+        os.kill(os.getpid(), 9)
+    if [session.rank, session.step_count] == options.get("raise"):
+        raise ZeroDivisionError("asked for by the test")
+
+
+def write(path: Path, session: ez.Session, value: Any) -> None:
+    """What the session would save, evaluated value included."""
+    if session.rank == 0:
+        path.write_text(json.dumps({"step": session.step_count, "loss": value}))
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

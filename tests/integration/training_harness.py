@@ -1,0 +1,217 @@
+"""Plays the agent of every node: starts worker processes, gives assignments, answers `Stopping`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from elasticzero.channel import (
+    Assignment,
+    Channel,
+    ChannelClosed,
+    Failed,
+    Finished,
+    Held,
+    Message,
+    Resume,
+    Save,
+    Source,
+    Stepped,
+    Stopping,
+)
+from elasticzero.launcher.forkserver import ForkServer, Launch
+
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
+M = TypeVar("M")
+
+
+@dataclass(slots=True)
+class Worker:
+    rank: int
+    pid: int
+    channel: Channel
+    log: Path
+    heard: list[Message] = field(default_factory=list)
+    exit_code: int | None = None
+    ended_s: float = 0.0
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def last(self, kind: type[M]) -> M:
+        found = self.all(kind)
+        assert found, f"rank {self.rank} never said {kind.__name__}:\n{self.log.read_text()}"
+        return found[-1]
+
+
+class Pool:
+    """A fork server with torch imported, and the worlds that were started from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._server = ForkServer(PRELOAD)
+        self._server.wait_until_ready()
+        self._started = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.close()
+
+    def ended(self) -> list[tuple[int, int]]:
+        return self._server.ended()
+
+    def fileno(self) -> int:
+        return self._server.fileno()
+
+    def start(
+        self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
+    ) -> Running:
+        """A world of `world_size` workers, one a node; `given` goes into each assignment."""
+        self._started += 1
+        store = socket.socket()
+        store.bind(("127.0.0.1", 0))
+        token = secrets.token_hex(8)
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment["OMP_NUM_THREADS"] = "1"
+        launch = Launch(
+            target=str(script),
+            is_module=False,
+            arguments=tuple(arguments),
+            environment=environment,
+            directory=str(self.folder),
+        )
+        workers = []
+        for rank in range(world_size):
+            assignment = Assignment(
+                job="test",
+                node=f"node{rank}",
+                generation=given.get("generation", self._started),
+                token=token,
+                rank=rank,
+                local_rank=0,
+                world_size=world_size,
+                local_world_size=1,
+                group_rank=rank,
+                master_address="127.0.0.1",
+                master_port=store.getsockname()[1],
+                store_fd=None,
+                strategy="ddp",
+                resume=Resume(tier="fresh"),
+                snapshot_root=str(self.folder / "snapshots" / f"node{rank}"),
+            )
+            assignment = replace(assignment, **given)
+            workers.append(self._start(assignment, launch, store))
+        store.close()
+        return Running(self, workers)
+
+    def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
+        log = self.folder / f"{self._started}-{assignment.rank}.log"
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        mine, theirs = socket.socketpair()
+        fds = [log_fd, theirs.fileno()] + ([store.fileno()] if assignment.rank == 0 else [])
+        pid, numbers = self._server.start(launch, fds)
+        os.close(log_fd)
+        theirs.close()
+        channel = Channel(mine)
+        channel.send(replace(assignment, store_fd=numbers[2] if len(numbers) > 2 else None))
+        return Worker(assignment.rank, pid, channel, log)
+
+
+class Running:
+    """One generation."""
+
+    def __init__(self, pool: Pool, workers: list[Worker]) -> None:
+        self.pool = pool
+        self.workers = workers
+        self.wanted: Callable[[Worker, Stopping], bool] = lambda worker, stopping: stopping.clean
+
+    def until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Hear the workers, and answer `Stopping`, until `done()`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not done():
+            if time.monotonic() > deadline_s:
+                raise AssertionError("too late:\n" + self.logs())
+            alive = [w.channel for w in self.workers if w.exit_code is None]
+            select.select([self.pool, *alive], [], [], 0.5)
+            self._hear()
+
+    def _hear(self) -> None:
+        ended = dict(self.pool.ended())
+        for worker in self.workers:
+            for message in _receive(worker.channel):
+                worker.heard.append(message)
+                if isinstance(message, Stopping):
+                    try:
+                        worker.channel.send(Save(wanted=self.wanted(worker, message)))
+                    except ChannelClosed:
+                        pass
+            if worker.pid in ended:
+                worker.exit_code = ended[worker.pid]
+                worker.ended_s = time.monotonic()
+
+    def send(self, message: Message) -> None:
+        for worker in self.workers:
+            if worker.exit_code is None:
+                worker.channel.send(message)
+
+    def reached(self, step: int) -> Callable[[], bool]:
+        """Whether every worker still alive has done this step."""
+        return lambda: all(
+            any(s.step >= step for s in w.all(Stepped)) or w.exit_code is not None
+            for w in self.workers
+        )
+
+    def ended(self) -> bool:
+        return all(worker.exit_code is not None for worker in self.workers)
+
+    def finish(self, timeout_s: float = 60.0) -> int:
+        """Wait for a good end; returns the final step."""
+        self.until(self.ended, timeout_s)
+        assert [w.exit_code for w in self.workers] == [0] * len(self.workers), self.logs()
+        assert not any(w.all(Failed) for w in self.workers), self.logs()
+        return self.workers[0].last(Finished).step
+
+    def resume(self) -> Resume:
+        """What the next generation is to go on from: the newest snapshot that is held whole."""
+        held = [(w, h) for w in self.workers for h in w.all(Held)]
+        assert held, self.logs()
+        step = max(h.step for _, h in held)
+        sources = tuple(
+            Source(rank=h.rank, node=f"node{w.rank}", address="127.0.0.1:1")
+            for w, h in held
+            if h.step == step
+        )
+        return Resume(tier="ram", step=step, generation=held[0][1].generation, sources=sources)
+
+    def logs(self) -> str:
+        parts = []
+        for worker in self.workers:
+            said = [m for m in worker.heard if not isinstance(m, Stepped)][-6:]
+            parts.append(f"rank {worker.rank} exit {worker.exit_code} said {said}")
+            parts.append(worker.log.read_text()[-3000:])
+        return "\n".join(parts)
+
+
+def _receive(channel: Channel) -> list[Message]:
+    messages: list[Message] = []
+    try:
+        while select.select([channel], [], [], 0)[0]:
+            messages += channel.drain()
+    except (ChannelClosed, OSError, ValueError):
+        pass
+    return messages
