@@ -102,7 +102,7 @@ def write_shard(
     }
     head = header(specs, metadata)
     expected = len(head) + sum(spec.nbytes for spec in specs.values())
-    sums = _BlockSums()
+    sums = BlockSums()
     storage.write(name, sums.watch(itertools.chain([head], chunks)))
     if sums.size != expected:
         storage.remove(name)
@@ -112,7 +112,7 @@ def write_shard(
     return ShardFile(name, sums.size, xxhash.xxh3_128_hexdigest(data))
 
 
-class _BlockSums:
+class BlockSums:
     """Checksums of the blocks of a stream of bytes."""
 
     def __init__(self) -> None:

@@ -80,8 +80,10 @@ class SnapshotStore:
         """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
         if not (_SHARD.fullmatch(name) or _MANIFEST.fullmatch(name)) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
-        fd = os.open(self.path(generation, step) / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        return os.fdopen(fd, "rb")
+        path = self.path(generation, step) / name
+        if path.is_symlink():
+            raise FileNotFoundError(f"{name!r} is a link, which no snapshot has")
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
     def _generations(self) -> list[int]:
         matches = (_GENERATION.fullmatch(name) for name in _names(self.root))

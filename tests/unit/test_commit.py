@@ -1,0 +1,222 @@
+"""When a step exists, which one is chosen, and what is cleared away."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.manifest import MANIFEST_NAME, step_directory
+from elasticzero.checkpoint.storage import DiskStorage
+from elasticzero.errors import CheckpointDamaged, StorageError, UserError
+from tests.unit.checkpoint_cases import (
+    draft_of,
+    elements,
+    simple_layout,
+    write_ranks,
+    write_step,
+)
+
+LAYOUT = simple_layout(numel=100)
+CONTENTS = elements(LAYOUT.tensors)
+
+
+def write(directory: Path, step: int, token: str = "token") -> DiskStorage:
+    return write_step(directory, draft_of(LAYOUT, step=step, token=token), CONTENTS)
+
+
+def shards(directory: Path, step: int, token: str) -> DiskStorage:
+    """A save that got no manifest."""
+    storage = DiskStorage(directory / step_directory(step), durable=False)
+    storage.path.mkdir(parents=True, exist_ok=True)
+    write_ranks(storage, draft_of(LAYOUT, step=step, token=token), CONTENTS)
+    return storage
+
+
+def test_the_manifest_names_what_was_written(tmp_path: Path) -> None:
+    storage = write(tmp_path, 12)
+    manifest = commit.read_manifest(storage)
+    assert manifest.layout == LAYOUT
+    assert [file.name for file in manifest.files] == [
+        "rank-00000-of-00002-token.safetensors",
+        "rank-00001-of-00002-token.safetensors",
+    ]
+    assert [file.bytes for file in manifest.files] == [
+        storage.size(file.name) for file in manifest.files
+    ]
+    assert commit.fault(storage) is None
+    assert commit.stands(storage)
+
+
+def test_prepare_makes_the_step_s_directory(tmp_path: Path) -> None:
+    storage = commit.prepare(tmp_path / "new" / "place", 5)
+    assert storage.path == tmp_path / "new" / "place" / "step-000000000005"
+    assert storage.names() == []
+    assert commit.prepare(tmp_path / "new" / "place", 5).path == storage.path
+
+
+def test_prepare_where_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match="cannot make the directory"):
+        commit.prepare(tmp_path / "file", 5)
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    storage = shards(tmp_path, 1, "token")
+    draft = draft_of(LAYOUT, step=1)
+    storage.remove(draft.file_name(1) + ".sums")
+    with pytest.raises(StorageError, match=r"rank 1 of 2 are not there; .* shared by all nodes"):
+        commit.commit(storage, draft, wait_s=0.0)
+    with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2"):
+        commit.commit(storage, replace(draft, token="other"), wait_s=0.0)
+    assert not commit.stands(storage)
+
+
+def test_a_shard_cut_short_after_its_checksums_is_not_committed(tmp_path: Path) -> None:
+    storage = shards(tmp_path, 1, "token")
+    draft = draft_of(LAYOUT, step=1)
+    os.truncate(storage.path / draft.file_name(1), 100)
+    with pytest.raises(CheckpointDamaged, match=r"has 100 bytes, not"):
+        commit.commit(storage, draft, wait_s=0.0)
+    assert not commit.stands(storage)
+
+
+def test_the_first_whole_save_of_a_step_wins(tmp_path: Path) -> None:
+    storage = write(tmp_path, 1, "first")
+    shards(tmp_path, 1, "second")
+    assert not commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
+    assert commit.read_manifest(storage).token == "first"
+
+
+def test_a_save_that_waits_gives_way_to_one_that_stands(tmp_path: Path) -> None:
+    storage = write(tmp_path, 1, "first")
+    assert not commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=60.0)
+
+
+def test_a_damaged_step_is_replaced_by_a_whole_save(tmp_path: Path) -> None:
+    storage = write(tmp_path, 1, "first")
+    storage.remove(draft_of(LAYOUT, token="first").file_name(0))
+    assert not commit.stands(storage)
+    shards(tmp_path, 1, "second")
+    assert commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
+    assert commit.read_manifest(storage).token == "second"
+    assert commit.stands(storage)
+
+
+def test_steps_are_listed_newest_first_and_only_when_committed(tmp_path: Path) -> None:
+    for step in (5, 100, 20):
+        write(tmp_path, step)
+    shards(tmp_path, 200, "token")
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "notes.txt").write_bytes(b"")
+    assert [info.step for info in commit.steps(tmp_path)] == [100, 20, 5]
+    assert [info.step for info in commit.uncommitted(tmp_path)] == [200]
+    assert commit.steps(tmp_path / "nowhere") == []
+
+
+def remove_shard(storage: DiskStorage) -> None:
+    storage.remove(draft_of(LAYOUT).file_name(1))
+
+
+def remove_sums(storage: DiskStorage) -> None:
+    storage.remove(draft_of(LAYOUT).file_name(1) + ".sums")
+
+
+def truncate(storage: DiskStorage) -> None:
+    os.truncate(storage.path / draft_of(LAYOUT).file_name(0), 10)
+
+
+def empty_manifest(storage: DiskStorage) -> None:
+    (storage.path / MANIFEST_NAME).write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [remove_shard, remove_sums, truncate, empty_manifest])
+def test_the_newest_good_step_is_chosen(tmp_path: Path, damage: object) -> None:
+    storages = {step: write(tmp_path, step) for step in (1, 2, 3)}
+    assert commit.newest_good(tmp_path) == 3
+    assert commit.newest_good(tmp_path, excluding={3}) == 2
+    damage(storages[3])  # type: ignore[operator]
+    assert commit.fault(storages[3]) is not None
+    assert commit.newest_good(tmp_path) == 2
+    assert commit.newest_good(tmp_path, excluding=(2,)) == 1
+    assert commit.newest_good(tmp_path, excluding=(1, 2)) is None
+    assert commit.resolve(tmp_path) == storages[2].path
+    assert commit.resolve(storages[3].path) == storages[3].path
+
+
+def test_paths_that_mean_no_step(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        commit.resolve(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="does not exist"):
+        commit.resolve(tmp_path / "step-000000000001")
+    with pytest.raises(UserError, match="holds no good checkpoint"):
+        commit.resolve(tmp_path)
+    empty_manifest(write(tmp_path, 1))
+    with pytest.raises(UserError, match="1 damaged"):
+        commit.resolve(tmp_path)
+
+
+def test_leftovers_go_and_what_a_manifest_names_stays(tmp_path: Path) -> None:
+    good = write(tmp_path, 1)
+    names = good.names()
+    shards(tmp_path, 1, "failed")
+    (good.path / ".rank-00000-of-00002-failed.safetensors.partial").write_bytes(b"")
+    shards(tmp_path, 2, "failed")
+    running = shards(tmp_path, 3, "running").names()
+    removed = commit.clean_leftovers(tmp_path, keep_token="running")
+    assert good.names() == names
+    assert commit.fault(good) is None
+    assert not (tmp_path / step_directory(2)).exists()
+    assert sorted(os.listdir(tmp_path / step_directory(3))) == running
+    assert len(removed) == 4 + 1 + 4
+    assert commit.clean_leftovers(tmp_path, keep_token="running") == []
+
+
+def test_a_step_with_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> None:
+    storage = write(tmp_path, 1)
+    empty_manifest(storage)
+    names = storage.names()
+    assert commit.clean_leftovers(tmp_path) == []
+    assert storage.names() == names
+
+
+def test_retention_counts_good_steps_only(tmp_path: Path) -> None:
+    storages = {step: write(tmp_path, step) for step in (1, 2, 3, 4, 5)}
+    truncate(storages[4])
+    assert commit.keep_last(tmp_path, 2) == [2, 1]
+    assert [info.step for info in commit.steps(tmp_path)] == [5, 4, 3]
+    assert commit.keep_last(tmp_path, 9) == []
+    with pytest.raises(UserError, match="at least 1"):
+        commit.keep_last(tmp_path, 0)
+    assert commit.newest_good(tmp_path) == 5
+
+
+def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+    commit.check_writable(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_directories_of_checkpoints_and_fresh_volumes_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / ".snapshot").mkdir()
+    commit.check_writable(tmp_path)
+    write(tmp_path, 1)
+    (tmp_path / "notes.txt").write_bytes(b"")
+    commit.check_writable(tmp_path)
+
+
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
+    for name in ("thesis.tex", "b", "c", "d"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds other things \(b, c, d, \.\.\.\)"):
+        commit.check_writable(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/elasticzero")):
+        with pytest.raises(StorageError, match=f"directory {place} cannot be written"):
+            commit.check_writable(place)

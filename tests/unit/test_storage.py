@@ -1,0 +1,270 @@
+"""One contract for every place that bytes can be read from, and the writing side of a disk."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from elasticzero.checkpoint.storage import (
+    DiskStorage,
+    HttpStorage,
+    Readable,
+    local_path,
+    read_small,
+)
+from elasticzero.errors import StorageError, UserError
+
+TOKEN = "secret"
+CONTENT = bytes(range(256)) * 40
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the files of `server.root` by single ranges, as an agent does."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        self.server.connections.add(self.client_address)
+        path = self.server.root / self.path.rsplit("/", 1)[-1]
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.reply(401)
+        elif not path.is_file():
+            self.reply(404)
+        elif not (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
+            self.reply(200, path.read_bytes(), with_body=with_body)
+        elif int(asked[1]) >= path.stat().st_size:
+            self.reply(416)
+        else:
+            body = path.read_bytes()[int(asked[1]) : int(asked[2]) + 1]
+            self.server.fault(self, int(asked[1]), body)
+
+    def reply(self, status: int, body: bytes = b"", *, with_body: bool = True, at: int = 0) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {at}-{at + len(body) - 1}/*")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root = root
+        self.connections: set[object] = set()
+        self.fault: Callable[[Handler, int, bytes], None] = well
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/snapshots/3/7"
+
+
+def well(handler: Handler, at: int, body: bytes) -> None:
+    handler.reply(206, body, at=at)
+
+
+def whole_file_instead(handler: Handler, at: int, body: bytes) -> None:
+    handler.reply(200, CONTENT)
+
+
+def other_range(handler: Handler, at: int, body: bytes) -> None:
+    handler.reply(206, body, at=at + 1)
+
+
+def cut_off(handler: Handler, at: int, body: bytes) -> None:
+    handler.send_response(206)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.send_header("Content-Range", f"bytes {at}-{at + len(body) - 1}/*")
+    handler.end_headers()
+    handler.wfile.write(body[:-1])
+    handler.close_connection = True
+
+
+def hang_up(handler: Handler, at: int, body: bytes) -> None:
+    handler.close_connection = True
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="test-http")
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(params=["disk", "http"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Readable]:
+    (tmp_path / "file").write_bytes(CONTENT)
+    (tmp_path / "empty").write_bytes(b"")
+    if request.param == "disk":
+        yield DiskStorage(tmp_path)
+        return
+    storage = HttpStorage(request.getfixturevalue("server").url + "/", TOKEN)
+    yield storage
+    storage.close()
+
+
+def read(place: Readable, name: str, start: int, count: int) -> bytes:
+    data = bytearray(count)
+    return bytes(data[: place.read_into(name, start, memoryview(data))])
+
+
+def test_sizes(place: Readable) -> None:
+    assert (place.size("file"), place.size("empty")) == (len(CONTENT), 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 1), (0, len(CONTENT)), (1000, 3000), (len(CONTENT) - 1, 1), (5, 0)]
+)
+def test_a_range_is_read(place: Readable, start: int, count: int) -> None:
+    assert read(place, "file", start, count) == CONTENT[start : start + count]
+
+
+def test_a_range_past_the_end_is_cut_short(place: Readable) -> None:
+    assert read(place, "file", len(CONTENT) - 10, 100) == CONTENT[-10:]
+    assert read(place, "file", len(CONTENT), 100) == b""
+    assert read(place, "file", 10**9, 100) == b""
+    assert read(place, "empty", 0, 100) == b""
+    assert read(place, "file", 0, 3) == CONTENT[:3]
+
+
+def test_a_file_that_is_not_there(place: Readable) -> None:
+    with pytest.raises(FileNotFoundError):
+        place.size("nothing")
+    with pytest.raises(FileNotFoundError):
+        read(place, "nothing", 0, 1)
+    assert read(place, "file", 0, 1) == CONTENT[:1]
+
+
+def test_a_small_file_is_read_whole_and_a_large_one_refused(place: Readable) -> None:
+    assert read_small(place, "file", len(CONTENT)) == CONTENT
+    with pytest.raises(StorageError, match="file has 10240 bytes, more than the 100"):
+        read_small(place, "file", 100)
+
+
+def test_reads_share_one_connection_and_survive_its_end(server: Server) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, TOKEN)
+    for _ in range(3):
+        assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    assert len(server.connections) == 1
+    with pytest.raises(FileNotFoundError):
+        storage.size("gone")
+    storage.close()
+    assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    storage.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        (whole_file_instead, "answered 200"),
+        (other_range, "not the range"),
+        (cut_off, "broke off after 99 bytes"),
+        (hang_up, "closed connection without response"),
+    ],
+)
+def test_an_answer_that_is_not_right_is_an_error_and_the_next_read_works(
+    server: Server, fault: Callable[[Handler, int, bytes], None], complaint: str
+) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, TOKEN)
+    server.fault = fault
+    with pytest.raises(StorageError, match=complaint):
+        read(storage, "file", 0, 100)
+    server.fault = well
+    assert read(storage, "file", 0, 100) == CONTENT[:100]
+    storage.close()
+
+
+def test_a_wrong_token_is_refused(server: Server) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, "wrong")
+    with pytest.raises(StorageError, match="answered 401"):
+        read(storage, "file", 0, 1)
+    storage.close()
+
+
+def test_nobody_listening(server: Server) -> None:
+    url = server.url
+    server.socket.close()
+    with pytest.raises(StorageError, match="refused"):
+        HttpStorage(url, TOKEN).size("file")
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(UserError, match="not an http:// address"):
+        HttpStorage("ftp://host/x", TOKEN)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_written_is_read(tmp_path: Path, durable: bool) -> None:
+    disk = DiskStorage(tmp_path, durable=durable)
+    disk.write("file", [b"old"])
+    disk.write("file", [b"", bytearray(b"ne"), memoryview(b"w")])
+    disk.write("empty", [])
+    assert read_small(disk, "file", 99) == b"new"
+    assert disk.names() == ["empty", "file"]
+    disk.remove("file")
+    disk.remove("file")
+    assert disk.names() == ["empty"]
+
+
+def test_only_the_first_creates(tmp_path: Path) -> None:
+    disk = DiskStorage(tmp_path)
+    assert disk.create_exclusive("file", b"first")
+    assert not disk.create_exclusive("file", b"second")
+    assert read_small(disk, "file", 99) == b"first"
+    assert disk.names() == ["file"]
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    def breaks() -> Iterator[bytes]:
+        yield b"x" * (2 << 20)
+        raise ZeroDivisionError
+
+    disk = DiskStorage(tmp_path)
+    disk.write("file", [b"old"])
+    with pytest.raises(ZeroDivisionError):
+        disk.write("file", breaks())
+    assert read_small(disk, "file", 99) == b"old"
+    assert disk.names() == ["file"]
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    disk = DiskStorage(tmp_path / "file")
+    for use in (disk.names, lambda: disk.write("x", [b""]), lambda: disk.size("x")):
+        with pytest.raises(StorageError, match=f"{tmp_path}/file: Not a directory"):
+            use()
+
+
+def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
+    assert local_path(str(tmp_path)) == tmp_path
+    assert local_path(tmp_path) == tmp_path
+    assert local_path("file:///a%20b/c") == Path("/a b/c")
+    assert local_path("file://localhost/c") == Path("/c")
+    assert local_path("~/c") == Path.home() / "c"
+    for url in ("s3://bucket/x", "gs://bucket", "http://host/x", "file://other/x"):
+        with pytest.raises(UserError, match=re.escape(url)):
+            local_path(url)
