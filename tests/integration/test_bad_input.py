@@ -88,7 +88,7 @@ def test_a_global_batch_smaller_than_the_world(tmp_path: Path) -> None:
     words = ["local", "--nodes", "2", "--log-dir", str(tmp_path), str(REGRESSION)]
     found = run(*words, "--global-batch", "1")
     assert found.returncode == 70, found.stderr
-    assert "global batch" in found.stderr
+    assert "global_batch is 1, smaller than the world of 2 ranks" in found.stderr
     assert "Traceback" not in found.stderr
 
 

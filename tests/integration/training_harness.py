@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +61,8 @@ class Pool:
         self._server = ForkServer(PRELOAD)
         self._server.wait_until_ready()
         self._started = 0
+        self._ended: dict[int, int] = {}
+        self._worlds: list[Running] = []
 
     def __enter__(self) -> Pool:
         return self
@@ -71,9 +74,14 @@ class Pool:
         trace: TracebackType | None,
     ) -> None:
         self._server.close()
+        for running in self._worlds:
+            for worker in running.workers:
+                worker.channel.close()
 
-    def ended(self) -> list[tuple[int, int]]:
-        return self._server.ended()
+    def ended(self) -> dict[int, int]:
+        """Exit codes by process id, of all worlds so far."""
+        self._ended |= dict(self._server.ended())
+        return self._ended
 
     def fileno(self) -> int:
         return self._server.fileno()
@@ -117,7 +125,8 @@ class Pool:
             assignment = replace(assignment, **given)
             workers.append(self._start(assignment, launch, store))
         store.close()
-        return Running(self, workers)
+        self._worlds.append(Running(self, workers))
+        return self._worlds[-1]
 
     def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
         log = self.folder / f"{self._started}-{assignment.rank}.log"
@@ -151,16 +160,16 @@ class Running:
             self._hear()
 
     def _hear(self) -> None:
-        ended = dict(self.pool.ended())
-        for worker in self.workers:
+        ended = self.pool.ended()
+        for worker in [w for w in self.workers if w.exit_code is None]:
             for message in _receive(worker.channel):
                 worker.heard.append(message)
                 if isinstance(message, Stopping):
-                    try:
+                    with suppress(ChannelClosed):
                         worker.channel.send(Save(wanted=self.wanted(worker, message)))
-                    except ChannelClosed:
-                        pass
             if worker.pid in ended:
+                worker.heard += _receive(worker.channel)
+                worker.channel.close()
                 worker.exit_code = ended[worker.pid]
                 worker.ended_s = time.monotonic()
 
@@ -209,9 +218,7 @@ class Running:
 
 def _receive(channel: Channel) -> list[Message]:
     messages: list[Message] = []
-    try:
+    with suppress(ChannelClosed, OSError, ValueError):
         while select.select([channel], [], [], 0)[0]:
             messages += channel.drain()
-    except (ChannelClosed, OSError, ValueError):
-        pass
     return messages

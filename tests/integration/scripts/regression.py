@@ -57,13 +57,13 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             trace = {**place, "samples": list(session.batch_indices)}
             print(json.dumps({"trace": trace}), flush=True)
             time.sleep(options.pause)
+            if options.fail_at == seen + 1 and session.rank == 0:
+                raise ValueError(f"told to fail at step {seen + 1}")
         loss = loss_of(model(x), y)
         session.backward(loss)
         if session.step(max_grad_norm=1.0):
             scheduler.step()
             session.log(loss=loss.item())
-            if options.fail_at == session.step_count and session.rank == 0:
-                raise ValueError(f"told to fail at step {session.step_count}")
 
 
 if __name__ == "__main__":

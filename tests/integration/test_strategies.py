@@ -1,0 +1,114 @@
+"""Every strategy computes what one plain process computes, and loads what any other wrote."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticzero import checkpoint as ez_checkpoint
+from elasticzero.channel import Resume
+from elasticzero.data import Order, Plan, Position
+from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
+from tests.integration.training_harness import Pool
+
+HERE = Path(__file__).parent
+STEPS = (9, 20, 31)
+"""Where the world changes, and the end; an epoch is 7 steps of 8 samples, the last one of 5."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as started:
+        yield started
+
+
+def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:
+    """The weights and optimizer state of a loop without any of this project's training code."""
+    torch.manual_seed(1)
+    model = Model().double()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+    samples, order = Samples(), Order(samples=SAMPLES)
+    plan, position = Plan(order=order, global_batch=8, steps=steps), Position()
+    while (found := plan.next(position)) is not None:
+        batch, position = found
+        chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
+        data = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
+        loss = squares(model, data)
+        tokens = data["tokens"].double()
+        (loss * tokens / tokens.sum()).sum().backward() if weighted else loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    found_state = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found_state[f"optimizer/{name}/{key}"] = value
+    return found_state
+
+
+def assert_close(directory: Path, expected: dict[str, Tensor]) -> None:
+    found = ez_checkpoint.load(directory)
+    names = {n for n in found if n.startswith(("model/", "optimizer/"))} - {"model/seen"}
+    assert names == set(expected)
+    for name, tensor in expected.items():
+        difference = (found[name].double() - tensor.double()).abs().max().item()
+        assert difference < 1e-9, (name, difference)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weights_are_those_of_one_plain_process(
+    pool: Pool, tmp_path: Path, strategy: str, weighted: bool
+) -> None:
+    """Worlds of 3, 2 and 1 one after the other, uneven shares, accumulation, clipping."""
+    told: dict[str, Any] = {"strategy": strategy, "micro": 2, "clip": 0.5, "weighted": weighted}
+    told["out"] = str(tmp_path / "out")
+    resume = Resume(tier="fresh")
+    losses = []
+    for generation, (steps, world_size) in enumerate(zip(STEPS, (3, 2, 1), strict=True), 1):
+        running = pool.start(
+            HERE / "training_exact.py",
+            [json.dumps(told | {"steps": steps})],
+            world_size,
+            generation=generation,
+            resume=resume,
+            checkpoint_dir=str(tmp_path / "checkpoints"),
+        )
+        assert running.finish() == steps
+        losses.append(json.loads((tmp_path / "out").read_text())["loss"])
+        resume = Resume(tier="storage", step=steps)
+    assert_close(tmp_path / "checkpoints", plain(STEPS[-1], weighted=weighted))
+    assert losses[0] != losses[1] != losses[2]
+
+
+def test_any_checkpoint_loads_into_any_strategy_at_any_world_size(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """{ddp, zero1, zero2, zero3} × {1, 2, 3} → the same set: 144 loads, bit by bit."""
+    sockets = [socket.socket() for _ in range(6)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    told = [
+        json.dumps({"rank": rank, "ports": ports, "directory": str(tmp_path)}) for rank in range(3)
+    ]
+    worlds = [pool.start(HERE / "training_matrix.py", [line], 1) for line in told]
+    for running in worlds:
+        running.until(running.ended, 100)
+        assert running.workers[0].exit_code == 0, running.logs()
+    compared = [int((tmp_path / f"compared-{rank}").read_text()) for rank in range(3)]
+    elements = sum(
+        t.numel() for n, t in ez_checkpoint.load(tmp_path / "ddp-1").items() if n[:4] != "rng/"
+    )
+    assert sum(compared) == 144 * elements

@@ -1,0 +1,150 @@
+"""Saves from every strategy and world size, then loads each of these into every one.
+
+Run by three processes; argument: JSON with rank, ports (one for each group that is formed) and
+directory. Every tensor that a rank holds after a load is compared, bit by bit, with the file's.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero import checkpoint as ez_checkpoint
+from elasticzero import saving
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.reader import open_step
+from elasticzero.checkpoint.storage import DiskStorage
+from elasticzero.checkpoint.writer import write_checkpoint
+from elasticzero.collectives import Groups, Place, connect
+from elasticzero.data import Position
+from elasticzero.parallel import STRATEGIES, Setting, Strategy, create
+from elasticzero.state import NamedModel, SmallState
+from tests.integration.training_exact import Model, Samples, groups, squares
+
+WORLDS = (1, 2, 3)
+STEPS = 2
+
+
+def meet(rank: int, world_size: int, port: int) -> Groups:
+    store_fd = None
+    if rank == 0:
+        store = socket.socket()
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("127.0.0.1", port))
+        store_fd = store.detach()
+    place = Place(
+        rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="matrix"
+    )
+    return connect(place, torch.device("cpu"))
+
+
+def build(name: str, rank: int, world_size: int, seed: int) -> tuple[Strategy, SmallState]:
+    torch.manual_seed(seed)
+    plain = Model().double()
+    named = NamedModel(plain)
+    strategy = create(
+        name,
+        Setting(
+            model=plain,
+            named=named,
+            factory=lambda _: torch.optim.AdamW(groups(plain), lr=0.01, amsgrad=True),
+            device=torch.device("cpu"),
+            rank=rank,
+            world_size=world_size,
+        ),
+    )
+    small = SmallState(torch.device("cpu"))
+    small.buffers, small.aliases = named.buffers, named.aliases
+    small.groups = strategy.optimizer.param_groups
+    small.group_names = strategy.group_names
+    return strategy, small
+
+
+def train(strategy: Strategy, rank: int, world_size: int) -> None:
+    samples = Samples()
+    for step in range(STEPS):
+        indices = range(step * 6 + rank * 6 // world_size, step * 6 + (rank + 1) * 6 // world_size)
+        batch = {k: torch.stack([samples[i][k] for i in indices]) for k in ("x", "y")}
+        strategy.expect(last=True)
+        strategy.backward(squares(strategy.model, batch).mean(), len(indices) / 6)
+        strategy.finish(1.0, None)
+        strategy.apply()
+
+
+def save(name: str, rank: int, world_size: int, directory: Path) -> None:
+    strategy, small = build(name, rank, world_size, seed=1)
+    train(strategy, rank, world_size)
+    author = saving.Author(
+        rank=rank, world_size=world_size, generation=1, token="matrix", strategy=name
+    )
+    copy = small.capture(STEPS, Position(loop=0, epoch=1, offset=2))
+    draft, pieces = saving.draft(strategy.share(), copy, author)
+    write_checkpoint(directory / f"{name}-{world_size}", draft, rank, pieces)
+
+
+def check(source: Path, name: str, rank: int, world_size: int) -> int:
+    """Load into a model with other weights; returns the number of elements compared."""
+    strategy, small = build(name, rank, world_size, seed=100 + rank)
+    stored = open_step(DiskStorage(source / step_directory(STEPS)))
+    position = saving.load(stored, strategy, small, rank)
+    assert (position.epoch, position.offset) == (1, 2)
+    author = saving.Author(
+        rank=rank, world_size=world_size, generation=2, token="again", strategy=name
+    )
+    draft, pieces = saving.draft(strategy.share(), small.capture(STEPS, position), author)
+    whole = ez_checkpoint.load(source)
+    written = {n for n in whole if not n.startswith("rng/")}
+    now = {n for n in draft.layout.tensors if not n.startswith("rng/")}
+    assert written == now, written ^ now
+    spans, compared = draft.layout.spans(rank), 0
+    for piece in pieces:
+        if piece.name in written:
+            span = spans[piece.name]
+            same(whole[piece.name].reshape(-1)[span.start : span.stop], piece.data, piece.name)
+            compared += len(span)
+    if name != "zero3":
+        model = strategy.model
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        for parameter, tensor in inner.named_parameters():
+            same(whole[f"model/{parameter}"], tensor.detach(), parameter)
+    return compared
+
+
+def same(a: Tensor, b: Tensor, name: str) -> None:
+    assert a.dtype == b.dtype, (name, a.dtype, b.dtype)
+    assert torch.equal(a, b.reshape(a.shape)), name
+
+
+def main(options: dict[str, Any]) -> None:
+    rank, directory = options["rank"], Path(options["directory"])
+    ports = iter(options["ports"])
+    compared = 0
+    for world_size in WORLDS:
+        port = next(ports)
+        if rank < world_size:
+            group = meet(rank, world_size, port)
+            for name in STRATEGIES:
+                save(name, rank, world_size, directory)
+            group.close()
+    for world_size in WORLDS:
+        port = next(ports)
+        if rank < world_size:
+            group = meet(rank, world_size, port)
+            for name in STRATEGIES:
+                for source in STRATEGIES:
+                    for wrote in WORLDS:
+                        compared += check(directory / f"{source}-{wrote}", name, rank, world_size)
+            dist.barrier()
+            group.close()
+    (directory / f"compared-{rank}").write_text(str(compared))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

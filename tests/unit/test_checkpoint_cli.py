@@ -1,0 +1,206 @@
+"""The checkpoint commands as a person or a script calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+
+from elasticzero.checkpoint.cli import main
+from elasticzero.checkpoint.commit import read_manifest
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.storage import DiskStorage
+from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
+
+LAYOUT = simple_layout()
+CONTENTS = elements(LAYOUT.tensors)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint directory with steps 10 and 20."""
+    for step in (10, 20):
+        write_step(tmp_path / "ckpt", draft_of(LAYOUT, step=step), CONTENTS)
+    return tmp_path / "ckpt"
+
+
+Output = pytest.CaptureFixture[str]
+
+
+def damage(directory: Path, step: int) -> str:
+    name = draft_of(LAYOUT).file_name(1)
+    flip(directory / step_directory(step) / name, -1)
+    return name
+
+
+def test_list(directory: Path, capsys: Output) -> None:
+    os.truncate(directory / step_directory(20) / draft_of(LAYOUT).file_name(0), 3)
+    (directory / step_directory(30)).mkdir()
+    assert main(["list", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["step", "written", "generation"]
+    assert lines[1].startswith("20 ") and "DAMAGED: " in lines[1] and "has 3 bytes" in lines[1]
+    assert lines[2].startswith("10 ") and lines[2].endswith("good")
+    assert lines[3].startswith("step-000000000030: never committed")
+
+
+def test_list_for_scripts(directory: Path, capsys: Output) -> None:
+    assert main(["list", "--json", str(directory)]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in value["steps"]] == [20, 10]
+    assert all(step["good"] and step["ranks"] == 2 for step in value["steps"])
+    assert value["uncommitted"] == []
+
+
+def test_list_of_nothing(tmp_path: Path, capsys: Output) -> None:
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
+
+
+def test_inspect(directory: Path, capsys: Output) -> None:
+    assert main(["inspect", str(directory)]) == 0
+    out = capsys.readouterr().out
+    assert "step 20, written by generation 3 (zero2, 2 ranks, token token)" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert rows["model/w"] == ["model/w", "F64", "100x10", "7.8", "KiB", "even"]
+    assert rows["optimizer/w/step"] == ["optimizer/w/step", "F32", "scalar", "4", "B", "rank", "0"]
+    assert rows["model"] == ["model", "2", "15.6", "KiB"]
+
+
+def test_inspect_for_scripts(directory: Path, capsys: Output) -> None:
+    assert main(["inspect", "--json", str(directory / step_directory(10))]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["step"], value["state"]) == (10, {"epoch": 1})
+    assert value["layout"]["tensors"]["model/w"] == {"dtype": "F64", "shape": [100, 10]}
+
+
+def test_verify_good(directory: Path, capsys: Output) -> None:
+    assert main(["verify", str(directory)]) == 0
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == ["good"] * 2
+
+
+def test_verify_names_each_bad_file_and_range_of_every_step(
+    directory: Path, capsys: Output
+) -> None:
+    name = damage(directory, 10)
+    size = (directory / step_directory(10) / name).stat().st_size
+    DiskStorage(directory / step_directory(20)).remove(name)
+    assert main(["verify", str(directory)]) == 70
+    lines = capsys.readouterr().out.splitlines()
+    newer, older = (directory / step_directory(step) for step in (20, 10))
+    assert lines[0] == f"{newer}: DAMAGED"
+    assert lines[1].startswith(f"  {name}: ") and "is missing" in lines[1]
+    assert lines[2:] == [
+        f"{older}: DAMAGED",
+        f"  {name}: bytes 0 to {size}: not what was written, or missing",
+    ]
+
+
+def test_verify_one_step_and_for_scripts(directory: Path, capsys: Output) -> None:
+    name = damage(directory, 10)
+    assert main(["verify", str(directory / step_directory(20))]) == 0
+    capsys.readouterr()
+    assert main(["verify", "--json", str(directory / step_directory(10))]) == 70
+    (step,) = json.loads(capsys.readouterr().out)
+    assert not step["good"]
+    assert [(fault["file"], fault["start"]) for fault in step["faults"]] == [(name, 0)]
+
+
+def test_verify_a_manifest_that_is_none(directory: Path, capsys: Output) -> None:
+    (directory / step_directory(20) / "manifest.json").write_text("{}")
+    assert main(["verify", str(directory)]) == 70
+    assert "  manifest.json: " in capsys.readouterr().out
+
+
+def test_reshard(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    target = str(tmp_path / "new")
+    order = ["reshard", str(directory), target, "--world-size", "3", "--strategy", "zero3"]
+    assert main(order) == 0
+    step = Path(target) / step_directory(20)
+    assert capsys.readouterr().out.startswith(f"{step}: 3 ranks")
+    manifest = read_manifest(DiskStorage(step))
+    assert (manifest.layout.world_size, manifest.strategy) == (3, "zero3")
+    assert main(["verify", target]) == 0
+
+
+def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    target = tmp_path / "hf"
+    order = ["export", str(directory), str(target), "--format", "hf", "--max-shard-size", "8KB"]
+    assert main(order) == 0
+    assert "2 tensors, 15.6 KiB, in 2 files" in capsys.readouterr().out
+    read = safetensors.numpy.load_file(target / "model-00001-of-00002.safetensors")
+    assert read["w"].tobytes() == CONTENTS["model/w"]
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "complaint"),
+    [
+        (["list", "{}/nowhere"], 64, "is not a directory"),
+        (["inspect", "{}/nowhere"], 64, "does not exist"),
+        (["verify", "{}/nowhere"], 64, "is not a directory"),
+        (["verify", "{}"], 64, "holds no good checkpoint"),
+        (["inspect", "s3://bucket/x"], 64, "give a local path or a file:// URL"),
+        (["reshard", "{}", "{}/new", "--world-size", "2"], 64, "holds no good checkpoint"),
+        (["reshard", "{}/ckpt", "{}/new", "--world-size", "0"], 64, "0 ranks"),
+        (["reshard", "{}/ckpt", "{}/ckpt", "--world-size", "1"], 64, "holds a checkpoint already"),
+        (["export", "{}/ckpt", "{}/ckpt"], 64, "is not empty"),
+    ],
+)
+def test_bad_input_is_one_line_and_a_code(
+    directory: Path, capsys: Output, order: list[str], code: int, complaint: str
+) -> None:
+    where = str(directory.parent)
+    assert main([part.format(where) for part in order]) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ") and complaint in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["", "x", "0", "5XB", "iB", "-1GB"])
+def test_a_size_that_is_none(directory: Path, capsys: Output, size: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(directory), "new", f"--max-shard-size={size}"])
+    assert caught.value.code == 2
+    assert "size" in capsys.readouterr().err
+
+
+def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
+    orders = [
+        ["list", str(directory)],
+        ["inspect", str(directory)],
+        ["verify", str(directory)],
+        ["reshard", str(directory), str(tmp_path / "new"), "--world-size", "3"],
+        ["export", str(directory), str(tmp_path / "hf")],
+    ]
+    script = (
+        "import sys; from elasticzero.checkpoint.cli import main\n"
+        f"codes = [main(order) for order in {orders!r}]\n"
+        "assert codes == [0] * 5, codes\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_module_is_a_program(directory: Path) -> None:
+    order = [sys.executable, "-m", "elasticzero.checkpoint.cli", "verify", str(directory)]
+    damage(directory, 20)
+    done = subprocess.run(order, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (70, "")
+
+
+def test_the_package_is_not_imported_under_its_bare_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import checkpoint"],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert "import this package as elasticzero.checkpoint" in done.stderr
