@@ -35,7 +35,13 @@ from elasticzero.checkpoint.storage import (
     read_small,
     sync_directory,
 )
-from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError, UserError
+from elasticzero.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    ElasticZeroError,
+    StorageError,
+    UserError,
+)
 
 MANIFEST_LIMIT_BYTES = 1 << 30
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
@@ -103,7 +109,8 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
     """Wait until every rank's shard is whole, then create the manifest.
 
     Returns whether the step now stands with our files; False when another whole one came first.
-    Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`.
+    Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`, and
+    `CheckpointMismatch` where a rank's layout is not the draft's.
     """
     world = draft.layout.world_size
     deadline = time.monotonic() + wait_s
@@ -122,7 +129,8 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
             )
         time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
         poll_s = min(poll_s * 1.5, _LAST_POLL_S)
-    files = tuple(_written_file(storage, draft.file_name(rank)) for rank in range(world))
+    layout = draft.layout.digest()
+    files = tuple(_written_file(storage, draft.file_name(rank), layout) for rank in range(world))
     data = to_json(replace(draft, files=files))
     if storage.create_exclusive(MANIFEST_NAME, data):
         return True
@@ -132,8 +140,13 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
     return storage.create_exclusive(MANIFEST_NAME, data)
 
 
-def _written_file(storage: Storage, name: str) -> ShardFile:
+def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:
     sums = read_sums(storage, name)
+    if sums.layout_digest != layout_digest:
+        raise CheckpointMismatch(
+            f"{storage.where}/{name} was written with other tensors, or tensors dealt otherwise, "
+            "than on the rank that commits: the ranks must save the same tensors"
+        )
     if (size := storage.size(name)) != sums.size:
         raise CheckpointDamaged(f"{storage.where}/{name} has {size} bytes, not {sums.size}")
     return ShardFile(name, sums.size, sums.digest)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from elasticzero import spans
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.records import RecordError, decode, encode
@@ -160,6 +162,13 @@ class Layout:
             raise ValueError(f"tensor {missing!r} is in no group")
         object.__setattr__(self, "_places", places)
         object.__setattr__(self, "_totals", tuple(totals))
+
+    def digest(self) -> str:
+        """xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
+        tensors = [(name, spec.dtype, spec.shape) for name, spec in self.tensors.items()]
+        groups = [(group.rule, group.tensors, group.ranks) for group in self.groups]
+        text = json.dumps([self.world_size, sorted(tensors), groups])
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def spans(self, rank: int) -> dict[str, Span]:
         """What `rank` holds, in the groups' order; a tensor without elements lies with one rank."""

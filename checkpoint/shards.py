@@ -1,7 +1,8 @@
 """One shard: a safetensors file with a checksum of every block, and verified reads of its ranges.
 
-The checksum file is binary, little-endian: magic, version, block size and the shard file's size
-(`_SUMS_HEADER`), then one xxh3_64 for each block of the shard file, its header included.
+The checksum file is binary, little-endian: magic, version, block size, the shard file's size and
+the digest of the layout it was written by (`_SUMS_HEADER`), then one xxh3_64 for each block of the
+shard file, its header included.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BLOCK_BYTES = 1 << 20
 HEADER_LIMIT_BYTES = 100_000_000
 """What safetensors itself allows."""
 _SUMS_LIMIT_BYTES = 1 << 28
-_SUMS_HEADER = struct.Struct("<8sIIQ")
+_SUMS_HEADER = struct.Struct("<8sIIQ16s")
 _SUMS_MAGIC = b"EZSUMS\r\n"
 _SUMS_VERSION = 1
 
@@ -107,7 +108,7 @@ def write_shard(
     if sums.size != expected:
         storage.remove(name)
         raise ValueError(f"{name}: {sums.size} bytes were given, and {expected} belong there")
-    data = sums.to_bytes()
+    data = sums.to_bytes(manifest.layout.digest())
     storage.write(name + SUMS_SUFFIX, [data])
     return ShardFile(name, sums.size, xxhash.xxh3_128_hexdigest(data))
 
@@ -133,14 +134,15 @@ class BlockSums:
                     self._close_block()
             yield view
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, layout_digest: str) -> bytes:
         if self.size % BLOCK_BYTES:
             self._close_block()
             self._open = xxhash.xxh3_64()
         sums = array.array("Q", self._done)
         if sys.byteorder == "big":
             sums.byteswap()
-        head = _SUMS_HEADER.pack(_SUMS_MAGIC, _SUMS_VERSION, BLOCK_BYTES, self.size)
+        digest = bytes.fromhex(layout_digest)
+        head = _SUMS_HEADER.pack(_SUMS_MAGIC, _SUMS_VERSION, BLOCK_BYTES, self.size, digest)
         return head + sums.tobytes()
 
     def _close_block(self) -> None:
@@ -155,8 +157,11 @@ class Sums:
     block_bytes: int
     size: int
     """Bytes of the shard file."""
+    layout_digest: str
+    """Of the layout by which the shard was written."""
     blocks: array.array[int]
     digest: str
+    """Of the checksum file itself."""
 
 
 def read_sums(storage: Readable, shard_name: str) -> Sums:
@@ -169,7 +174,7 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
         raise CheckpointDamaged(f"{where} is missing") from None
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes")
-    magic, version, block_bytes, size = _SUMS_HEADER.unpack_from(data)
+    magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
     if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= 1 << 30:
         raise CheckpointDamaged(f"{where} is not a checksum file of version {_SUMS_VERSION}")
     count = -(-size // block_bytes)
@@ -181,7 +186,7 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
     blocks = array.array("Q", data[_SUMS_HEADER.size :])
     if sys.byteorder == "big":
         blocks.byteswap()
-    return Sums(block_bytes, size, blocks, xxhash.xxh3_128_hexdigest(data))
+    return Sums(block_bytes, size, layout.hex(), blocks, xxhash.xxh3_128_hexdigest(data))
 
 
 class BlockReader:

@@ -11,7 +11,7 @@ import pytest
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.storage import DiskStorage
-from elasticzero.errors import CheckpointDamaged, StorageError, UserError
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,
     elements,
@@ -72,6 +72,16 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         commit.commit(storage, draft, wait_s=0.0)
     with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2"):
         commit.commit(storage, replace(draft, token="other"), wait_s=0.0)
+    assert not commit.stands(storage)
+
+
+def test_ranks_that_disagree_about_the_layout_commit_nothing(tmp_path: Path) -> None:
+    storage = shards(tmp_path, 1, "token")
+    even, scalar = LAYOUT.groups
+    swapped = replace(even, tensors=even.tensors[::-1])
+    draft = draft_of(replace(LAYOUT, groups=(swapped, scalar)), step=1)
+    with pytest.raises(CheckpointMismatch, match="the ranks must save the same tensors"):
+        commit.commit(storage, draft, wait_s=0.0)
     assert not commit.stands(storage)
 
 

@@ -83,6 +83,13 @@ def test_a_manifest_grows_with_tensors_plus_ranks_not_with_their_product() -> No
     assert size(100, 100) - base < 1.1 * (ranks + tensors)
 
 
+@given(layouts(), layouts())
+def test_digests_are_equal_exactly_for_equal_layouts(a: Layout, b: Layout) -> None:
+    assert (a.digest() == b.digest()) == (a == b)
+    again = from_json(to_json(whole(a)), "here").layout
+    assert again.digest() == a.digest()
+
+
 def test_names_of_steps() -> None:
     assert step_directory(1200) == "step-000000001200"
     assert step_of("step-000000001200") == 1200

@@ -222,8 +222,8 @@ def test_a_missing_file(long: Long, suffix: str) -> None:
     ("damage", "complaint"),
     [
         (lambda d: d[:10], "cut off"),
-        (lambda d: d[:-1], "not the 56 of its 4 blocks"),
-        (lambda d: d + b"\0" * 8, "not the 56 of its 4 blocks"),
+        (lambda d: d[:-1], "not the 72 of its 4 blocks"),
+        (lambda d: d + b"\0" * 8, "not the 72 of its 4 blocks"),
         (lambda d: b"NO" + d[2:], "not a checksum file"),
         (lambda d: d[:8] + struct.pack("<I", 2) + d[12:], "not a checksum file of version 1"),
         (lambda d: d[:12] + struct.pack("<I", 0) + d[16:], "not a checksum file"),
@@ -246,7 +246,7 @@ def rewrite(disk: DiskStorage, draft: Manifest, data: bytes) -> ShardFile:
     (disk.path / name).write_bytes(data)
     sums = BlockSums()
     list(sums.watch([data]))
-    (disk.path / f"{name}.sums").write_bytes(sums.to_bytes())
+    (disk.path / f"{name}.sums").write_bytes(sums.to_bytes(draft.layout.digest()))
     return ShardFile(name, len(data), read_sums(disk, name).digest)
 
 
