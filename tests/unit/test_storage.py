@@ -82,6 +82,11 @@ def well(handler: Handler, at: int, body: bytes) -> None:
     handler.reply(206, body, at=at)
 
 
+def well_and_close(handler: Handler, at: int, body: bytes) -> None:
+    well(handler, at, body)
+    handler.close_connection = True
+
+
 def whole_file_instead(handler: Handler, at: int, body: bytes) -> None:
     handler.reply(200, CONTENT)
 
@@ -173,6 +178,16 @@ def test_reads_share_one_connection_and_survive_its_end(server: Server) -> None:
         storage.size("gone")
     storage.close()
     assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    storage.close()
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_made_anew(server: Server) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, TOKEN)
+    server.fault = well_and_close
+    for _ in range(3):
+        assert read(storage, "file", 0, 100) == CONTENT[:100]
+    assert len(server.connections) == 3
     storage.close()
 
 
