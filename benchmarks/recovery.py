@@ -61,7 +61,7 @@ def ours(case: str, strategy: str, endpoint: str, runs: Path) -> float:
     heard."""
     job = f"bench-{case}-{strategy}-{time.time_ns()}"
     words = ["--etcd", endpoint, "--nnodes", "1:2", "--http-port", "0", "--strategy", strategy]
-    words += ["--checkpoint-dir", str(runs / job), "--checkpoint-every", "10"]
+    words += ["--checkpoint-dir", str(runs / f"{job}-saved"), "--checkpoint-every", "10"]
     cluster = Cluster([*words, str(HERE / "recovery_ours.py")], job, runs, cluster_environment(2))
     state = {"generation": 0, "step": 0, "time": 0.0}
 
@@ -74,6 +74,8 @@ def ours(case: str, strategy: str, endpoint: str, runs: Path) -> float:
 
     def steady() -> float | None:
         look()
+        if not cluster.running():
+            raise SystemExit(f"error: the agents ended; see {cluster.log_dir / job}")
         return 0.0 if state["step"] >= STEADY_STEPS else None
 
     def recovered() -> float | None:

@@ -11,6 +11,7 @@ Shapes: B samples of a micro-batch, T tokens of context, D width, H heads, V voc
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -168,7 +169,11 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         steps=options.steps,
         seed=options.seed,
     )
+    traced = -1
     for batch in batches:
+        if options.trace and session.rank == 0 and session.step_count != traced:
+            traced = session.step_count
+            _trace(session)
         loss = next_byte_loss(model, batch)
         session.backward(loss)
         if session.step(max_grad_norm=1.0):
@@ -183,6 +188,13 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     )
     if session.rank == 0:
         print(f"validation loss {validation:.6f}", flush=True)
+
+
+def _trace(session: ez.Session) -> None:
+    """Write down which samples the step that begins now takes."""
+    place = {"generation": session.generation, "step": session.step_count + 1}
+    samples = [int(index) for index in session.batch_indices]
+    print(json.dumps({"trace": {**place, "samples": samples}}), flush=True)
 
 
 def _due(step: int, every: int) -> bool:
@@ -209,6 +221,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     option("--eval-samples", type=int, default=256, help="validation samples (%(default)s)")
     option("--eval-batch", type=int, default=16, help="samples in an evaluation (%(default)s)")
     option("--float64", action="store_true", help="compute in double precision")
+    option("--trace", action="store_true", help="write down the samples of each step")
     option("--log-every", type=int, default=10, help="steps between lines (%(default)s)")
     options = parser.parse_args(arguments)
     if options.steps is None and options.epochs is None:

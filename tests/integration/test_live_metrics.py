@@ -61,7 +61,7 @@ def test_a_running_job_tells_its_state(
         assert shown.returncode == 0, shown.stderr
         assert "generation 1, 2 ranks" in shown.stdout
         assert shown.stdout.count("training") == 2
-        with pytest.raises(urllib.error.HTTPError, match="401|403"):
+        with pytest.raises(urllib.error.HTTPError, match=r"401|403"):
             get(port, "/snapshots/1/5/x.safetensors")
 
 

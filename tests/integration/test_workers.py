@@ -1,0 +1,200 @@
+"""Workers from a real fork server: what they see, how they end, and with whom they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.channel import Assignment, Failed, Resume
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.local import is_alive
+from elasticzero.launcher.workers import Ended, Gang, Heard, worker_environment
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(("json",))
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def assignment(rank: int, of: int) -> Assignment:
+    return Assignment(
+        job="j",
+        node="n",
+        generation=3,
+        token="t",
+        rank=rank,
+        local_rank=rank,
+        world_size=of,
+        local_world_size=of,
+        group_rank=0,
+        master_address="127.0.0.1",
+        master_port=1234,
+        store_fd=None,
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        snapshot_root="/dev/shm/none",
+    )
+
+
+class Play:
+    """A gang that runs a script, and all that was heard of it."""
+
+    def __init__(self, server: ForkServer, tmp_path: Path, code: str, workers: int = 1) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        launch = Launch(
+            target=str(script),
+            is_module=False,
+            arguments=("--lr", "3"),
+            environment=worker_environment({**os.environ, "MINE": "yes"}),
+            directory=str(tmp_path),
+        )
+        self.logs = tmp_path / "logs"
+        self.heard: list[Heard] = []
+        self.gang = Gang(server, 3, started_s=time.monotonic())
+        assignments = [assignment(rank, workers) for rank in range(workers)]
+        self.gang.start(assignments, launch, self.logs, None)
+
+    def wait(self, so: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not so():
+            assert time.monotonic() < deadline_s, self.heard
+            now_s = time.monotonic()
+            self.heard += self.gang.hear(now_s)
+            self.gang.end_the_deaf(now_s)
+            time.sleep(0.01)
+
+    def wait_for_end(self) -> list[int]:
+        self.wait(lambda: not self.gang.view(time.monotonic()).running)
+        return [worker.exit_code or 0 for worker in self.gang.workers]
+
+    def log(self, rank: int = 0) -> str:
+        path = self.logs / f"{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+
+def test_a_plain_script_finishes(server: ForkServer, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "print(__name__, sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])\n"
+        "print(os.environ['MINE'], os.environ['TORCHELASTIC_RESTART_COUNT'], os.getcwd())\n"
+        "print('PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION' in os.environ)\n"
+    )
+    play = Play(server, tmp_path, code, workers=2)
+    assert play.wait_for_end() == [0, 0]
+    assert play.gang.view(time.monotonic()).finished
+    first = f"__main__ ['--lr', '3'] 1 2\nyes 2 {tmp_path}\nFalse\n"
+    assert play.log(1) == first
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "blame", "message", "final"),
+    [
+        ("raise ValueError('no')", 1, "user", "ValueError: no", False),
+        ("import not_there_at_all", 1, "user", "ModuleNotFoundError: No module named", True),
+        ("def f(:", 1, "user", "SyntaxError", True),
+        ("raise RuntimeError('Connection closed by peer')", 1, "peer", "RuntimeError", False),
+        ("import sys; sys.exit(3)", 3, "user", "exited with status 3", False),
+        ("import os; os.kill(os.getpid(), 9)", -9, "killed", "killed by SIGKILL", False),
+    ],
+)
+def test_how_a_script_fails(
+    server: ForkServer,
+    tmp_path: Path,
+    code: str,
+    exit_code: int,
+    blame: str,
+    message: str,
+    final: bool,
+) -> None:
+    play = Play(server, tmp_path, code)
+    assert play.wait_for_end() == [exit_code]
+    failure = play.gang.failure
+    assert failure is not None
+    assert (failure.blame, failure.final) == (blame, final)
+    assert failure.message.startswith(message)
+    assert play.gang.view(time.monotonic()).failed
+
+
+def test_the_failure_that_explains_the_others_is_kept(server: ForkServer, tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "if os.environ['RANK'] == '0': raise RuntimeError('gloo: connection reset')\n"
+        "time.sleep(0.3); raise KeyError('mine')\n"
+    )
+    play = Play(server, tmp_path, code, workers=2)
+    play.wait_for_end()
+    assert play.gang.failure is not None
+    assert (play.gang.failure.rank, play.gang.failure.blame) == (1, "user")
+    assert "KeyError: 'mine'" in play.gang.failure.traceback
+    assert len([m for _, m in play.heard if isinstance(m, Failed)]) == 2
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_plain_script_is_stopped(server: ForkServer, tmp_path: Path, deaf: bool) -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if deaf else ""
+    code = f"import signal, time\n{ignore}print('up', flush=True)\ntime.sleep(60)\n"
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: "up" in play.log())
+    play.gang.stop("the generation is over", time.monotonic())
+    assert play.wait_for_end() == [-9 if deaf else -15]
+    assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
+
+
+def test_killing_a_worker_ends_its_children_too(server: ForkServer, tmp_path: Path) -> None:
+    code = (
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)\n"
+    )
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: play.log().strip())
+    child = int(play.log())
+    play.gang.kill()
+    assert play.wait_for_end() == [-9]
+    play.wait(lambda: not is_alive(child))
+
+
+def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
+    server = ForkServer(())
+    server.wait_until_ready()
+    play = Play(server, tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    play.wait(lambda: "up" in play.log())
+    pid = play.gang.workers[0].pid
+    server.close()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while is_alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+    heard = play.gang.lost_server()
+    assert [message for _, message in heard] == [Ended(-9)]
+    assert play.gang.view(time.monotonic()).failed
+
+
+def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from elasticzero.launcher.forkserver import ForkServer\n"
+        "server = ForkServer(()); server.wait_until_ready()\n"
+        "print(server.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    agent.send_signal(signal.SIGKILL)
+    agent.communicate()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while is_alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_alive(pid)
