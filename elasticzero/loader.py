@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,3 +121,50 @@ class Walk:
             for part in self.parts(batch):
                 span = part.positions
                 yield order.indices(batch.epoch, span.start, span.stop).tolist()
+
+
+class Progress:
+    """The global batch and micro-batch that the script works on."""
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan
+        self.batch: GlobalBatch | None = None
+        self.part: MicroBatch | None = None
+        self.backward = False
+        self.stepped = False
+        """Whether `backward` and `step` were called for the micro-batch."""
+        self.weights: float | None = None
+        """Sum of the weights that the script gave, if it gave any."""
+        self.began_s = 0.0
+        self.data_wait_s = 0.0
+
+    def begin(self, batch: GlobalBatch) -> None:
+        """A global batch begins."""
+        self.batch, self.weights = batch, None
+        self.began_s, self.data_wait_s = time.monotonic(), 0.0
+
+    def present(self, part: MicroBatch, waited_s: float) -> None:
+        """A micro-batch is handed to the script."""
+        self.part, self.backward, self.stepped = part, False, False
+        self.data_wait_s += waited_s
+
+    def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:
+        """What `session.<call>` is about; raises `UserError` out of turn."""
+        if self.batch is None or self.part is None or self.stepped:
+            raise UserError(
+                f"session.{call} is called once for each micro-batch, inside the loop over "
+                "session.batches"
+            )
+        return self.batch, self.part
+
+    def indices(self) -> list[int]:
+        """The dataset indices of the whole global batch."""
+        if self.batch is None or self.plan is None:
+            raise UserError("session.batch_indices is there inside the loop over session.batches")
+        batch = self.batch
+        indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
+        return [int(index) for index in indices]
+
+    def total(self, step: int, steps_of_loop: int) -> int:
+        """Steps of the whole run, if this loop is its last."""
+        return step - steps_of_loop + self.plan.total_steps if self.plan is not None else 0

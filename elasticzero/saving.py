@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from elasticzero.channel import Assignment, Resume, Source
+from elasticzero.channel import Assignment, Held, Resume, Source
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, step_directory
 from elasticzero.checkpoint.reader import (
     Checkpoint,
@@ -20,7 +20,7 @@ from elasticzero.checkpoint.reader import (
 from elasticzero.checkpoint.reader import spec_of as stored_spec_of
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import DiskStorage, HttpStorage, Readable, local_path
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.writer import Piece, Written, write_checkpoint, write_snapshot
 from elasticzero.data import Position
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.parallel import Strategy
@@ -37,6 +37,70 @@ from elasticzero.state import (
     seed_all,
     tensor_names,
 )
+
+
+class Keeper:
+    """Reads and writes the training state of one generation on one rank."""
+
+    def __init__(
+        self, assignment: Assignment, strategy_name: str, strategy: Strategy, small: SmallState
+    ) -> None:
+        self.strategy = strategy
+        self.small = small
+        self.copy: BoundaryCopy | None = None
+        """Of the last boundary; None before the state is in place."""
+        self._assignment = assignment
+        self._name = strategy_name
+        self._saved_step = 0
+
+    def restore(self) -> tuple[BoundaryCopy, int]:
+        """Put the state in place that the assignment says; returns its copy and the bytes read."""
+        resume = self._assignment.resume
+        if resume.tier == "fresh":
+            return self.capture(0, Position()), 0
+        checkpoint = open_source(self._assignment)
+        position = load(checkpoint, self.strategy, self.small, self._assignment.rank)
+        step = checkpoint.manifest.step
+        if resume.tier == "storage":
+            self._saved_step = step
+        return self.capture(step, position), checkpoint.bytes_read
+
+    def capture(self, step: int, position: Position) -> BoundaryCopy:
+        """Copy the small mutable state, at a boundary."""
+        self.copy = self.small.capture(step, position)
+        return self.copy
+
+    def checkpoint(self) -> Callable[[], Written] | None:
+        """What writes this boundary's checkpoint; None where it is written, or wanted nowhere."""
+        assignment, copy = self._assignment, self.copy
+        if assignment.checkpoint_dir is None or copy is None or copy.step <= self._saved_step:
+            return None
+        manifest, pieces = draft(self.strategy.share(), copy, self._author(complete=False))
+        directory = local_path(assignment.checkpoint_dir)
+        self._saved_step = copy.step
+        return lambda: write_checkpoint(directory, manifest, assignment.rank, pieces)
+
+    def snapshot(self) -> Held:
+        """Write this boundary's snapshot in shared memory."""
+        assert self.copy is not None
+        author = self._author(complete=self.strategy.replicated)
+        manifest, pieces = draft(self.strategy.share(), self.copy, author)
+        write_snapshot(Path(self._assignment.snapshot_root), manifest, author.rank, pieces)
+        return Held(
+            step=self.copy.step,
+            generation=author.generation,
+            rank=author.rank,
+            world_size=author.world_size,
+        )
+
+    def _author(self, *, complete: bool) -> Author:
+        return Author(
+            rank=0 if complete else self._assignment.rank,
+            world_size=1 if complete else self._assignment.world_size,
+            generation=self._assignment.generation,
+            token=self._assignment.token,
+            strategy=self._name,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from elasticzero.channel import (
     CHANNEL_FD_VARIABLE,
     Abort,
     Assignment,
+    Attached,
     Channel,
     ChannelClosed,
     Failed,
@@ -36,7 +39,7 @@ from elasticzero.channel import (
     Save,
     Stopping,
 )
-from elasticzero.collectives import is_peer_error
+from elasticzero.collectives import Groups, Place, connect, device_of, is_peer_error
 from elasticzero.errors import (
     CheckpointDamaged,
     ElasticZeroError,
@@ -154,7 +157,35 @@ ALONE = Assignment(
 """The assignment of a process without an agent."""
 
 
-def limit_connecting(link: AgentLink) -> threading.Timer:
+def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
+    """This worker's device, and the process groups of its world; None without an agent."""
+    a = link.assignment
+    place = Place(
+        rank=a.rank,
+        world_size=a.world_size,
+        local_rank=a.local_rank,
+        master_address=a.master_address,
+        master_port=a.master_port,
+        store_fd=a.store_fd,
+        token=a.token,
+        connect_timeout_s=a.connect_timeout_s,
+        collective_timeout_s=a.collective_timeout_s,
+    )
+    if link.alone:
+        return device_of(place), None
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // a.local_world_size))
+    link.send(Attached(pid=os.getpid()))
+    watchdog = _limit_connecting(link)
+    device = device_of(place)
+    groups = connect(place, device)
+    watchdog.cancel()
+    link.on_abort(groups.shut)
+    return device, groups
+
+
+def _limit_connecting(link: AgentLink) -> threading.Timer:
     """A watchdog that ends this process when it is not cancelled within the connect timeout:
     torch's store can block for ever."""
     limit_s = link.assignment.connect_timeout_s

@@ -23,7 +23,6 @@ from elasticzero.parallel.optimizers import (
 from elasticzero.spans import Span
 from elasticzero.state import MODEL, OPTIMIZER, Share, Spec
 
-
 BUFFERS_LEFT_ALONE: Any = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters

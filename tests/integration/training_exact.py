@@ -1,6 +1,7 @@
 """A small double-precision model, trained under a strategy: prints nothing, writes its weights.
 
-Arguments: JSON with strategy, steps or epochs, batch, micro, clip, weighted, bf16, out, log.
+Argument: JSON with strategy, steps or epochs, and at will batch, micro, clip, weighted, width,
+pause (seconds a step), out and log (files), die and fail ([rank, step]).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ SAMPLES = 53
 class Model(nn.Module):
     """Blocks, a tied weight, a 0-dim parameter, a buffer, a frozen parameter, odd sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
-        self.out = nn.Linear(7, 3)
-        self.tied = nn.Linear(7, 3)
+        self.out = nn.Linear(7, width)
+        self.tied = nn.Linear(7, width)
         self.tied.weight = self.out.weight
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.frozen = nn.Parameter(torch.full((2, 3), 0.1), requires_grad=False)
@@ -67,7 +69,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def train(session: ez.Session, options: dict[str, Any]) -> None:
     torch.manual_seed(1 if session.generation == 1 else 100 + session.rank)
-    plain = Model().double()
+    plain = Model(options.get("width", 3)).double()
     model, optimizer = session.prepare(
         plain, lambda _: torch.optim.AdamW(groups(plain), lr=0.01), strategy=options["strategy"]
     )
@@ -82,6 +84,8 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
         steps=options.get("steps"),
         epochs=options.get("epochs"),
     ):
+        if [session.rank, session.step_count] == options.get("fail"):
+            raise ZeroDivisionError("asked for by the test")
         loss = squares(model, batch)
         if options.get("weighted"):
             tokens = batch["tokens"].double()
@@ -106,8 +110,7 @@ def fault(session: ez.Session, options: dict[str, Any]) -> None:
     """What the test asks this rank to do at a step."""
     if [session.rank, session.step_count] == options.get("die"):
         os.kill(os.getpid(), 9)
-    if [session.rank, session.step_count] == options.get("raise"):
-        raise ZeroDivisionError("asked for by the test")
+    time.sleep(options.get("pause", 0.0))
 
 
 def write(path: Path, session: ez.Session, value: Any) -> None:

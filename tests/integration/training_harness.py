@@ -37,6 +37,7 @@ M = TypeVar("M")
 @dataclass(slots=True)
 class Worker:
     rank: int
+    node: str
     pid: int
     channel: Channel
     log: Path
@@ -89,7 +90,9 @@ class Pool:
     def start(
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
     ) -> Running:
-        """A world of `world_size` workers, one a node; `given` goes into each assignment."""
+        """The first `world_size` workers of a world of `of` (all of it), one a node; `given` goes
+        into each assignment."""
+        of = given.pop("of", world_size)
         self._started += 1
         store = socket.socket()
         store.bind(("127.0.0.1", 0))
@@ -112,7 +115,7 @@ class Pool:
                 token=token,
                 rank=rank,
                 local_rank=0,
-                world_size=world_size,
+                world_size=of,
                 local_world_size=1,
                 group_rank=rank,
                 master_address="127.0.0.1",
@@ -138,7 +141,7 @@ class Pool:
         theirs.close()
         channel = Channel(mine)
         channel.send(replace(assignment, store_fd=numbers[2] if len(numbers) > 2 else None))
-        return Worker(assignment.rank, pid, channel, log)
+        return Worker(assignment.rank, assignment.node, pid, channel, log)
 
 
 class Running:
@@ -147,7 +150,7 @@ class Running:
     def __init__(self, pool: Pool, workers: list[Worker]) -> None:
         self.pool = pool
         self.workers = workers
-        self.wanted: Callable[[Worker, Stopping], bool] = lambda worker, stopping: stopping.clean
+        self._complete: set[str] = set()
 
     def until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Hear the workers, and answer `Stopping`, until `done()`."""
@@ -166,17 +169,19 @@ class Running:
                 worker.heard.append(message)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
-                        worker.channel.send(Save(wanted=self.wanted(worker, message)))
+                        worker.channel.send(Save(wanted=self._wanted(worker, message)))
             if worker.pid in ended:
                 worker.heard += _receive(worker.channel)
                 worker.channel.close()
                 worker.exit_code = ended[worker.pid]
                 worker.ended_s = time.monotonic()
 
-    def send(self, message: Message) -> None:
-        for worker in self.workers:
-            if worker.exit_code is None:
-                worker.channel.send(message)
+    def _wanted(self, worker: Worker, stopping: Stopping) -> bool:
+        """One complete snapshot a node is enough."""
+        wanted = stopping.clean and not (stopping.complete and worker.node in self._complete)
+        if wanted and stopping.complete:
+            self._complete.add(worker.node)
+        return wanted
 
     def reached(self, step: int) -> Callable[[], bool]:
         """Whether every worker still alive has done this step."""
@@ -201,7 +206,7 @@ class Running:
         assert held, self.logs()
         step = max(h.step for _, h in held)
         sources = tuple(
-            Source(rank=h.rank, node=f"node{w.rank}", address="127.0.0.1:1")
+            Source(rank=h.rank, node=w.node, address="127.0.0.1:1")
             for w, h in held
             if h.step == step
         )

@@ -1,0 +1,254 @@
+"""Real worker processes over gloo: how a generation ends, and how the next goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.channel import (
+    FLAG_GROW,
+    FLAG_LEAVE,
+    Abort,
+    Failed,
+    Finished,
+    Held,
+    Request,
+    Restored,
+    Resume,
+    Stopping,
+)
+from elasticzero.checkpoint.manifest import step_directory
+from tests.integration.test_strategies import assert_close, plain
+from tests.integration.training_exact import SAMPLES
+from tests.integration.training_harness import Pool, Running
+
+SCRIPT = Path(__file__).parent / "training_exact.py"
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as started:
+        yield started
+
+
+def start(pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **given: Any) -> Running:
+    """All ranks on one node, so that every snapshot is found on disk."""
+    given = {"node": "node", "snapshot_root": str(folder / "snapshots"), **given}
+    given.setdefault("generation", 1)
+    return pool.start(SCRIPT, [json.dumps(told)], world_size, **given)
+
+
+def committed(log: Path, resumed: list[int]) -> list[int]:
+    """The samples of the steps that count: of generation g those up to where g + 1 resumed."""
+    used: dict[tuple[int, int], list[int]] = {}
+    for line in log.read_text().splitlines():
+        generation, _, step, indices = json.loads(line)
+        limit = resumed[generation - 1] if generation <= len(resumed) else 1 << 60
+        if step <= limit:
+            known = used.setdefault((generation, step), indices)
+            assert known == indices, "ranks disagree on the samples of a step"
+    steps = [step for _, step in sorted(used)]
+    assert steps == list(range(1, len(steps) + 1))
+    return [index for key in sorted(used) for index in used[key]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_drain_hands_over_in_memory_without_losing_a_step(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    told = {"strategy": strategy, "micro": 2, "clip": 0.5, "log": str(tmp_path / "log")}
+    told["epochs"] = 8
+    first = start(pool, tmp_path, 3, told | {"pause": 0.01})
+    first.until(first.reached(5))
+    first.workers[1].channel.send(Request(flags=FLAG_LEAVE))
+    first.until(first.ended)
+    assert [w.exit_code for w in first.workers] == [0, 0, 0], first.logs()
+    stops = [w.last(Stopping) for w in first.workers]
+    assert len({stop.step for stop in stops}) == 1 and all(stop.clean for stop in stops)
+    assert {stop.complete for stop in stops} == {strategy == "ddp"}
+    assert stops[0].reason == "a node leaves"
+    if strategy != "ddp":
+        assert {(w.last(Held).rank, w.last(Held).world_size) for w in first.workers} == {
+            (0, 3), (1, 3), (2, 3)
+        }  # fmt: skip
+    resume = first.resume()
+    assert resume.step == stops[0].step < 56
+    second = start(
+        pool,
+        tmp_path,
+        2,
+        told,
+        generation=2,
+        resume=resume,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+    )
+    assert second.finish() == 56
+    restored = second.workers[0].last(Restored)
+    assert (restored.step, restored.tier) == (resume.step, "ram") and restored.bytes_read > 0
+    assert_close(tmp_path / "checkpoints", plain(56, weighted=False))
+    samples = committed(tmp_path / "log", [resume.step])
+    assert len(samples) == 8 * SAMPLES
+    for epoch in range(8):
+        used = samples[epoch * SAMPLES : (epoch + 1) * SAMPLES]
+        assert sorted(used) == list(range(SAMPLES))
+
+
+def test_a_killed_worker_is_noticed_by_all_within_a_second(pool: Pool, tmp_path: Path) -> None:
+    """Five ranks: the others are not all connected to it in the running collective."""
+    told = {"strategy": "ddp", "steps": 40, "clip": 0.5, "die": [2, 17]}
+    first = start(pool, tmp_path, 5, told)
+    first.until(lambda: first.workers[2].exit_code is not None)
+    died_s = first.workers[2].ended_s
+    first.until(first.ended)
+    others = [w for w in first.workers if w.rank != 2]
+    assert max(w.ended_s for w in others) - died_s < 1.0
+    assert [w.exit_code for w in others] == [75] * 4, first.logs()
+    assert {w.last(Failed).blame for w in others} == {"peer"}
+    stops = [w.last(Stopping) for w in others]
+    assert all(stop.complete for stop in stops if stop.clean)
+    resume = first.resume()
+    assert resume.step >= 17
+    told.pop("die")
+    second = start(
+        pool,
+        tmp_path,
+        4,
+        told,
+        generation=2,
+        resume=resume,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+    )
+    assert second.finish() == 40
+    assert_close(tmp_path / "checkpoints", plain(40, weighted=False))
+
+
+def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(pool: Pool, tmp_path: Path) -> None:
+    told = {"strategy": "zero2", "steps": 100000, "clip": 0.5}
+    running = start(pool, tmp_path, 3, told)
+    running.until(running.reached(3))
+    stopped, *others = running.workers
+    os.kill(stopped.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    told_s = time.monotonic()
+    for worker in others:
+        worker.channel.send(Abort(reason="the lease of node0 lapsed"))
+    running.until(lambda: all(w.exit_code is not None for w in others), 10)
+    assert max(w.ended_s for w in others) - told_s < 5.0
+    assert [w.exit_code for w in others] == [75, 75], running.logs()
+    assert all(w.all(Stopping) for w in others)
+    os.kill(stopped.pid, signal.SIGKILL)
+    running.until(running.ended)
+
+
+def test_an_error_of_the_script_is_its_own_and_the_state_is_kept(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "ddp", "steps": 40, "fail": [1, 7]}
+    running = start(pool, tmp_path, 3, told)
+    running.until(running.ended)
+    assert [w.exit_code for w in running.workers] == [75, 1, 75], running.logs()
+    failed = running.workers[1].last(Failed)
+    assert (failed.blame, failed.final, failed.step) == ("user", False, 7)
+    assert failed.message == "ZeroDivisionError: asked for by the test"
+    assert "ZeroDivisionError" in running.workers[1].log.read_text()
+    assert running.workers[1].last(Stopping).clean
+    assert {running.workers[r].last(Failed).blame for r in (0, 2)} == {"peer"}
+    assert running.resume().step == 7
+
+
+def test_a_batch_smaller_than_the_world_is_the_users_to_mend(pool: Pool, tmp_path: Path) -> None:
+    running = start(pool, tmp_path, 3, {"strategy": "ddp", "steps": 4, "batch": 2})
+    running.until(running.ended)
+    failed = [w.last(Failed) for w in running.workers]
+    mine = [f for f in failed if f.blame == "user"]
+    assert mine and all(f.final for f in mine)
+    assert "smaller than the world of 3" in mine[0].message
+    text = running.workers[failed.index(mine[0])].log.read_text()
+    assert text.startswith("error: global_batch is 2") and "Traceback" not in text
+
+
+def test_a_worker_does_not_outlive_its_agent(pool: Pool, tmp_path: Path) -> None:
+    running = start(pool, tmp_path, 2, {"strategy": "ddp", "steps": 100000})
+    running.until(running.reached(2))
+    for worker in running.workers:
+        worker.channel.close()
+        worker.exit_code = 1
+    deadline_s = time.monotonic() + 5
+    while not {w.pid for w in running.workers} <= pool.ended().keys():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_peer_that_never_comes_is_waited_for_in_vain_only_so_long(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "ddp", "steps": 4}
+    running = pool.start(SCRIPT, [json.dumps(told)], 1, of=2, connect_timeout_s=0.5)
+    running.until(running.ended, 20)
+    worker = running.workers[0]
+    assert worker.exit_code == 75
+    assert worker.last(Failed).blame == "peer"
+
+
+def test_growth_at_the_last_boundary_leaves_nothing_to_do_but_the_end(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "zero1", "steps": 12, "out": str(tmp_path / "out"), "pause": 0.05}
+    first = start(pool, tmp_path, 1, told)
+    first.until(first.reached(12))
+    first.workers[0].channel.send(Request(flags=FLAG_GROW))
+    first.until(first.ended)
+    worker = first.workers[0]
+    if worker.all(Finished):
+        pytest.skip("the request came after the last boundary")
+    second = start(pool, tmp_path, 2, told, generation=2, resume=first.resume())
+    assert second.finish() == 12
+    assert json.loads((tmp_path / "out").read_text())["step"] == 12
+
+
+@pytest.mark.parametrize("damage", ["bytes", "other model"])
+def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, damage: str) -> None:
+    told = {"strategy": "ddp", "steps": 4}
+    given = {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    start(pool, tmp_path, 2, told, **given).finish()
+    if damage == "bytes":
+        step = tmp_path / "checkpoints" / step_directory(4)
+        shard = sorted(step.glob("*.safetensors"))[1]
+        data = bytearray(shard.read_bytes())
+        data[-3] ^= 1
+        shard.write_bytes(data)
+    else:
+        told["width"] = 5
+    resume = Resume(tier="storage", step=4)
+    running = start(pool, tmp_path, 1, told, generation=2, resume=resume, **given)
+    running.until(running.ended)
+    failed = running.workers[0].last(Failed)
+    assert running.workers[0].exit_code == 1
+    assert not running.workers[0].last(Stopping).clean
+    if damage == "bytes":
+        assert (failed.blame, failed.bad_step, failed.final) == ("checkpoint", 4, False)
+    else:
+        assert (failed.blame, failed.bad_step, failed.final) == ("user", None, True)
+        assert "model/out.weight is F64[3, 7], and F64[5, 7] is expected" in failed.message
+
+
+def test_checkpoints_are_written_on_the_way_and_a_run_goes_on_from_them(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "zero3", "steps": 10, "clip": 0.5}
+    given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 4}
+    start(pool, tmp_path, 2, told, **given).finish()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [step_directory(step) for step in (4, 8, 10)]
+    resume = Resume(tier="storage", step=8)
+    more = start(pool, tmp_path, 3, told | {"steps": 31}, generation=2, resume=resume, **given)
+    assert more.finish() == 31
+    assert_close(tmp_path / "checkpoints", plain(31, weighted=False))
