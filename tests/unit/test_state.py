@@ -1,0 +1,266 @@
+"""Training state by name: what is encoded, copied at a boundary, refused, and put back."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elasticzero import checkpoint as ez_checkpoint
+from elasticzero import saving
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.reader import open_step
+from elasticzero.checkpoint.storage import DiskStorage
+from elasticzero.checkpoint.writer import write_checkpoint
+from elasticzero.data import Position
+from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.parallel import Setting, Strategy, create
+from elasticzero.state import (
+    NamedModel,
+    RngState,
+    SmallState,
+    decode_state,
+    encode_state,
+    generators_kept,
+    tensor_names,
+)
+
+CPU = torch.device("cpu")
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=12,
+)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.second = nn.Linear(5, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.first(x) + self.second(x) + self.mean
+        return output
+
+
+def build(
+    name: str, factory: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32
+) -> tuple[Strategy, SmallState]:
+    model = Small().to(dtype)
+    named = NamedModel(model)
+    setting = Setting(model=model, named=named, factory=factory, device=CPU, rank=0, world_size=1)
+    strategy = create(name, setting)
+    small = SmallState(CPU)
+    small.buffers, small.aliases = named.buffers, named.aliases
+    small.groups = strategy.optimizer.param_groups
+    small.group_names = strategy.group_names
+    return strategy, small
+
+
+def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
+    for step in range(3):
+        strategy.expect(last=True)
+        strategy.backward(strategy.model(torch.ones(2, 5, dtype=dtype)).square().mean(), 1.0)
+        strategy.finish(1.0, None if step else 1.0)
+        strategy.apply()
+
+
+def save(folder: Path, strategy: Strategy, small: SmallState, name: str) -> Path:
+    author = saving.Author(rank=0, world_size=1, generation=1, token="t", strategy=name)
+    draft, pieces = saving.draft(strategy.share(), small.capture(3, Position()), author)
+    write_checkpoint(folder, draft, 0, pieces)
+    return folder / step_directory(3)
+
+
+@given(plain)
+def test_what_is_encoded_comes_back_the_same(value: Any) -> None:
+    tensors: dict[str, Tensor] = {}
+    found = decode_state(encode_state(value, "x", tensors), tensors)
+    assert repr(found) == repr(value)
+
+
+def test_tensors_inside_are_copied_and_named() -> None:
+    moving = torch.arange(3.0)
+    value = {"a": [moving, (np.arange(2), np.float32(1.5))], 7: math.inf}
+    tensors: dict[str, Tensor] = {}
+    json = encode_state(value, "tracked/x", tensors)
+    moving += 1
+    assert sorted(tensors) == sorted(tensor_names(json)) == ["tracked/x/a/0", "tracked/x/a/1/0"]
+    found = decode_state(json, tensors)
+    assert found["a"][0].tolist() == [0.0, 1.0, 2.0]
+    assert found["a"][1][0].tolist() == [0, 1] and found["a"][1][1] == 1.5 and found[7] == math.inf
+
+
+def test_what_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(UserError, match=r"'tracked/x/hooks/1' is a object"):
+        encode_state({"hooks": [1, object()]}, "tracked/x", {})
+
+
+def test_generators_go_on_where_they_were() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    state = RngState.from_tensors(RngState.capture(CPU).tensors())
+
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.gauss(0, 1), random.random(), np.random.normal()]
+
+    first = draw()
+    state.apply(CPU)
+    assert draw() == first
+    with generators_kept(CPU):
+        draw()
+        state.apply(CPU)
+    assert draw() != first
+
+
+def test_generator_state_has_a_constant_size() -> None:
+    random.seed(1)
+    before = {kind: t.numel() for kind, t in RngState.capture(CPU).tensors().items()}
+    random.gauss(0, 1)
+    np.random.standard_normal(3)
+    torch.rand(7)
+    assert before == {kind: t.numel() for kind, t in RngState.capture(CPU).tensors().items()}
+
+
+def test_names_are_the_models_own_and_a_tied_tensor_has_one() -> None:
+    named = NamedModel(Small())
+    assert list(named.parameters) == ["first.weight", "first.bias", "second.bias"]
+    assert named.aliases == {"second.weight": "first.weight"}
+    assert list(named.buffers) == ["mean"]
+
+
+def test_a_boundary_copy_does_not_move_with_the_model() -> None:
+    strategy, small = build("ddp")
+    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizer, 1))
+    copy = small.capture(4, Position(epoch=1))
+    small.buffers["mean"] += 1
+    strategy.optimizer.param_groups[0]["lr"] = 9.0
+    torch.rand(1)
+    assert copy.buffers["model/mean"].sum() == 0
+    assert copy.json["groups"][0]["options"]["lr"] == 1e-3
+    assert copy.json["groups"][0]["options"]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert not torch.equal(copy.rng.torch_cpu, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
+    tmp_path: Path, name: str
+) -> None:
+    strategy, small = build(name, dtype=torch.bfloat16)
+    train(strategy, torch.bfloat16)
+    step = save(tmp_path, strategy, small, name)
+    whole = ez_checkpoint.load(step)
+    masters = {n: t for n, t in whole.items() if n.endswith("/master")}
+    assert (name == "ddp") == (not masters)
+    for full, master in masters.items():
+        parameter = whole["model/" + full.split("/")[1]]
+        assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), parameter)
+        assert not torch.equal(master, parameter.float()) or not master.any()
+    for other in ("ddp", "zero1", "zero2"):
+        again, small_again = build(other, dtype=torch.bfloat16)
+        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+        share = again.share()
+        same = [n for n in whole if n.startswith("model/") and n != "model/mean"]
+        if (other == "ddp") == (name == "ddp"):
+            same += [n for n in whole if n.startswith("optimizer/")]
+        for full in same:
+            assert torch.equal(share.held[full].tensor.reshape(-1), whole[full].reshape(-1)), full
+        train(again, torch.bfloat16)
+
+
+class WholeNorm(torch.optim.SGD):
+    """Not elementwise: it scales by the norm of the whole parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= parameter.grad * parameter.detach().norm()
+
+
+@pytest.mark.parametrize(
+    ("factory", "complaint"),
+    [
+        (lambda ps: torch.optim.Adagrad(ps), "makes its state when it is built"),
+        (lambda ps: torch.optim.Adafactor(ps), "Adafactor keeps|does not treat each element"),
+        (lambda ps: WholeNorm(ps, lr=0.1), "does not treat each element by itself"),
+        (lambda ps: torch.optim.LBFGS(ps), "cannot work on flat pieces"),
+        (lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1), "not the model's"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_partitioned_is_refused(factory: Any, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        build("zero1", factory)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        lambda ps: torch.optim.AdamW(ps, fused=True),
+        lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1), foreach=False),
+    ],
+)
+@pytest.mark.parametrize(("first", "second"), [("ddp", "zero2"), ("zero1", "ddp")])
+def test_usual_optimizers_change_strategy(
+    tmp_path: Path, factory: Any, first: str, second: str
+) -> None:
+    strategy, small = build(first, factory)
+    train(strategy)
+    step = save(tmp_path, strategy, small, first)
+    again, small_again = build(second, factory)
+    saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+    train(strategy)
+    train(again)
+    a, b = strategy.share(), again.share()
+    assert set(a.specs) == set(b.specs)
+    for name in a.specs:
+        assert a.specs[name] == b.specs[name]
+        left, right = a.held[name].tensor.reshape(-1), b.held[name].tensor.reshape(-1)
+        assert torch.allclose(left, right, atol=1e-6), name
+
+
+def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
+    strategy, small = build("ddp")
+    train(strategy)
+    step = save(tmp_path, strategy, small, "ddp")
+    for name in ("ddp", "zero1"):
+        again, small_again = build(name, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+        with pytest.raises(CheckpointMismatch, match="written with another optimizer"):
+            saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+
+
+def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
+    strategy, small = build("ddp")
+    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizer, 1))
+    step = save(tmp_path, strategy, small, "ddp")
+    again, small_again = build("ddp")
+    with pytest.raises(CheckpointMismatch, match="has state for 'scheduler'"):
+        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+    small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizer, 1))
+    small_again.track("average", nn.Linear(2, 2))
+    with pytest.raises(CheckpointMismatch, match="has no state for 'average'"):
+        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
