@@ -209,22 +209,3 @@ class ControlWord:
             assert work is not None
             self._pending = (word, work)
         return agreed
-
-
-PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
-
-
-def is_peer_error(error: BaseException) -> bool:
-    """Whether this exception tells of another rank's end rather than of this one's own fault."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        text = str(link).lower()
-        if isinstance(link, RetryError) or type(link).__name__ in PEER_ERRORS:
-            return True
-        if isinstance(link, RuntimeError) and any(word in text for word in PEER_WORDS):
-            return True
-        link = link.__cause__
-    return False

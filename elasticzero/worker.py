@@ -39,19 +39,20 @@ from elasticzero.channel import (
     Save,
     Stopping,
 )
-from elasticzero.collectives import Groups, Place, connect, device_of, is_peer_error
+from elasticzero.collectives import Groups, Place, connect, device_of
 from elasticzero.errors import (
     CheckpointDamaged,
     ElasticZeroError,
     ExitCode,
     OperatorError,
     UserError,
+    is_final,
+    is_peer_error,
+    one_line,
 )
 
 SAVE_WAIT_S = 30.0
 POLL_S = 0.05
-FINAL_ERRORS = (UserError, ImportError, SyntaxError)
-"""The same script and input would fail in the same way."""
 
 T = TypeVar("T")
 
@@ -273,9 +274,9 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
     message = Failed(
         step=standing.step,
         blame=_blame(error, from_agent=from_agent),
-        message=f"{type(error).__name__}: {error}".splitlines()[0],
+        message=one_line(error),
         traceback="".join(traceback.format_exception(error)),
-        final=isinstance(error, FINAL_ERRORS),
+        final=is_final(error),
         bad_step=standing.bad_step if isinstance(error, CheckpointDamaged) else None,
     )
     link.send(message)

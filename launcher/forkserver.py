@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed, Failed
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import is_final, is_peer_error, one_line
 from elasticzero.records import decode, encode
 
 PR_SET_PDEATHSIG = 1
@@ -166,29 +166,14 @@ def _run_exit_handlers() -> None:
         atexit._run_exitfuncs()
 
 
-PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-PEER_WORDS = ("connection closed by peer", "connection reset by peer", "gloo", "nccl")
-
-
-def is_peer_error(error: BaseException) -> bool:
-    """Whether another rank's end is what this exception tells of."""
-    if type(error).__name__ in PEER_ERRORS:
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in PEER_WORDS)
-
-
 def _tell(channel_fd: int, error: BaseException) -> None:
     """Say to the agent what ended a script that `elasticzero.run` does not look after."""
-    useless_to_retry = isinstance(
-        error, (ImportError, SyntaxError, ElasticZeroError, FileNotFoundError)
-    )
     message = Failed(
         step=0,
         blame="peer" if is_peer_error(error) else "user",
-        message=f"{type(error).__name__}: {error}".splitlines()[0],
+        message=one_line(error),
         traceback="".join(traceback.format_exception(error)),
-        final=useless_to_retry,
+        final=is_final(error),
     )
     with suppress(ChannelClosed, OSError):
         Channel(socket.socket(fileno=channel_fd)).send(message)

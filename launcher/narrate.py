@@ -27,7 +27,8 @@ class Narrator:
         self._generation = 0
         self._loss: float | None = None
         self._total = 0
-        self._struck: tuple[str, float] | None = None
+        self._killed_s: float | None = None
+        self._stepped_s = 0.0
         self._shown_s = 0.0
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
@@ -86,14 +87,21 @@ class Narrator:
         self.lineage.stepped(generation, step)
         self.step = max(self.step, step)
         self._total = max(self._total, event.get("total", 0))
-        if self._struck is not None and first and generation == self._generation:
-            what, struck_s = self._struck
-            self._struck = None
-            self.say(f"  next step done {at_s - struck_s:.2f} s after {what}", at_s)
+        if first and generation > 1:
+            self._say_pause(at_s)
+        self._stepped_s = at_s
         every_s = BAR_EVERY_S if self._bar else PROGRESS_EVERY_S
         if at_s - self._shown_s >= every_s:
             self._shown_s = at_s
             self._progress(step, at_s)
+
+    def _say_pause(self, at_s: float) -> None:
+        """The first step of a new generation is done: how long the last one was ago."""
+        if self._killed_s is not None:
+            self.say(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
+            self._killed_s = None
+        else:
+            self.say(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
 
     def _progress(self, step: int, at_s: float) -> None:
         loss = f"  loss {self._loss:.4f}" if self._loss is not None else ""
@@ -115,8 +123,8 @@ class Narrator:
             "join": f"{node} comes",
         }
         self.say(f"step {self.step}: {words[what]}", at_s)
-        names = {"kill-node": "the kill", "kill-worker": "the kill", "drain": "SIGTERM"}
-        self._struck = (names.get(what, "its start"), at_s)
+        if what in ("kill-node", "kill-worker"):
+            self._killed_s = at_s
 
     def quote(self, log: Path) -> None:
         """The last error in an agent's own words."""

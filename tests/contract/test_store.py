@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from watching import DEADLINE_S, Told, has
+from tests.watching import DEADLINE_S, Told, has
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.store import MAX_OPERATIONS, Condition, LeaseLost, Store

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from watching import DEADLINE_S, Told, has
+from tests.watching import DEADLINE_S, Told, has
 
 from elasticzero.errors import OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher import embedded
