@@ -54,13 +54,15 @@ from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.workers import Gang
-from elasticzero.launcher.world import Done, Holding, World, check_invariants, to_bytes
+from elasticzero.launcher.world import Done, Holding, Report, World, check_invariants, to_bytes
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
 """The loop looks at the clock so often when nothing happens."""
 BUSY_S = 0.02
 """The same while a round is open or workers start."""
+STORAGE_LOOK_S = 0.3
+"""A look through the checkpoints serves for so long."""
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
 PRELOAD = (
@@ -113,8 +115,10 @@ class Agent:
         self._missing, self._round, self._outside = Since(), Since(), Since()
         self._joined: frozenset[tuple[str, str]] = frozenset()
         self._last_join_s = self._started_s
-        self._my_reports: dict[int, Any] = {}
+        self._my_reports: dict[int, Report] = {}
         self._bad_steps: set[int] = set()
+        self._storage_looked_s = 0.0
+        self._newest_step: int | None = None
         self._looked_for_oldest_s = 0.0
         self._oldest = False
         self._backoff_until_s = 0.0
@@ -206,7 +210,7 @@ class Agent:
             done=observer.done(),
             leaving=self._leaving,
             workers=workers,
-            holdings=self._holdings() if opened else (),
+            holdings=self._holdings(generation) if opened and not workers.running else (),
             missing_since_s=self._missing.update(missing, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
@@ -217,7 +221,7 @@ class Agent:
         )
         leads = is_leader(view)
         if leads and (world is None or opened):
-            view = replace(view, storage_step=self._storage_step(view))
+            view = replace(view, storage_step=self._storage_step(view, now_s))
         self._follow(view, index, leads, now_s)
         return view
 
@@ -270,7 +274,11 @@ class Agent:
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
 
-    def _holdings(self) -> tuple[Holding, ...]:
+    def _holdings(self, generation: int) -> tuple[Holding, ...]:
+        """What memory holds; looked at once, for the workers that could add to it are gone."""
+        said = self._my_reports.get(generation)
+        if said is not None and said.phase == "stopped":
+            return said.holdings
         return tuple(
             Holding(
                 generation=held.generation,
@@ -281,14 +289,20 @@ class Agent:
             for held in self.snapshots.held()
         )
 
-    def _storage_step(self, view: View) -> int | None:
+    def _storage_step(self, view: View, now_s: float) -> int | None:
+        """The newest good checkpoint, not older than STORAGE_LOOK_S."""
         if self.options.checkpoint_dir is None:
             return None
+        if now_s - self._storage_looked_s < STORAGE_LOOK_S:
+            return self._newest_step
+        self._storage_looked_s = now_s
         for report in view.reports.values():
             if report.failure is not None and report.failure.bad_step is not None:
                 self._bad_steps.add(report.failure.bad_step)
         directory = Path(self.options.checkpoint_dir)
-        return newest_good(directory, excluding=self._bad_steps) if directory.exists() else None
+        found = newest_good(directory, excluding=self._bad_steps) if directory.exists() else None
+        self._newest_step = found
+        return found
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
         if now_s < self._backoff_until_s:

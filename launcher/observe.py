@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from elasticzero.launcher.store import Snapshot, Store, Subscription
+from elasticzero.launcher.store import Entry, Snapshot, Store, Subscription
 from elasticzero.launcher.world import (
     Alarm,
     Control,
@@ -45,6 +45,8 @@ class Observer:
         self._lock = threading.Lock()
         self._latest: dict[str, Snapshot] = {}
         self._subscriptions: dict[str, Subscription] = {}
+        self._decoded: dict[str, tuple[int, Any]] = {}
+        """By key: the revision of an entry, and the document that stood there."""
 
     def follow(self, prefixes: Iterable[str]) -> None:
         """Follow exactly these prefixes from now on."""
@@ -53,6 +55,8 @@ class Observer:
             self._subscriptions.pop(prefix).close()
             with self._lock:
                 self._latest.pop(prefix, None)
+            for key in [key for key in self._decoded if key.startswith(prefix)]:
+                del self._decoded[key]
         for prefix in wanted - self._subscriptions.keys():
             self._subscriptions[prefix] = self._store.watch(prefix, self._take(prefix))
 
@@ -77,27 +81,54 @@ class Observer:
 
     def world(self) -> tuple[World | None, int]:
         """The world, and the revision it was written at (0: there is none)."""
-        entry = _entry(self.get(WORLD), WORLD)
-        return (world_from_bytes(entry.value), entry.mod_revision) if entry else (None, 0)
+        entry = self._entry(WORLD, WORLD)
+        if entry is None:
+            return None, 0
+        return self._document(entry, world_from_bytes), entry.mod_revision
 
     def done(self) -> Done | None:
-        return _document(self.get(DONE), DONE, Done)
+        entry = self._entry(DONE, DONE)
+        return self._document(entry, _reader(Done)) if entry is not None else None
 
     def control(self) -> Control:
-        return _document(self.get(CONTROL), CONTROL, Control) or Control()
+        entry = self._entry(CONTROL, CONTROL)
+        return self._document(entry, _reader(Control)) if entry is not None else Control()
 
     def alarm(self, generation: int) -> Alarm | None:
-        return _document(self.get(ALARM), f"{ALARM}{generation}", Alarm)
+        entry = self._entry(ALARM, f"{ALARM}{generation}")
+        return self._document(entry, _reader(Alarm)) if entry is not None else None
 
     def reports(self, generation: int) -> dict[str, Report]:
         """By node."""
         prefix = reports_of(generation)
-        return _documents(self.get(prefix), prefix, Report)
+        snapshot = self.get(prefix)
+        entries = snapshot.entries if snapshot is not None else {}
+        return {
+            key.removeprefix(prefix): self._document(entry, _reader(Report))
+            for key, entry in entries.items()
+        }
 
     def members(self) -> dict[str, Member] | None:
         """By node, the oldest registration first; None while they are not followed."""
         snapshot = self.get(MEMBERS)
-        return None if snapshot is None else members_of(snapshot)
+        if snapshot is None:
+            return None
+        entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
+        found = (self._document(entry, _reader(Member)) for entry in entries)
+        return {member.node: member for member in found}
+
+    def _entry(self, prefix: str, key: str) -> Entry | None:
+        snapshot = self.get(prefix)
+        return snapshot.entries.get(key) if snapshot is not None else None
+
+    def _document(self, entry: Entry, read: Callable[[bytes], T]) -> T:
+        """What stands in an entry, read once for each revision."""
+        revision, document = self._decoded.get(entry.key, (0, None))
+        if revision != entry.mod_revision:
+            document = read(entry.value)
+            self._decoded[entry.key] = (entry.mod_revision, document)
+        found: T = document
+        return found
 
     def close(self) -> None:
         for subscription in self._subscriptions.values():
@@ -117,21 +148,8 @@ def members_of(snapshot: Snapshot) -> dict[str, Member]:
     return {member.node: member for member in members}
 
 
-def _entry(snapshot: Snapshot | None, key: str) -> Any:
-    return snapshot.entries.get(key) if snapshot is not None else None
-
-
-def _document(snapshot: Snapshot | None, key: str, kind: type[T]) -> T | None:
-    entry = _entry(snapshot, key)
-    return decode(kind, json.loads(entry.value), key) if entry is not None else None
-
-
-def _documents(snapshot: Snapshot | None, prefix: str, kind: type[T]) -> dict[str, T]:
-    entries: Mapping[str, Any] = snapshot.entries if snapshot is not None else {}
-    return {
-        key.removeprefix(prefix): decode(kind, json.loads(entry.value), key)
-        for key, entry in entries.items()
-    }
+def _reader(kind: type[T]) -> Callable[[bytes], T]:
+    return lambda data: decode(kind, json.loads(data))
 
 
 class Since:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.watching import DEADLINE_S, Told, has
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.store import MAX_OPERATIONS, Condition, LeaseLost, Store
+from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[[], Store]
 

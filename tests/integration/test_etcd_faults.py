@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.watching import DEADLINE_S, Told, has
 
 from elasticzero.errors import OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher import embedded
@@ -23,6 +22,7 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore, Timeouts
 from elasticzero.launcher.etcd_rpc import rpc
 from elasticzero.launcher.store import Condition, LeaseLost, job_prefix
+from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[..., EtcdStore]
 SHORT = Timeouts(request_s=0.6)

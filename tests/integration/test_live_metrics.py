@@ -30,7 +30,9 @@ def test_a_running_job_tells_its_state(
     words += [str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
         told.wait_for_step(12)
-        port = told.of("serving")[0]["port"]
+        first = told.wait("rank 0", lambda: [n for n, e in told.told if e["event"] == "checkpoint"])
+        serving = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
+        port = serving[first[0]]
         text = get(port, "/metrics")
         checked = subprocess.run(
             [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
