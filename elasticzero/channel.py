@@ -72,6 +72,8 @@ class Assignment:
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
+    bad_steps: tuple[int, ...] = ()
+    """Checkpoints found damaged: a save of such a step replaces what stands there."""
     connect_timeout_s: float = 30.0
     collective_timeout_s: float = 600.0
 
