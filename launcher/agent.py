@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +23,8 @@ from elasticzero.channel import Assignment, ChannelClosed
 from elasticzero.checkpoint.commit import newest_good
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
-from elasticzero.launcher.decide import (
+from elasticzero.launcher.actions import (
+    Action,
     Ask,
     Decision,
     KillWorkers,
@@ -33,11 +35,11 @@ from elasticzero.launcher.decide import (
     StopWorkers,
     WriteDone,
     WriteWorld,
-    decide,
-    is_leader,
 )
+from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import (
     ALARM,
@@ -54,7 +56,15 @@ from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.workers import Gang
-from elasticzero.launcher.world import Done, Holding, Report, World, check_invariants, to_bytes
+from elasticzero.launcher.world import (
+    Done,
+    Holding,
+    Member,
+    Report,
+    World,
+    check_invariants,
+    to_bytes,
+)
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
@@ -63,6 +73,10 @@ BUSY_S = 0.02
 """The same while a round is open or workers start."""
 STORAGE_LOOK_S = 0.3
 """A look through the checkpoints serves for so long."""
+LONG_ROUND_S = 5.0
+"""A round that waits for nodes need not be looked at every BUSY_S."""
+LOOK_STAGGER_S = 0.01
+"""In a round that the first members do not end, the others look one after another."""
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
 PRELOAD = (
@@ -110,6 +124,7 @@ class Agent:
         self.telling = Telling(options, self._events, metrics)
         self._server = ForkServer(PRELOAD)
         self._gang: Gang | None = None
+        self._owns_memory = False
         self._started_s = time.monotonic()
         self._leaving = False
         self._missing, self._round, self._outside = Since(), Since(), Since()
@@ -142,6 +157,7 @@ class Agent:
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
         self.snapshots.clear()  # what a predecessor that was killed left behind
+        self._owns_memory = True
         try:
             while self.exit_code is None:
                 now_s = time.monotonic()
@@ -159,8 +175,11 @@ class Agent:
 
     def _sleep(self, view: View, decision: Decision) -> None:
         training = view.workers.restored and view.round_s is None and not decision.actions
-        timeout_s = REST_S if training or view.world is None else BUSY_S
-        channels = [w.channel for w in self._gang.workers if w.running] if self._gang else []
+        long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
+        idle = training or view.world is None or view.outside_s is not None or long_round
+        timeout_s = REST_S if idle and not decision.actions else BUSY_S
+        gang = self._gang
+        channels = [w.channel for w in gang.workers if w.running and not w.deaf] if gang else []
         sources: list[Any] = [self._wake_read, self._server, *channels]
         readable = select.select(sources, [], [], timeout_s)[0]
         if self._wake_read in readable:
@@ -168,14 +187,13 @@ class Agent:
                 os.read(self._wake_read, 4096)
 
     def _observe(self, now_s: float) -> View:
-        if not self._leaving:
-            world, revision = self._observer.world()
-            named = world is None or world.names(self._membership.me)
+        world, revision = self._observer.world()
+        named = world is None or world.names(self._membership.me)
+        if named or not self._leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
         self._hear(now_s)
         observer = self._observer
         me = self._membership.me
-        world, _ = observer.world()
         index = world.find(me.node, me.incarnation) if world is not None else None
         generation = world.generation if world is not None else 0
         workers = self._gang.view(now_s) if self._gang is not None else Workers()
@@ -186,7 +204,7 @@ class Agent:
         members = observer.members()
         self._note_joins(members, now_s)
         missing = (
-            [m.node for m in world.members if m.node not in members]
+            [m.node for m in world.members if not _is_registered(m, members)]
             if world is not None and members is not None
             else []
         )
@@ -219,8 +237,8 @@ class Agent:
             ),
             token=secrets.token_hex(8),
         )
-        leads = is_leader(view)
-        if leads and (world is None or opened):
+        leads = is_leader(view) or (outside and self._oldest)
+        if leads and (world is None or opened or outside):
             view = replace(view, storage_step=self._storage_step(view, now_s))
         self._follow(view, index, leads, now_s)
         return view
@@ -233,17 +251,21 @@ class Agent:
             self.telling.waiting(lambda: members_of(self._store.read(MEMBERS)))
 
     def _hear(self, now_s: float) -> None:
-        gang = self._gang
-        if gang is None:
-            return
         try:
-            heard = gang.hear(now_s)
-        except ChannelClosed:
-            heard = gang.lost_server()
-            self._server.close()
-            self._server = ForkServer(PRELOAD)
-        self.telling.heard(gang, heard, now_s)
-        gang.end_the_deaf(now_s)
+            ended = self._server.ended()
+        except (ChannelClosed, OSError):
+            ended = []
+            self._replace_server()
+        if self._gang is not None:
+            self.telling.heard(self._gang, self._gang.hear(now_s, ended), now_s)
+            self._gang.end_the_deaf(now_s)
+
+    def _replace_server(self) -> None:
+        """The fork server died, and its workers with it."""
+        if self._gang is not None:
+            self._gang.lost("the fork server of this node died")
+        self._server.close()
+        self._server = ForkServer(PRELOAD)
 
     def _note_joins(self, members: Mapping[str, Any] | None, now_s: float) -> None:
         known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
@@ -256,23 +278,31 @@ class Agent:
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
         if world is None:
-            if now_s - self._looked_for_oldest_s >= 1.0 and not self._oldest:
-                self._looked_for_oldest_s = now_s
-                with suppress(StoreUnavailable):
-                    oldest = self._store.read(MEMBERS, limit=1).entries
-                    self._oldest = f"{MEMBERS}{view.me.node}" in oldest
+            self._look_for_oldest(view.me.node, now_s)
             if self._oldest:
                 prefixes.add(MEMBERS)
         else:
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
-            late = in_round_s > self.options.limits.alive_s
+            alive_s = self.options.limits.alive_s
+            late = index is not None and in_round_s > 4 * alive_s + LOOK_STAGGER_S * index
+            if index is None and not view.leaving:
+                self._look_for_oldest(view.me.node, now_s)
+                if self._oldest:
+                    prefixes.add(MEMBERS)
             if stands_by or late:
                 prefixes.add(MEMBERS)
             leaver = index is None and view.leaving
             if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
+
+    def _look_for_oldest(self, node: str, now_s: float) -> None:
+        """See once a second whether this node's registration is the oldest."""
+        if now_s - self._looked_for_oldest_s >= 1.0:
+            self._looked_for_oldest_s = now_s
+            with suppress(StoreUnavailable):
+                self._oldest = f"{MEMBERS}{node}" in self._store.read(MEMBERS, limit=1).entries
 
     def _holdings(self, generation: int) -> tuple[Holding, ...]:
         """What memory holds; looked at once, for the workers that could add to it are gone."""
@@ -293,12 +323,12 @@ class Agent:
         """The newest good checkpoint, not older than STORAGE_LOOK_S."""
         if self.options.checkpoint_dir is None:
             return None
-        if now_s - self._storage_looked_s < STORAGE_LOOK_S:
+        failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
+        bad = {f.bad_step for f in failures if f.bad_step is not None}
+        if bad <= self._bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
             return self._newest_step
         self._storage_looked_s = now_s
-        for report in view.reports.values():
-            if report.failure is not None and report.failure.bad_step is not None:
-                self._bad_steps.add(report.failure.bad_step)
+        self._bad_steps |= bad
         directory = Path(self.options.checkpoint_dir)
         found = newest_good(directory, excluding=self._bad_steps) if directory.exists() else None
         self._newest_step = found
@@ -309,12 +339,12 @@ class Agent:
             return
         try:
             for action in decision.actions:
-                self._do(view, action, now_s)
+                self._do(view, decision, action, now_s)
         except StoreUnavailable as error:
             self.telling.store_trouble(error)
             self._backoff_until_s = time.monotonic() + BUSY_S * 10
 
-    def _do(self, view: View, action: Any, now_s: float) -> None:
+    def _do(self, view: View, decision: Decision, action: Action, now_s: float) -> None:
         match action:
             case Start(world, index):
                 self._start(world, index, now_s)
@@ -322,8 +352,8 @@ class Agent:
                 self._gang.ask(flags)
             case StopWorkers(reason) if self._gang is not None:
                 self._gang.stop(reason, now_s)
-            case KillWorkers() if self._gang is not None:
-                self._gang.kill()
+            case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
+                self._gang.kill(spare_saving=spare_saving)
             case RaiseAlarm(alarm):
                 assert view.world is not None
                 key = f"{ALARM}{view.world.generation}"
@@ -342,6 +372,7 @@ class Agent:
             case WriteDone(done):
                 self._write_done(view, done)
             case Leave(code):
+                self.telling.leaves(decision.reason)
                 self.exit_code = code
             case _:
                 pass
@@ -407,16 +438,19 @@ class Agent:
                 snapshot_root=str(options.snapshot_dir),
                 checkpoint_dir=options.checkpoint_dir,
                 checkpoint_every=options.checkpoint_every,
+                bad_steps=tuple(sorted(self._bad_steps)),
                 connect_timeout_s=connect_s,
             )
             for local_rank in range(member.nproc)
         ]
-        gang = Gang(self._server, world.generation, started_s=now_s)
+        gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
         self._gang = gang
         self.telling.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
             gang.start(assignments, options.launch, options.log_dir, store)
+        except (ChannelClosed, OSError):
+            self._replace_server()
         finally:
             if store is not None:
                 store.close()
@@ -431,7 +465,7 @@ class Agent:
         deadline_s = time.monotonic() + 2.0
         while gang.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
-            gang.hear(time.monotonic())
+            self._hear(time.monotonic())
         self.telling.retired(gang)
         self._gang = None
 
@@ -446,10 +480,17 @@ class Agent:
 
     def close(self) -> None:
         """Stop the workers, give the name back, free the shared memory."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_gang()
         self._server.close()
-        self._observer.close()
         self._membership.close()
         self.telling.close(self.exit_code)
-        shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)
+        if self._owns_memory:
+            shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)
+
+
+def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:
+    """Whether this very registration stands: a new one of the same name is another node."""
+    found = members.get(member.node)
+    return found is not None and found.incarnation == member.incarnation

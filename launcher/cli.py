@@ -7,6 +7,7 @@ given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import os
 import re
 import signal
@@ -162,6 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     from elasticzero.checkpoint.cli import add_commands
 
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
+    parser.add_argument("--version", action="version", version=f"elasticzero {_version()}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
@@ -181,11 +183,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="kill-node, kill-worker, drain or join, when the job reaches STEP; "
         "kill-node:NODE@STEP names the node",
     )
-    add_run_options(local, omit=("--node-name", "--host", "--http-host", "--standalone"))
+    omit = ("--nnodes", "--node-name", "--host", "--http-host", "--http-port", "--standalone")
+    add_run_options(local, omit=omit)
+    local.add_argument("--nnodes", help="fewest and most nodes (default: 1:N)", metavar="MIN:MAX")
     status = commands.add_parser("status", help="what a job is doing")
     for flags, required in ((("--job", "--rdzv-id"), True), (("--etcd", "--rdzv-endpoint"), True)):
         variable = os.environ.get(f"ELASTICZERO_{flags[0][2:].upper()}")
-        status.add_argument(*flags, required=required and variable is None, default=variable)
+        status.add_argument(
+            *flags,
+            required=required and variable is None,
+            default=variable,
+            help="name of the training run"
+            if flags[0] == "--job"
+            else "etcd endpoints, HOST:PORT,…",
+        )
     status.add_argument("--json", action="store_true", help="for scripts")
     checkpoint = commands.add_parser(
         "checkpoint", help="look at checkpoints and change their shape"
@@ -194,6 +205,26 @@ def build_parser() -> argparse.ArgumentParser:
         checkpoint.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser)
     )
     return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options; a word that a command does not know is that command's error."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = " ".join(words[:1])
+        parser.prog = f"elasticzero {known}"
+        parser.error(f"unknown option {unknown[0]}")
+    return args
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("elasticzero")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
@@ -227,6 +258,10 @@ def parse_nproc(text: str) -> int:
 def check_script(script: str, is_module: bool) -> str:
     """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
     if is_module:
+        top = script.partition(".")[0]
+        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if found is None and top not in sys.builtin_module_names:
+            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
         return script
     path = Path(script).absolute()
     if not path.is_file():
@@ -268,11 +303,13 @@ def _run(args: argparse.Namespace) -> int:
     nproc = parse_nproc(args.nproc_per_node)
     if args.checkpoint_every < 0:
         raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
     if args.lease_ttl < 2:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     directory = args.checkpoint_dir
     if directory is not None:
-        path = local_path(directory)
+        path = local_path(directory).absolute()
         check_writable(path)
         directory = str(path)
     log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
@@ -325,7 +362,7 @@ def _status(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
+    args = parse(words)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     try:
         if args.command == "run":

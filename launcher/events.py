@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> None:
         """`time` is this machine's wall clock in seconds, to be compared on one machine only."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
-        os.write(self._fd, line.encode() + b"\n")
+        with suppress(OSError):  # a full disk must not end a training that does not need the log
+            os.write(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
         os.close(self._fd)

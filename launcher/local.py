@@ -121,9 +121,9 @@ class Cluster:
         node.process.wait()
 
     def workers_of(self, node: Node) -> list[int]:
-        """Process ids of a node's workers: the children of its fork server."""
-        servers = children_of(node.process.pid)
-        return [pid for server in servers for pid in children_of(server)]
+        """Process ids of a node's living workers: the children of its fork server."""
+        servers = children_of(node.process.pid) if node.running else []
+        return [pid for server in servers for pid in children_of(server) if is_alive(pid)]
 
     def kill_worker(self, node: Node) -> int:
         """SIGKILL to the node's last worker; its process id."""
@@ -186,7 +186,7 @@ def is_alive(pid: int) -> bool:
 
 def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
     """The options that every agent of the cluster gets."""
-    nnodes = args.nnodes if args.nnodes != "1:1" else f"1:{most}"
+    nnodes = args.nnodes or f"1:{most}"
     words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
     for name in (
         "nproc_per_node",
@@ -214,14 +214,16 @@ def cluster_environment(nodes: int) -> dict[str, str]:
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 
-def strike(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float]:
-    """Do what the fault says; the node it struck, and when (wall clock)."""
+def strike(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
+    """Do what the fault says; the node it struck, and when (wall clock). None: there is nobody to
+    strike at this moment."""
     if fault.what == "join":
         return cluster.start_node().name, time.time()
-    name = fault.node or training[-1]
-    if name not in cluster.nodes or not cluster.nodes[name].running:
-        raise UserError(f"--fault {fault.what}: there is no running node {name}")
-    node = cluster.nodes[name]
+    living = [cluster.nodes[n] for n in training if cluster.workers_of(cluster.nodes[n])]
+    chosen = [node for node in living if fault.node in (None, node.name)]
+    if not chosen:
+        return None
+    node = chosen[-1]
     struck_s = time.time()
     if fault.what == "kill-node":
         cluster.kill_node(node)
@@ -229,7 +231,7 @@ def strike(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str
         cluster.kill_worker(node)
     else:
         cluster.drain(node)
-    return name, struck_s
+    return node.name, struck_s
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -237,6 +239,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: at least 1 is wanted")
     faults = sorted((parse_fault(text) for text in args.fault), key=lambda fault: fault.step)
+    names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
+    for fault in faults:
+        if fault.node is not None and fault.node not in names:
+            raise UserError(f"--fault {fault.what}:{fault.node}: the nodes are node-0, node-1, …")
     job = args.job or f"local-{uuid.uuid4().hex[:6]}"
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
     with ExitStack() as stack:
@@ -266,9 +272,10 @@ def _watch(cluster: Cluster, faults: list[Fault], narrator: Narrator) -> ExitCod
         for node, event in cluster.events():
             narrator.take(node, event)
         while faults and narrator.step >= faults[0].step:
-            fault = faults.pop(0)
-            node, struck_s = strike(cluster, fault, narrator.training)
-            narrator.struck(fault.what, node, struck_s)
+            struck = strike(cluster, faults[0], narrator.training)
+            if struck is None:
+                break
+            narrator.struck(faults.pop(0).what, *struck)
         if not alive:
             return _outcome(cluster, narrator)
         time.sleep(LOOK_EVERY_S)

@@ -102,7 +102,7 @@ class Membership:
             if left_out and self._store.read(self.key).entries:
                 self._seen_revision = world_revision
                 return
-            if not named:
+            if not named and self.me.incarnation == self._registered.incarnation:
                 self.me = replace(self.me, incarnation=new_incarnation())
             if self._register():
                 self._seen_revision = world_revision

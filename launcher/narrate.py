@@ -15,6 +15,11 @@ BAR_EVERY_S = 0.1
 BAR_CELLS = 30
 
 
+def counted(count: int, thing: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
 class Narrator:
     """Prints what happens as it happens: lines, and a bar where there is a terminal."""
 
@@ -33,7 +38,8 @@ class Narrator:
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(
-            f"{nodes} nodes are starting on this machine; etcd at {endpoint}; logs in {log_dir}"
+            f"{counted(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
+            f"logs in {log_dir}"
         )
 
     def say(self, text: str, at_s: float | None = None) -> None:
@@ -75,7 +81,7 @@ class Narrator:
         lost = self.lineage.lost(self._generation)
         again = f", {lost} steps are computed again" if lost else ""
         self.say(
-            f"generation {self._generation}: {event['world_size']} ranks on "
+            f"generation {self._generation}: {counted(event['world_size'], 'rank')} on "
             f"{', '.join(self.training)} ({event['reason']}); step {event['resume_step']} "
             f"{place[event['tier']]}{again}",
             at_s,
@@ -134,11 +140,9 @@ class Narrator:
             print("\n".join(lines[starts[-1] :]), file=sys.stderr, flush=True)
 
     def close(self, code: ExitCode) -> None:
-        generations = len(self.lineage.resume_steps)
+        generations = counted(len(self.lineage.resume_steps), "generation")
+        again = counted(self.lineage.recomputed, "step")
         if code == ExitCode.DONE:
-            self.say(
-                f"done: {self.step} steps, {generations} generations, "
-                f"{self.lineage.recomputed} steps recomputed"
-            )
+            self.say(f"done: {counted(self.step, 'step')}, {generations}, {again} recomputed")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

@@ -98,14 +98,15 @@ class Observer:
         entry = self._entry(ALARM, f"{ALARM}{generation}")
         return self._document(entry, _reader(Alarm)) if entry is not None else None
 
-    def reports(self, generation: int) -> dict[str, Report]:
-        """By node."""
+    def reports(self, generation: int) -> dict[str, Report] | None:
+        """By node; None while they are not followed."""
         prefix = reports_of(generation)
         snapshot = self.get(prefix)
-        entries = snapshot.entries if snapshot is not None else {}
+        if snapshot is None:
+            return None
         return {
             key.removeprefix(prefix): self._document(entry, _reader(Report))
-            for key, entry in entries.items()
+            for key, entry in snapshot.entries.items()
         }
 
     def members(self) -> dict[str, Member] | None:
@@ -129,11 +130,6 @@ class Observer:
             self._decoded[entry.key] = (entry.mod_revision, document)
         found: T = document
         return found
-
-    def close(self) -> None:
-        for subscription in self._subscriptions.values():
-            subscription.close()
-        self._subscriptions.clear()
 
 
 def reports_of(generation: int) -> str:

@@ -54,6 +54,7 @@ def run_agent(
 ) -> ExitCode:
     """Run this node's agent until the job is done or the node has left."""
     metrics = Metrics()
+    signal.signal(signal.SIGTERM, _leave_early)
     with ExitStack() as stack:
         if not endpoints:
             etcd = stack.enter_context(EmbeddedEtcd())
@@ -90,7 +91,7 @@ def run_agent(
         signal.signal(signal.SIGTERM, lambda *_: agent.leave())
         try:
             agent.prepare()
-            membership.join(lambda text: say(options.node, text))
+            _join(membership, options)
         except BaseException:
             agent.close()
             raise
@@ -110,6 +111,23 @@ class _Snapshots:
         if agent is None:
             raise FileNotFoundError(name)
         return agent.snapshots.open_file(generation, step, name)
+
+
+def _join(membership: Membership, options: AgentOptions) -> None:
+    """Register, for as long as the store may take to answer."""
+    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    while True:
+        try:
+            membership.join(lambda text: say(options.node, text))
+            return
+        except StoreUnavailable:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(TRY_AGAIN_S)
+
+
+def _leave_early(*_: object) -> None:
+    raise SystemExit(int(ExitCode.LEFT))
 
 
 def _wait_for_store(

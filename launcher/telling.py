@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticzero.channel import (
@@ -18,7 +19,7 @@ from elasticzero.channel import (
     Stopping,
 )
 from elasticzero.errors import ElasticZeroError, ExitCode
-from elasticzero.launcher.decide import Decision, WriteWorld
+from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.view import View, Workers
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
@@ -34,8 +35,15 @@ NAMES_SHOWN = 8
 
 
 def say(node: str, text: str) -> None:
-    """A line for whoever watches the terminal."""
-    print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
+    """A line for whoever watches the terminal; if nobody can read it, none."""
+    with suppress(OSError):
+        print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
+
+
+def _repeat(text: str) -> None:
+    with suppress(OSError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 class Telling:
@@ -45,7 +53,7 @@ class Telling:
         self._options = options
         self._events = events
         self._metrics = metrics
-        self._tail = LogTail(sys.stdout.write)
+        self._tail = LogTail(_repeat)
         self._reason = ""
         self._world: World | None = None
         self._round_seen_s: float | None = None
@@ -183,6 +191,7 @@ class Telling:
                         self._metrics.checkpoint_step.set(message.step)
                         self._metrics.checkpoint_timestamp.set_to_current_time()
                         self._last["checkpoint_step"] = message.step
+                        self._say_checkpoint(message)
                         self.note("checkpoint", **_plain(message))
                 case Stopping() | Held():
                     self.note(
@@ -196,6 +205,12 @@ class Telling:
                     self._metrics.workers_running.set(running)
         self._tee(gang, last=False)
 
+    def _say_checkpoint(self, message: CheckpointWritten) -> None:
+        say(
+            self._options.node,
+            f"checkpoint of step {message.step} written in {message.seconds:.2f} s",
+        )
+
     def _recovery(self, phase: str, seconds: float) -> None:
         self._metrics.recovery_seconds.labels(phase).observe(seconds)
 
@@ -204,18 +219,22 @@ class Telling:
             return
         for worker in gang.workers:
             if self._options.tee == "all" or worker.local_rank == 0:
-                self._tail.follow(worker.rank, worker.log, last=last)
+                self._tail.follow(worker, last=last)
 
     def retired(self, gang: Gang) -> None:
         """The last of a gang's output."""
         self._tee(gang, last=True)
+
+    def leaves(self, reason: str) -> None:
+        """The agent ends for this reason."""
+        say(self._options.node, reason)
 
     def store_trouble(self, error: ElasticZeroError) -> None:
         now_s = time.monotonic()
         self.note("store_trouble", message=str(error))
         if now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S:
             self._said_trouble_s = now_s
-            say(self._options.node, f"{error}; training goes on without it")
+            say(self._options.node, str(error))
 
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:
         """Plain values for `/status`."""
@@ -238,13 +257,17 @@ class Telling:
         }
 
     def close(self, code: ExitCode | None) -> None:
+        """The last words: if the job failed, the error that brought it about, once."""
         self.note("exit", code=code)
-        if self._done is not None and self._done.outcome == "failed":
-            print(f"error: {self._done.reason}", file=sys.stderr, flush=True)
-            failure = self._done.failure
+        done = self._done
+        if done is not None and done.outcome == "failed":
+            lines = [f"error: {done.reason}"]
+            failure = done.failure
             if failure is not None and failure.traceback and not failure.final:
-                print(failure.traceback, file=sys.stderr, flush=True)
-            print(f"logs: {self._options.log_dir.parent}", file=sys.stderr, flush=True)
+                lines.append(failure.traceback.rstrip())
+            lines.append(f"logs: {self._options.log_dir.parent}")
+            with suppress(OSError):
+                print("\n".join(lines), file=sys.stderr, flush=True)
         self._events.close()
 
 

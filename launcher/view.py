@@ -28,9 +28,11 @@ class Limits:
     alive_s: float = 0.5
     """Who has not answered an alarm by then is presumed gone."""
     stop_s: float = 15.0
-    """A worker that has not stopped by then is killed."""
+    """A worker that has not left its loop by then is killed."""
+    save_s: float = 120.0
+    """A worker that has not written its snapshot by then is killed."""
     lease_ttl_s: float = 5.0
-    handover_s: float = 20.0
+    handover_s: float = 60.0
     """A leaving node serves its snapshots at most so long."""
 
 
@@ -44,6 +46,11 @@ class Workers:
     attached: bool = False
     """All called `elasticzero.run`: they can be asked to stop at a boundary."""
     restored: bool = False
+    """All said that their state is in place."""
+    plain: bool = False
+    """None called `elasticzero.run` for so long that the script is taken for a plain one."""
+    saving: int = 0
+    """Processes alive that are out of the loop, and may be writing their snapshot."""
     finished: bool = False
     """All ended well, the training function done."""
     at_boundary: bool = False
@@ -87,7 +94,8 @@ class View:
     alarm: Alarm | None = None
     round_s: float | None = None
     """When this agent first saw that the round of this generation is open."""
-    reports: Mapping[str, Report] = field(default_factory=dict)
+    reports: Mapping[str, Report] | None = None
+    """Of this generation, by node; None: this agent does not watch them now."""
     my_report: Report | None = None
     """The one already put for this generation."""
     done: Done | None = None

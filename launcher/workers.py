@@ -34,6 +34,7 @@ from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure
 
 MAX_TRACEBACK = 4000
+TAIL_BYTES = 1 << 20
 PLAIN_AFTER_S = 5.0
 """A worker that has not called `elasticzero.run` by then is taken for a plain script."""
 UNASKED_GRACE_S = 2.0
@@ -49,6 +50,10 @@ class Worker:
     pid: int
     channel: Channel
     log: Path
+    log_start: int
+    """Size of the log when this worker began."""
+    deaf: bool = False
+    """Its end of the channel is closed, though the process may still run."""
     attached: bool = False
     restored: bool = False
     finished: bool = False
@@ -78,6 +83,7 @@ class Gang:
     server: ForkServer
     generation: int
     workers: list[Worker] = field(default_factory=list)
+    first_rank: int = 0
     started_s: float = 0.0
     failure: Failure | None = None
     _view: Workers = field(default_factory=Workers)
@@ -97,6 +103,7 @@ class Gang:
             log = log_dir / f"{assignment.local_rank}.log"
             mine, theirs = socket.socketpair()
             log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            log_start = os.fstat(log_fd).st_size
             fds = [log_fd, theirs.fileno()]
             if store is not None and assignment.rank == 0:
                 fds.append(store.fileno())
@@ -110,7 +117,7 @@ class Gang:
             store_fd = numbers[2] if len(numbers) > 2 else None
             with suppress(ChannelClosed):
                 channel.send(replace(assignment, store_fd=store_fd))
-            worker = Worker(assignment.rank, assignment.local_rank, pid, channel, log)
+            worker = Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
             self.workers.append(worker)
         self._view = Workers(generation=self.generation, running=len(self.workers))
 
@@ -124,7 +131,9 @@ class Gang:
             self._view,
             running=running,
             attached=all(worker.attached for worker in workers),
-            restored=all(w.restored or (plain and not w.attached) for w in workers),
+            restored=all(worker.restored for worker in workers),
+            plain=plain and not any(worker.attached for worker in workers),
+            saving=sum(w.running and w.stopping is not None for w in workers),
             finished=running == 0 and all(worker.finished for worker in workers),
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
@@ -144,11 +153,12 @@ class Gang:
             if worker.running and not worker.attached:
                 _signal(worker, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """SIGKILL, to each worker's whole process group."""
-        self._view = replace(self._view, killed=True)
+    def kill(self, *, spare_saving: bool = False) -> None:
+        """SIGKILL, to each worker's whole process group; perhaps not to those that write their
+        snapshot."""
+        self._view = replace(self._view, killed=not spare_saving)
         for worker in self.workers:
-            if worker.running:
+            if worker.running and not (spare_saving and worker.stopping):
                 _signal(worker, signal.SIGKILL)
 
     def end_the_deaf(self, now_s: float) -> None:
@@ -159,14 +169,14 @@ class Gang:
                 if worker.running and not worker.attached:
                     _signal(worker, signal.SIGKILL)
 
-    def hear(self, now_s: float) -> list[Heard]:
+    def hear(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
         """Everything the workers said, and which of them ended, since the last call; does not
         wait."""
         heard: list[Heard] = []
         for worker in self.workers:
             heard += [(worker, message) for message in _receive(worker)]
         by_pid = {worker.pid: worker for worker in self.workers}
-        for pid, code in self.server.ended():
+        for pid, code in ended:
             if pid in by_pid:
                 worker = by_pid[pid]
                 heard += [(worker, message) for message in _receive(worker)]
@@ -175,12 +185,12 @@ class Gang:
             self._take(worker, message, now_s)
         return heard
 
-    def lost_server(self) -> list[Heard]:
+    def lost(self, message: str) -> None:
         """The fork server died, and with it every worker."""
-        heard: list[Heard] = [(worker, Ended(-9)) for worker in self.workers if worker.running]
-        for worker, message in heard:
-            self._take(worker, message, 0.0)
-        return heard
+        for worker in self.workers:
+            if worker.running:
+                self._take(worker, Ended(-signal.SIGKILL), 0.0)
+        self._fail(Failure(rank=self.first_rank, blame="environment", message=message))
 
     def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
         match message:
@@ -209,6 +219,8 @@ class Gang:
             case Ended():
                 worker.exit_code = message.exit_code
                 worker.channel.close()
+                if message.exit_code != 0:
+                    _signal(worker, signal.SIGKILL)  # what it started must not outlive it
                 self._judge_exit(worker)
             case _:
                 pass
@@ -217,7 +229,7 @@ class Gang:
         """An exit that no message explains is a failure of its own; a plain script says nothing at
         all."""
         code = worker.exit_code or 0
-        if worker.failed or worker.stopping or worker.finished:
+        if worker.failed or worker.stopping:
             return
         if code == 0:
             worker.finished = True
@@ -225,7 +237,7 @@ class Gang:
         if self._view.aborted_s is not None:
             return
         if code < 0:
-            name = signal.Signals(-code).name
+            name = _signal_name(-code)
             self._fail(Failure(rank=worker.rank, blame="killed", message=f"killed by {name}"))
         else:
             text = f"exited with status {code}"
@@ -263,10 +275,20 @@ class Gang:
 
 
 def _receive(worker: Worker) -> list[Message]:
-    try:
-        return worker.channel.drain() if worker.running else []
-    except ChannelClosed:
+    if not worker.running or worker.deaf:
         return []
+    try:
+        return worker.channel.drain()
+    except ChannelClosed:
+        worker.deaf = True
+        return []
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _signal(worker: Worker, number: signal.Signals) -> None:
@@ -307,17 +329,18 @@ class LogTail:
     write: Callable[[str], object]
     _offsets: dict[Path, int] = field(default_factory=dict)
 
-    def follow(self, rank: int, log: Path, *, last: bool = False) -> None:
-        """Write what was added to `log` since the last call, each line with its `[rank]`; last:
-        also a last line without an end."""
-        offset = self._offsets.setdefault(log, 0)
+    def follow(self, worker: Worker, *, last: bool = False) -> None:
+        """Write what was added to a worker's log since the last call, each line with its `[rank]`;
+        last: also a last line without an end."""
+        offset = self._offsets.setdefault(worker.log, worker.log_start)
         try:
-            with log.open("rb") as file:
+            with worker.log.open("rb") as file:
                 file.seek(offset)
-                data = file.read(1 << 20)
+                data = file.read(TAIL_BYTES)
         except FileNotFoundError:
             return
-        end = len(data) if last else data.rfind(b"\n") + 1
-        self._offsets[log] = offset + end
+        whole = last or len(data) == TAIL_BYTES
+        end = len(data) if whole else data.rfind(b"\n") + 1
+        self._offsets[worker.log] = offset + end
         for line in data[:end].decode(errors="replace").splitlines():
-            self.write(f"[{rank}] {line}\n")
+            self.write(f"[{worker.rank}] {line}\n")

@@ -15,7 +15,7 @@ import pytest
 from elasticzero.channel import Assignment, Failed, Resume
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.local import is_alive
-from elasticzero.launcher.workers import Ended, Gang, Heard, worker_environment
+from elasticzero.launcher.workers import Gang, Heard, worker_environment
 
 PATIENCE_S = 30.0
 
@@ -72,7 +72,7 @@ class Play:
         while not so():
             assert time.monotonic() < deadline_s, self.heard
             now_s = time.monotonic()
-            self.heard += self.gang.hear(now_s)
+            self.heard += self.gang.hear(now_s, self.gang.server.ended())
             self.gang.end_the_deaf(now_s)
             time.sleep(0.01)
 
@@ -177,9 +177,11 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_alive(pid)
-    heard = play.gang.lost_server()
-    assert [message for _, message in heard] == [Ended(-9)]
-    assert play.gang.view(time.monotonic()).failed
+    play.gang.lost("the fork server died")
+    assert play.gang.workers[0].exit_code == -9
+    failure = play.gang.view(time.monotonic()).failure
+    assert failure is not None
+    assert failure.message == "the fork server died"
 
 
 def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:

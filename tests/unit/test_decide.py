@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, Resume, Source
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.decide import (
+from elasticzero.launcher.actions import (
     Ask,
     KillWorkers,
     Leave,
@@ -18,9 +18,9 @@ from elasticzero.launcher.decide import (
     StopWorkers,
     WriteDone,
     WriteWorld,
-    decide,
-    is_leader,
 )
+from elasticzero.launcher.decide import decide
+from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
 
@@ -86,6 +86,17 @@ ENDED = replace(
     reports={"a": MY_STOPPED, "b": says("stopped", B)},
 )
 FAILED = Failure(rank=0, blame="user", message="ValueError: no")
+SPARE = View(
+    me=C,
+    members=named(C, D),
+    oldest=True,
+    world=world(A, B),
+    outside_s=90.0,
+    missing_since_s={"a": 90.0, "b": 90.0},
+    store=HEALTHY,
+    token="new",
+)
+SILENT_ALARM = Alarm(node="b", kind="silence", reason="not every node has answered")
 SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
 
@@ -127,32 +138,48 @@ TABLE = [
     ("leaving, not needed", v(AT_REST, me=C, workers=STOPPED, leaving=True), [Leave(ExitCode.LEFT)]),
     ("leaving, still read", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
     ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [Leave(ExitCode.LEFT)]),
-    ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=70.0), [Leave(ExitCode.LEFT)]),
+    ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=30.0), [Leave(ExitCode.LEFT)]),
+    # A3: the whole world is gone
+    ("all gone: the oldest spare takes over", SPARE, [WriteWorld]),
+    ("all gone, not the oldest", v(SPARE, oldest=False), []),
+    ("all gone, but not for long", v(SPARE, missing_since_s={"a": 99.0, "b": 99.0}), []),
+    ("one is left", v(SPARE, missing_since_s={"a": 90.0}), []),
+    ("all gone, the store came back just now", v(SPARE, store=replace(HEALTHY, well_since_s=97.0)), []),
+    ("all gone, too few spares", v(SPARE, members=named(C)), []),
     # A4
     ("a worker failed", v(AT_REST, workers=w(TRAINS, failed=True, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="rank 0: ValueError: no"))]),
     # A5
     ("alarm: answer and stop", ROUND, [PutReport, StopWorkers("it broke")]),
     ("alarm: answered, stopping", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.6)), []),
-    ("stuck past the deadline", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0)), [KillWorkers("not stopped within 15 s")]),
+    ("stuck past the deadline", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0)), [KillWorkers("not stopped within 15 s", spare_saving=True)]),
     ("stuck, killed already", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0, killed=True)), []),
+    ("stuck, but one is saving", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, saving=1, aborted_s=80.0)), []),
+    ("saving for too long", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, saving=1, aborted_s=-30.0)), [KillWorkers("not saved within 120 s")]),
+    ("asked who is alive: nobody is disturbed", v(ROUND, alarm=SILENT_ALARM), [PutReport]),
+    ("asked who is alive, long ago", v(ROUND, alarm=SILENT_ALARM, my_report=says("alive", A), round_s=80.0), [StopWorkers("not every node has answered")]),
     # A6
     ("stopped: report", v(ROUND, workers=STOPPED, holdings=HELD), [PutReport(MY_STOPPED)]),
     ("boundary: report", v(ROUND, alarm=None, round_s=99.9, workers=w(STOPPED, aborted_s=None), holdings=HELD), [PutReport(MY_STOPPED)]),
     ("boundary, still writing", v(AT_REST, round_s=99.9, workers=w(TRAINS, at_boundary=True)), []),
     ("boundary, others silent", v(AT_REST, round_s=99.4, workers=w(TRAINS, at_boundary=True)), [RaiseAlarm(Alarm(node="a", kind="silence", reason="not every node has answered"))]),
+    ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [Leave(ExitCode.LEFT)]),
     # A7
     ("finished", v(AT_REST, workers=w(TRAINS, running=0, finished=True)), [PutReport(says("finished", A, final_step=20))]),
     ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20)), []),
     # A8
-    ("leave at a boundary", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
-    ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
+    ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [Ask(FLAG_LEAVE)]),
+    ("leave, and too few remain: save too", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE | FLAG_STOP)]),
+    ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE | FLAG_STOP)), []),
     ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     # A9
     ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
     ("at rest", AT_REST, []),
+    ("a plain script, read by nobody", v(AT_REST, my_report=None, workers=w(TRAINS, attached=False, restored=False, plain=True)), [PutReport(RESTORED)]),
+    ("perhaps a plain script, somebody waits", v(AT_REST, world=world(A, B, resume=RAM), my_report=None, workers=w(TRAINS, attached=False, restored=False, plain=True)), []),
     ("starting", v(AT_REST, my_report=None, workers=w(TRAINS, restored=False)), []),
     # L2
     ("all finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": says("finished", B, final_step=30)}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30"))]),
+    ("the reports are not read yet", v(AT_REST, reports=None, members=named(A), missing_since_s={"b": 99.5}), []),
     ("one has not finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": RESTORED}), []),
     # L3
     ("a lapsed lease", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
@@ -170,6 +197,9 @@ TABLE = [
     ("MIN by a newcomer", v(SILENT_B, round_s=98.0, members=named(A, C)), [WriteWorld]),
     ("silence counts from the store's return", v(SILENT_B, round_s=98.0, members=named(A, C), store=replace(HEALTHY, well_since_s=99.8)), []),
     ("not the leader", v(ENDED, me=B, my_report=says("stopped", B, holdings=HELD, final_step=20)), []),
+    ("answered, then gone", v(ENDED, members=named(A, C), missing_since_s={"b": 95.0}, round_s=90.0), [WriteWorld]),
+    ("peers fail and all are there: counted", v(blamed(blame="peer"), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
+    ("a pause after several failures", v(blamed(), world=world(A, B, fruitless=2, resume=Resume(tier="storage", step=20))), []),
     ("useless to try again", blamed(final=True), [WriteDone]),
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
@@ -252,10 +282,20 @@ def test_the_next_world_uses_the_port_that_the_report_offers():
     [
         (AT_REST, True),
         (v(AT_REST, me=B), False),
-        (v(AT_REST, me=B, members=named(B)), True),
+        (v(AT_REST, me=B, members=named(B), missing_since_s={"a": 99.0}), True),
         (v(AT_REST, me=B, members=None), False),
         (v(ROUND, me=B, reports={"b": says("alive", B)}), True),
         (v(ROUND, me=B, reports={"a": says("alive", A), "b": says("alive", B)}), False),
+        (
+            v(
+                ROUND,
+                me=B,
+                reports={"a": says("stopped", A), "b": says("stopped", B)},
+                members=named(B),
+                missing_since_s={"a": 99.0},
+            ),
+            True,
+        ),
         (v(ROUND, me=B, reports={"a": says("restored", A), "b": says("alive", B)}), True),
         (ALONE, True),
         (v(ALONE, oldest=False), False),
@@ -266,7 +306,8 @@ def test_the_leader_is_the_first_member_that_is_alive(view, leads):
 
 
 def test_failures_without_progress_are_counted_and_progress_forgives_them():
-    stuck = v(blamed(), world=world(A, B, fruitless=1, resume=Resume(tier="storage", step=20)))
+    origin = Resume(tier="storage", step=20)
+    stuck = v(blamed(), round_s=90.0, world=world(A, B, fruitless=1, resume=origin))
     assert next_world(stuck).fruitless == 2
     assert next_world(v(stuck, world=world(A, B, fruitless=1))).fruitless == 0
     lost = v(stuck, reports={"a": MY_STOPPED, "b": says("stopped", B)})

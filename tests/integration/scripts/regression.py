@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 
 import torch
@@ -64,6 +65,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         if session.step(max_grad_norm=1.0):
             scheduler.step()
             session.log(loss=loss.item())
+            if options.slow_after is not None and session.step_count >= options.slow_after:
+                time.sleep(1.5 if session.rank == 0 and session.generation == 1 else 0.0)
 
 
 if __name__ == "__main__":
@@ -74,5 +77,10 @@ if __name__ == "__main__":
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--hidden", type=int, default=17)
+    parser.add_argument("--slow-after", type=int)
+    parser.add_argument("--slow-start", type=float, default=0.0)
+    parser.add_argument("--linger", type=float, default=0.0)
     chosen = parser.parse_args()
+    time.sleep(chosen.slow_start)
     ez.run(lambda session: train(session, chosen))
+    time.sleep(chosen.linger if os.environ.get("RANK", "0") != "0" else 0.0)

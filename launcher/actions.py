@@ -1,0 +1,82 @@
+"""What a decision can ask an agent to do. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.world import Alarm, Done, Report, World
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    world: World
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    reason: str
+    spare_saving: bool = False
+    """Not those that may be writing their snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseAlarm:
+    alarm: Alarm
+
+
+@dataclass(frozen=True, slots=True)
+class PutReport:
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWorld:
+    world: World
+    gone: tuple[str, ...] = ()
+    """Registrations that end with the former world: who lives registers anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    code: ExitCode
+
+
+Action = (
+    Start
+    | Ask
+    | StopWorkers
+    | KillWorkers
+    | RaiseAlarm
+    | PutReport
+    | WriteWorld
+    | WriteDone
+    | Leave
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    actions: tuple[Action, ...]
+    reason: str
+
+
+def wait(reason: str) -> Decision:
+    """Nothing to do now, and why."""
+    return Decision((), reason)
