@@ -127,7 +127,7 @@ class Agent:
         self._owns_memory = False
         self._started_s = time.monotonic()
         self._leaving = False
-        self._missing, self._round, self._outside = Since(), Since(), Since()
+        self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
         self._joined: frozenset[tuple[str, str]] = frozenset()
         self._last_join_s = self._started_s
         self._my_reports: dict[int, Report] = {}
@@ -216,13 +216,10 @@ class Agent:
             began_s=self._started_s,
             last_join_s=self._last_join_s,
             world=world,
-            outside_s=self._outside.update([str(generation)] if outside else [], now_s).get(
-                str(generation)
-            ),
+            outside_s=self._outside.since(generation, outside, now_s),
             alarm=alarm,
-            round_s=self._round.update([str(generation)] if opened else [], now_s).get(
-                str(generation)
-            ),
+            alarm_s=self._alarm.since(generation, alarm is not None, now_s),
+            round_s=self._round.since(generation, opened, now_s),
             reports=observer.reports(generation),
             my_report=self._my_reports.get(generation),
             done=observer.done(),

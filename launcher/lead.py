@@ -185,8 +185,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     answers = _answers(view)
     answered = [m for m in world.members if m.node in answers and (fresh or _registered(view, m))]
     silent = [m.node for m in world.members if m not in answered]
-    patience_s = limits.alive_s if view.alarm is not None else 2 * limits.alive_s
-    if silent and now_s - opened_s < patience_s:
+    asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
+    if silent and (asked_s is None or now_s - asked_s < limits.alive_s):
         return wait(f"waiting for an answer of {', '.join(silent[:NAMES_SHOWN])}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
     if late and now_s - opened_s < limits.stop_s + limits.save_s:

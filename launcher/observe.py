@@ -158,3 +158,8 @@ class Since:
         """The keys that are so now, each with the time it was first seen in an unbroken row."""
         self._first = {key: self._first.get(key, now_s) for key in keys}
         return self._first
+
+    def since(self, generation: int, so: bool, now_s: float) -> float | None:
+        """Since when it has been so in this generation; None if it is not."""
+        key = str(generation)
+        return self.update([key] if so else [], now_s).get(key)

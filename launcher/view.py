@@ -92,6 +92,8 @@ class View:
     outside_s: float | None = None
     """Since when `world` does not name this registration."""
     alarm: Alarm | None = None
+    alarm_s: float | None = None
+    """When this agent first saw the alarm: from then on everybody was asked who is alive."""
     round_s: float | None = None
     """When this agent first saw that the round of this generation is open."""
     reports: Mapping[str, Report] | None = None

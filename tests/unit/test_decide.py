@@ -76,7 +76,7 @@ AT_REST = View(
     token="new",
 )
 ALONE = View(me=A, members=named(A), oldest=True, last_join_s=99.0, began_s=90.0, token="new")
-ROUND = replace(AT_REST, alarm=ALARM, round_s=99.5)
+ROUND = replace(AT_REST, alarm=ALARM, alarm_s=90.0, round_s=99.5)
 MY_STOPPED = says("stopped", A, holdings=HELD, final_step=20)
 ENDED = replace(
     ROUND,
@@ -191,7 +191,8 @@ TABLE = [
     ("not the leader's part", v(AT_REST, me=B, missing_since_s={"b": 99.5}, my_report=says("restored", B)), []),
     # L4
     ("all stopped: next world", ENDED, [WriteWorld]),
-    ("one silent, not long", v(SILENT_B, round_s=99.8, members=named(A, C)), []),
+    ("one silent, not long", v(SILENT_B, alarm_s=99.8, members=named(A, C)), []),
+    ("one silent, but nobody was asked", v(SILENT_B, alarm=None, alarm_s=None, round_s=99.6, members=named(A, C)), []),
     ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
     ("below MIN: wait", v(SILENT_B, round_s=98.0), []),
     ("MIN by a newcomer", v(SILENT_B, round_s=98.0, members=named(A, C)), [WriteWorld]),
