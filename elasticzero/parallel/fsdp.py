@@ -1,8 +1,9 @@
 """Strategy `zero3`: parameters, gradients and optimizer state partitioned by rows, by torch's
 FSDP2.
 
-The optimizer works on plain tensors that share memory with this rank's rows: 0-dim parameters,
-which FSDP2 does not take and which stay whole on every rank, can so share a group with the others.
+The optimizer works on plain tensors that share memory with this rank's rows, or on 32-bit masters
+of rows that have 16 bits: 0-dim parameters, which FSDP2 does not take and which stay whole on every
+rank, can so share a group with the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticzero.parallel import Setting, Slot
-from elasticzero.parallel.optimizers import open_optimizer
+from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
@@ -53,8 +54,16 @@ class FullyPartitioned:
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
         shape = self._specs[name].shape
         start = fsdp_rows(shape, self._ranks, self._rank).start if shape else 0
-        local = nn.Parameter(_local(parameter).view(-1))
-        return Piece(name, start, local, shape, counts=bool(shape) or self._rank == 0)
+        rows = _local(parameter).view(-1)
+        dtype = working_dtype(rows.dtype)
+        return Piece(
+            name,
+            start,
+            nn.Parameter(rows.to(dtype)),
+            shape,
+            counts=bool(shape) or self._rank == 0,
+            values=None if dtype == rows.dtype else rows,
+        )
 
     @property
     def _root(self) -> FSDPModule:
@@ -73,7 +82,7 @@ class FullyPartitioned:
             if gradient is None:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
             else:
-                piece.parameter.grad = _local(gradient).reshape(-1)
+                piece.parameter.grad = _local(gradient).reshape(-1).to(piece.parameter.dtype)
         self._pieced.scale(factor, max_norm)
 
     def _reduce_scalars(self) -> None:

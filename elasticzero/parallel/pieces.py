@@ -20,6 +20,7 @@ from elasticzero.parallel.optimizers import (
     as_tensor,
     by_parameter,
     check_keys,
+    working_dtype,
 )
 from elasticzero.spans import Rule, Span
 from elasticzero.state import OPTIMIZER, Held, Partition, Share, Spec
@@ -38,6 +39,8 @@ class Piece:
     """Of the whole parameter."""
     counts: bool = True
     """Whether its gradient counts in the global norm here: not in a second copy of it."""
+    values: Tensor | None = None
+    """The model's own elements, in 16 bits, where `parameter` is their 32-bit master."""
 
     @property
     def span(self) -> Span:
@@ -103,11 +106,17 @@ class PiecedOptimizer:
             gradient.mul_(coefficient.to(gradient.dtype))
 
     def step(self) -> None:
+        """Step the optimizer, and round the masters to the model's own elements."""
         self.optimizer.step()
         self.has_state = True
+        values = [p.values for p in self.pieces.values() if p.values is not None]
+        masters = [p.parameter.detach() for p in self.pieces.values() if p.values is not None]
+        if values:
+            torch._foreach_copy_(values, masters)
 
     def share(self, share: Share, dealt: Dealt) -> None:
-        """Add the state of the parameters in `dealt` to `share`."""
+        """Add the masters and the state of the parameters in `dealt` to `share`."""
+        self._share_masters(share, dealt)
         if not self.has_state:
             return
         schema = dict(self.schemas[dealt.names[0]])
@@ -128,6 +137,18 @@ class PiecedOptimizer:
                     tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
                     share.held[full[name]] = Held(tensor, 0 if scalar else piece.start)
 
+    def _share_masters(self, share: Share, dealt: Dealt) -> None:
+        full: dict[str, str] = {}
+        for name in dealt.names:
+            spec = self._specs[name]
+            if (dtype := working_dtype(spec.dtype)) != spec.dtype:
+                full[name] = f"{OPTIMIZER}{name}/{MASTER}"
+                share.specs[full[name]] = Spec(dtype=dtype, shape=spec.shape)
+                if (piece := self.pieces.get(name)) is not None:
+                    share.held[full[name]] = Held(piece.parameter.detach(), piece.start)
+        if full:
+            share.partitions.append(Partition(rule=dealt.rule, names=tuple(full.values())))
+
     def _state(self, piece: Piece, key: str, dtype: torch.dtype, *, scalar: bool) -> Tensor:
         value = as_tensor(self.optimizer.state.get(piece.parameter, {}).get(key))
         if value is not None:
@@ -136,7 +157,11 @@ class PiecedOptimizer:
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
-        """Slots for the stored state of this rank's pieces; installed when the context ends."""
+        """Slots for the stored state of this rank's pieces; installed when the context ends.
+
+        Masters that are not stored are made anew from the model's own elements, which must be in
+        place by then.
+        """
         slots: list[Slot] = []
         states: list[tuple[Piece, dict[str, Tensor]]] = []
         index = by_parameter(stored)
@@ -144,6 +169,9 @@ class PiecedOptimizer:
             schema, keys = self.schemas[name], index.get(name, {})
             check_keys(name, keys, schema)
             tensors: dict[str, Tensor] = {}
+            if piece.values is not None and MASTER in keys:
+                full = f"{OPTIMIZER}{name}/{MASTER}"
+                slots.append(Slot(full, piece.span, piece.parameter.data))
             for key, spec in keys.items():
                 if key == MASTER:
                     continue
@@ -160,6 +188,8 @@ class PiecedOptimizer:
             states.append((piece, tensors))
         yield slots
         for piece, tensors in states:
+            if piece.values is not None and MASTER not in index.get(piece.name, {}):
+                piece.parameter.data.copy_(piece.values)
             schema = self.schemas[piece.name]
             self.optimizer.state.pop(piece.parameter, None)
             if tensors:
@@ -167,7 +197,7 @@ class PiecedOptimizer:
                     key: as_state(tensor, schema.get(key), piece.parameter)
                     for key, tensor in tensors.items()
                 }
-        self.has_state = bool(index)
+        self.has_state = any(keys.keys() - {MASTER} for keys in index.values())
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -21,15 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.parallel import Setting, Slot
-from elasticzero.parallel.optimizers import (
-    MASTER,
-    by_parameter,
-    open_optimizer,
-    working_dtype,
-)
+from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
 from elasticzero.spans import Span, intersect
-from elasticzero.state import MODEL, OPTIMIZER, Held, Partition, Share, Spec, spec_of
+from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
 
 BUCKET_BYTES = 32 << 20
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -86,12 +81,18 @@ class Bucket:
     def pieces(self) -> Iterator[Piece]:
         """This rank's pieces, which share memory with its chunk or its masters."""
         mine = Span(self.rank * self.chunk, (self.rank + 1) * self.chunk)
-        values_C = self.mine(self.flat_E) if self.master_C is None else self.master_C
+        own_C, master_C = self.mine(self.flat_E), self.master_C
         for name, parameter, offset in zip(self.names, self.parameters, self.offsets, strict=True):
             part = intersect(mine, Span(offset, offset + parameter.numel()))
             if part:
-                values = values_C[part.start - mine.start : part.stop - mine.start]
-                yield Piece(name, part.start - offset, nn.Parameter(values), tuple(parameter.shape))
+                inside = slice(part.start - mine.start, part.stop - mine.start)
+                yield Piece(
+                    name,
+                    part.start - offset,
+                    nn.Parameter((own_C if master_C is None else master_C)[inside]),
+                    tuple(parameter.shape),
+                    values=None if master_C is None else own_C[inside],
+                )
 
     def dealt(self) -> Dealt:
         owners = tuple(offset // self.chunk for offset in self.offsets)
@@ -133,11 +134,8 @@ class Bucket:
 
     def gather(self) -> None:
         """Bring the parameters up to date from the chunks of all ranks."""
-        mine_C = self.mine(self.flat_E)
-        if self.master_C is not None:
-            mine_C.copy_(self.master_C)
         if self.world_size > 1:
-            _all_gather(self.flat_E, mine_C)
+            _all_gather(self.flat_E, self.mine(self.flat_E))
 
 
 class FlatBuckets:
@@ -235,45 +233,13 @@ class FlatBuckets:
             share.partitions.append(Partition(rule="even", names=names))
             dealt = bucket.dealt()
             self._pieced.share(share, dealt)
-            if bucket.master_C is not None:
-                self._share_masters(share, bucket, bucket.master_C.dtype)
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
-
-    def _share_masters(self, share: Share, bucket: Bucket, dtype: torch.dtype) -> None:
-        full = {name: f"{OPTIMIZER}{name}/{MASTER}" for name in bucket.names}
-        for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-            share.specs[full[name]] = Spec(dtype=dtype, shape=tuple(parameter.shape))
-            if (piece := self._pieced.pieces.get(name)) is not None:
-                share.held[full[name]] = Held(piece.parameter.detach(), piece.start)
-        share.partitions.append(Partition(rule="even", names=tuple(full.values())))
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
         slots: list[Slot] = []
         for name, parameter in self._parameters.items():
             slots.append(Slot(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        index = by_parameter(stored)
-        masters = {name for name, keys in index.items() if MASTER in keys}
-        for bucket in self._buckets if masters else []:
-            for name in bucket.names if bucket.master_C is not None else []:
-                piece = self._pieced.pieces.get(name)
-                if piece is not None and name in masters:
-                    full = f"{OPTIMIZER}{name}/{MASTER}"
-                    slots.append(Slot(full, piece.span, piece.parameter.data))
         with self._pieced.filling(stored) as more:
             yield [*slots, *more]
-        for bucket in self._buckets:
-            self._renew_masters(bucket, masters)
-
-    def _renew_masters(self, bucket: Bucket, stored: set[str]) -> None:
-        """Make masters from the parameters where the checkpoint has none."""
-        if bucket.master_C is None:
-            return
-        start = bucket.rank * bucket.chunk
-        for name, offset in zip(bucket.names, bucket.offsets, strict=True):
-            piece = self._pieced.pieces.get(name)
-            if piece is not None and name not in stored:
-                first = offset + piece.start - start
-                values = bucket.mine(bucket.flat_E)[first : first + piece.parameter.numel()]
-                piece.parameter.data.copy_(values)

@@ -15,6 +15,7 @@ from torch import Tensor
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.channel import Resume
 from elasticzero.data import Order, Plan, Position
+from elasticzero.parallel import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
 from tests.integration.training_harness import Pool
 
@@ -90,25 +91,27 @@ def test_weights_are_those_of_one_plain_process(
     assert losses[0] != losses[1] != losses[2]
 
 
+@pytest.mark.parametrize(("dtype", "worlds"), [("float64", [1, 2, 3]), ("bfloat16", [1, 3])])
 def test_any_checkpoint_loads_into_any_strategy_at_any_world_size(
-    pool: Pool, tmp_path: Path
+    pool: Pool, tmp_path: Path, dtype: str, worlds: list[int]
 ) -> None:
-    """{ddp, zero1, zero2, zero3} × {1, 2, 3} → the same set: 144 loads, bit by bit."""
-    sockets = [socket.socket() for _ in range(6)]
+    """{ddp, zero1, zero2, zero3} × worlds → the same set: 144 loads for three, bit by bit."""
+    sockets = [socket.socket() for _ in range(2 * len(worlds))]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
-    told = [
-        json.dumps({"rank": rank, "ports": ports, "directory": str(tmp_path)}) for rank in range(3)
-    ]
-    worlds = [pool.start(HERE / "training_matrix.py", [line], 1) for line in told]
-    for running in worlds:
+    told = {"ports": ports, "directory": str(tmp_path), "dtype": dtype, "worlds": worlds}
+    lines = [json.dumps(told | {"rank": rank}) for rank in range(3)]
+    for running in [pool.start(HERE / "training_matrix.py", [line], 1) for line in lines]:
         running.until(running.ended, 100)
         assert running.workers[0].exit_code == 0, running.logs()
     compared = [int((tmp_path / f"compared-{rank}").read_text()) for rank in range(3)]
-    elements = sum(
-        t.numel() for n, t in ez_checkpoint.load(tmp_path / "ddp-1").items() if n[:4] != "rng/"
-    )
-    assert sum(compared) == 144 * elements
+    elements = [
+        sum(t.numel() for n, t in ez_checkpoint.load(path).items() if n[:4] != "rng/")
+        for path in (tmp_path / f"{strategy}-1" for strategy in STRATEGIES)
+    ]
+    assert sum(compared) == 4 * len(worlds) ** 2 * sum(elements)
+    masters = [n for n in ez_checkpoint.load(tmp_path / "zero3-3") if n.endswith("/master")]
+    assert bool(masters) == (dtype == "bfloat16")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.channel import (
     FLAG_GROW,
     FLAG_LEAVE,
@@ -99,6 +101,30 @@ def test_a_drain_hands_over_in_memory_without_losing_a_step(
     for epoch in range(8):
         used = samples[epoch * SAMPLES : (epoch + 1) * SAMPLES]
         assert sorted(used) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_half_precision_keeps_its_masters_over_a_drain(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    told = {"strategy": strategy, "steps": 40, "dtype": "bfloat16", "clip": 0.5}
+    first = start(pool, tmp_path, 3, told | {"pause": 0.01})
+    first.until(first.reached(4))
+    first.workers[0].channel.send(Request(flags=FLAG_LEAVE))
+    first.until(first.ended)
+    assert all(w.all(Held) for w in first.workers), first.logs()
+    directory = tmp_path / "checkpoints"
+    second = start(
+        pool, tmp_path, 2, told, generation=2, resume=first.resume(), checkpoint_dir=str(directory)
+    )
+    assert second.finish() == 40
+    found = ez_checkpoint.load(directory)
+    masters = {n: t for n, t in found.items() if n.endswith("/master")}
+    assert len(masters) == 10
+    for name, master in masters.items():
+        weight = found[name.replace("optimizer/", "model/").removesuffix("/master")]
+        assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), weight)
+    assert any(not torch.equal(m.bfloat16().float(), m) for m in masters.values())
 
 
 def test_a_killed_worker_is_noticed_by_all_within_a_second(pool: Pool, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen += 1
+        x = x.to(self.scale.dtype)
         for block in self.blocks:
             x = x + block(x)
         output: Tensor = self.out(x) * self.scale + self.tied(x) + self.frozen.sum()
@@ -69,7 +70,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def train(session: ez.Session, options: dict[str, Any]) -> None:
     torch.manual_seed(1 if session.generation == 1 else 100 + session.rank)
-    plain = Model(options.get("width", 3)).double()
+    plain = Model(options.get("width", 3)).to(getattr(torch, options.get("dtype", "float64")))
     model, optimizer = session.prepare(
         plain, lambda _: torch.optim.AdamW(groups(plain), lr=0.01), strategy=options["strategy"]
     )
