@@ -8,19 +8,16 @@ harm: reports and alarms are overwritten by equal ones, worlds are written under
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import shutil
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elasticzero.channel import Assignment, ChannelClosed
-from elasticzero.checkpoint.commit import newest_good
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.launcher.actions import (
@@ -39,28 +36,23 @@ from elasticzero.launcher.actions import (
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.lead import is_leader
+from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import (
     ALARM,
-    CONTROL,
     DONE,
     MEMBERS,
     WORLD,
     Observer,
-    Since,
     members_of,
     reports_of,
 )
 from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
-from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.view import Limits, View, Workers
 from elasticzero.launcher.workers import Gang
 from elasticzero.launcher.world import (
     Done,
-    Holding,
-    Member,
-    Report,
     World,
     check_invariants,
     to_bytes,
@@ -71,14 +63,8 @@ REST_S = 0.25
 """The loop looks at the clock so often when nothing happens."""
 BUSY_S = 0.02
 """The same while a round is open or workers start."""
-STORAGE_LOOK_S = 0.3
-"""A look through the checkpoints serves for so long."""
 LONG_ROUND_S = 5.0
 """A round that waits for nodes need not be looked at every BUSY_S."""
-LOOK_STAGGER_S = 0.01
-"""In a round that the first members do not end, the others look one after another."""
-STANDBY = 3
-"""So many first members watch the registrations, to act if those before them are gone."""
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -125,17 +111,15 @@ class Agent:
         self._server = ForkServer(PRELOAD)
         self._gang: Gang | None = None
         self._owns_memory = False
-        self._started_s = time.monotonic()
+        self._lookout = Lookout(
+            store,
+            self._observer,
+            membership,
+            self.snapshots,
+            options.checkpoint_dir,
+            time.monotonic(),
+        )
         self._leaving = False
-        self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
-        self._joined: frozenset[tuple[str, str]] = frozenset()
-        self._last_join_s = self._started_s
-        self._my_reports: dict[int, Report] = {}
-        self._bad_steps: set[int] = set()
-        self._storage_looked_s = 0.0
-        self._newest_step: int | None = None
-        self._looked_for_oldest_s = 0.0
-        self._oldest = False
         self._backoff_until_s = 0.0
         self.view: View | None = None
         self.exit_code: ExitCode | None = None
@@ -187,58 +171,17 @@ class Agent:
                 os.read(self._wake_read, 4096)
 
     def _observe(self, now_s: float) -> View:
+        self._keep_registered(now_s)
+        self._hear(now_s)
+        self._leaving |= self.options.node in self._observer.control().drain
+        workers = self._gang.view(now_s) if self._gang is not None else Workers()
+        return self._lookout.view(workers, self._leaving, now_s, self.options.limits)
+
+    def _keep_registered(self, now_s: float) -> None:
         world, revision = self._observer.world()
         named = world is None or world.names(self._membership.me)
         if named or not self._leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
-        self._hear(now_s)
-        observer = self._observer
-        me = self._membership.me
-        index = world.find(me.node, me.incarnation) if world is not None else None
-        generation = world.generation if world is not None else 0
-        workers = self._gang.view(now_s) if self._gang is not None else Workers()
-        mine = workers.generation == generation
-        alarm = observer.alarm(generation)
-        opened = index is not None and mine and (alarm is not None or workers.at_boundary)
-        outside = world is not None and index is None
-        members = observer.members()
-        self._note_joins(members, now_s)
-        missing = (
-            [m.node for m in world.members if not _is_registered(m, members)]
-            if world is not None and members is not None
-            else []
-        )
-        self._leaving |= me.node in observer.control().drain
-        view = View(
-            me=me,
-            members=members,
-            oldest=self._oldest,
-            began_s=self._started_s,
-            last_join_s=self._last_join_s,
-            world=world,
-            outside_s=self._outside.since(generation, outside, now_s),
-            alarm=alarm,
-            alarm_s=self._alarm.since(generation, alarm is not None, now_s),
-            round_s=self._round.since(generation, opened, now_s),
-            reports=observer.reports(generation),
-            my_report=self._my_reports.get(generation),
-            done=observer.done(),
-            leaving=self._leaving,
-            workers=workers,
-            holdings=self._holdings(generation) if opened and not workers.running else (),
-            missing_since_s=self._missing.update(missing, now_s),
-            store=StoreHealth(
-                reachable=self._store.reachable,
-                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
-                confirmed_s=self._membership.confirmed_s,
-            ),
-            token=secrets.token_hex(8),
-        )
-        leads = is_leader(view) or (outside and self._oldest)
-        if leads and (world is None or opened or outside):
-            view = replace(view, storage_step=self._storage_step(view, now_s))
-        self._follow(view, index, leads, now_s)
-        return view
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -263,73 +206,6 @@ class Agent:
             self._gang.lost("the fork server of this node died")
         self._server.close()
         self._server = ForkServer(PRELOAD)
-
-    def _note_joins(self, members: Mapping[str, Any] | None, now_s: float) -> None:
-        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
-        if known - self._joined:
-            self._last_join_s = now_s
-        self._joined = known
-
-    def _follow(self, view: View, index: int | None, leads: bool, now_s: float) -> None:
-        """Watch what this agent's role needs, and no more: a thousand agents share one store."""
-        prefixes = {WORLD, CONTROL, DONE, ALARM}
-        world = view.world
-        if world is None:
-            self._look_for_oldest(view.me.node, now_s)
-            if self._oldest:
-                prefixes.add(MEMBERS)
-        else:
-            in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
-            stands_by = index is not None and index < STANDBY
-            alive_s = self.options.limits.alive_s
-            late = index is not None and in_round_s > 4 * alive_s + LOOK_STAGGER_S * index
-            if index is None and not view.leaving:
-                self._look_for_oldest(view.me.node, now_s)
-                if self._oldest:
-                    prefixes.add(MEMBERS)
-            if stands_by or late:
-                prefixes.add(MEMBERS)
-            leaver = index is None and view.leaving
-            if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
-                prefixes.add(reports_of(world.generation))
-        self._observer.follow(prefixes)
-
-    def _look_for_oldest(self, node: str, now_s: float) -> None:
-        """See once a second whether this node's registration is the oldest."""
-        if now_s - self._looked_for_oldest_s >= 1.0:
-            self._looked_for_oldest_s = now_s
-            with suppress(StoreUnavailable):
-                self._oldest = f"{MEMBERS}{node}" in self._store.read(MEMBERS, limit=1).entries
-
-    def _holdings(self, generation: int) -> tuple[Holding, ...]:
-        """What memory holds; looked at once, for the workers that could add to it are gone."""
-        said = self._my_reports.get(generation)
-        if said is not None and said.phase == "stopped":
-            return said.holdings
-        return tuple(
-            Holding(
-                generation=held.generation,
-                step=held.step,
-                world_size=held.world_size,
-                ranks=tuple(held.ranks),
-            )
-            for held in self.snapshots.held()
-        )
-
-    def _storage_step(self, view: View, now_s: float) -> int | None:
-        """The newest good checkpoint, not older than STORAGE_LOOK_S."""
-        if self.options.checkpoint_dir is None:
-            return None
-        failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
-        bad = {f.bad_step for f in failures if f.bad_step is not None}
-        if bad <= self._bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
-            return self._newest_step
-        self._storage_looked_s = now_s
-        self._bad_steps |= bad
-        directory = Path(self.options.checkpoint_dir)
-        found = newest_good(directory, excluding=self._bad_steps) if directory.exists() else None
-        self._newest_step = found
-        return found
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
         if now_s < self._backoff_until_s:
@@ -363,7 +239,7 @@ class Agent:
                 generation = view.world.generation
                 key = f"{reports_of(generation)}{view.me.node}"
                 self._store.write({key: to_bytes(report)})
-                self._my_reports = {generation: report}
+                self._lookout.reported(generation, report)
             case WriteWorld():
                 self._look_again_and_write(now_s)
             case WriteDone(done):
@@ -435,7 +311,7 @@ class Agent:
                 snapshot_root=str(options.snapshot_dir),
                 checkpoint_dir=options.checkpoint_dir,
                 checkpoint_every=options.checkpoint_every,
-                bad_steps=tuple(sorted(self._bad_steps)),
+                bad_steps=tuple(sorted(self._lookout.bad_steps)),
                 connect_timeout_s=connect_s,
             )
             for local_rank in range(member.nproc)
@@ -485,9 +361,3 @@ class Agent:
         self.telling.close(self.exit_code)
         if self._owns_memory:
             shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)
-
-
-def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:
-    """Whether this very registration stands: a new one of the same name is another node."""
-    found = members.get(member.node)
-    return found is not None and found.incarnation == member.incarnation

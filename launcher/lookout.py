@@ -1,0 +1,196 @@
+"""What one agent sees: everything it knows, gathered into the frozen `View` that `decide` is given.
+
+It remembers since when things have been so, follows in the store what the agent's present role
+wants it to see, and looks at memory and storage no more often than that can matter.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from elasticzero.checkpoint.commit import newest_good
+from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.lead import is_leader
+from elasticzero.launcher.membership import Membership
+from elasticzero.launcher.observe import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    WORLD,
+    Observer,
+    Since,
+    reports_of,
+)
+from elasticzero.launcher.store import Store
+from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.world import Holding, Member, Report
+
+STORAGE_LOOK_S = 0.3
+"""A look through the checkpoints serves for so long."""
+LOOK_STAGGER_S = 0.01
+"""In a round that the first members do not end, the others look one after another."""
+STANDBY = 3
+"""So many first members watch the registrations, to act if those before them are gone."""
+
+
+class Lookout:
+    """Looks at the store, the registration, memory and storage for one agent."""
+
+    def __init__(
+        self,
+        store: Store,
+        observer: Observer,
+        membership: Membership,
+        snapshots: SnapshotStore,
+        checkpoint_dir: str | None,
+        began_s: float,
+    ) -> None:
+        self._store = store
+        self._observer = observer
+        self._membership = membership
+        self._snapshots = snapshots
+        self._checkpoint_dir = checkpoint_dir
+        self._began_s = began_s
+        self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
+        self._joined: frozenset[tuple[str, str]] = frozenset()
+        self._last_join_s = began_s
+        self._my_reports: dict[int, Report] = {}
+        self.bad_steps: set[int] = set()
+        """Checkpoints found damaged."""
+        self._storage_looked_s = 0.0
+        self._newest_step: int | None = None
+        self._looked_for_oldest_s = 0.0
+        self._oldest = False
+
+    def reported(self, generation: int, report: Report) -> None:
+        """This agent's report of a generation was put."""
+        self._my_reports = {generation: report}
+
+    def view(self, workers: Workers, leaving: bool, now_s: float, limits: Limits) -> View:
+        """All that this agent sees now; also follows what its role wants it to see next."""
+        world, _ = self._observer.world()
+        observer = self._observer
+        me = self._membership.me
+        index = world.find(me.node, me.incarnation) if world is not None else None
+        generation = world.generation if world is not None else 0
+        mine = workers.generation == generation
+        alarm = observer.alarm(generation)
+        opened = index is not None and mine and (alarm is not None or workers.at_boundary)
+        outside = world is not None and index is None
+        members = observer.members()
+        self._note_joins(members, now_s)
+        missing = (
+            [m.node for m in world.members if not _is_registered(m, members)]
+            if world is not None and members is not None
+            else []
+        )
+        view = View(
+            me=me,
+            members=members,
+            oldest=self._oldest,
+            began_s=self._began_s,
+            last_join_s=self._last_join_s,
+            world=world,
+            outside_s=self._outside.since(generation, outside, now_s),
+            alarm=alarm,
+            alarm_s=self._alarm.since(generation, alarm is not None, now_s),
+            round_s=self._round.since(generation, opened, now_s),
+            reports=observer.reports(generation),
+            my_report=self._my_reports.get(generation),
+            done=observer.done(),
+            leaving=leaving,
+            workers=workers,
+            holdings=self._holdings(generation) if opened and not workers.running else (),
+            missing_since_s=self._missing.update(missing, now_s),
+            store=StoreHealth(
+                reachable=self._store.reachable,
+                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
+                confirmed_s=self._membership.confirmed_s,
+            ),
+            token=secrets.token_hex(8),
+        )
+        leads = is_leader(view) or (outside and self._oldest)
+        if leads and (world is None or opened or outside):
+            view = replace(view, storage_step=self._storage_step(view, now_s))
+        self._follow(view, index, leads, now_s, limits)
+        return view
+
+    def _note_joins(self, members: Mapping[str, Member] | None, now_s: float) -> None:
+        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+        if known - self._joined:
+            self._last_join_s = now_s
+        self._joined = known
+
+    def _follow(
+        self, view: View, index: int | None, leads: bool, now_s: float, limits: Limits
+    ) -> None:
+        """Watch what this agent's role needs, and no more: a thousand agents share one store."""
+        prefixes = {WORLD, CONTROL, DONE, ALARM}
+        world = view.world
+        if world is None:
+            self._look_for_oldest(view.me.node, now_s)
+            if self._oldest:
+                prefixes.add(MEMBERS)
+        else:
+            in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
+            stands_by = index is not None and index < STANDBY
+            late = index is not None and in_round_s > 4 * limits.alive_s + LOOK_STAGGER_S * index
+            if index is None and not view.leaving:
+                self._look_for_oldest(view.me.node, now_s)
+                if self._oldest:
+                    prefixes.add(MEMBERS)
+            if stands_by or late:
+                prefixes.add(MEMBERS)
+            leaver = index is None and view.leaving
+            if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
+                prefixes.add(reports_of(world.generation))
+        self._observer.follow(prefixes)
+
+    def _look_for_oldest(self, node: str, now_s: float) -> None:
+        """See once a second whether this node's registration is the oldest."""
+        if now_s - self._looked_for_oldest_s >= 1.0:
+            self._looked_for_oldest_s = now_s
+            with suppress(StoreUnavailable):
+                self._oldest = f"{MEMBERS}{node}" in self._store.read(MEMBERS, limit=1).entries
+
+    def _holdings(self, generation: int) -> tuple[Holding, ...]:
+        """What memory holds; looked at once, for the workers that could add to it are gone."""
+        said = self._my_reports.get(generation)
+        if said is not None and said.phase == "stopped":
+            return said.holdings
+        return tuple(
+            Holding(
+                generation=held.generation,
+                step=held.step,
+                world_size=held.world_size,
+                ranks=tuple(held.ranks),
+            )
+            for held in self._snapshots.held()
+        )
+
+    def _storage_step(self, view: View, now_s: float) -> int | None:
+        """The newest good checkpoint, not older than STORAGE_LOOK_S."""
+        if self._checkpoint_dir is None:
+            return None
+        failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
+        bad = {f.bad_step for f in failures if f.bad_step is not None}
+        if bad <= self.bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
+            return self._newest_step
+        self._storage_looked_s = now_s
+        self.bad_steps |= bad
+        directory = Path(self._checkpoint_dir)
+        found = newest_good(directory, excluding=self.bad_steps) if directory.exists() else None
+        self._newest_step = found
+        return found
+
+
+def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:
+    """Whether this very registration stands: a new one of the same name is another node."""
+    found = members.get(member.node)
+    return found is not None and found.incarnation == member.incarnation
