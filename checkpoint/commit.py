@@ -102,12 +102,16 @@ def fault(storage: Readable) -> str | None:
 
 def stands(storage: Storage) -> bool:
     """Whether the step is committed and, at a cheap look, good: then nobody writes it again."""
-    return MANIFEST_NAME in storage.names() and fault(storage) is None
+    try:
+        return MANIFEST_NAME in storage.names() and fault(storage) is None
+    except FileNotFoundError:
+        return False
 
 
-def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
+def commit(storage: Storage, draft: Manifest, *, wait_s: float, replacing: bool = False) -> bool:
     """Wait until every rank's shard is whole, then create the manifest.
 
+    `replacing`: the step that stands is known to be damaged; it stays until ours takes its place.
     Returns whether the step now stands with our files; False when another whole one came first.
     Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`, and
     `CheckpointMismatch` where a rank's layout is not the draft's.
@@ -120,7 +124,7 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
         missing = [r for r in range(world) if draft.file_name(r) + SUMS_SUFFIX not in names]
         if not missing:
             break
-        if MANIFEST_NAME in names and fault(storage) is None:
+        if not replacing and MANIFEST_NAME in names and fault(storage) is None:
             return False
         if time.monotonic() >= deadline:
             raise StorageError(
@@ -132,12 +136,36 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float) -> bool:
     layout = draft.layout.digest()
     files = tuple(_written_file(storage, draft.file_name(rank), layout) for rank in range(world))
     data = to_json(replace(draft, files=files))
-    if storage.create_exclusive(MANIFEST_NAME, data):
-        return True
-    if fault(storage) is None:
-        return False
-    storage.remove(MANIFEST_NAME)
-    return storage.create_exclusive(MANIFEST_NAME, data)
+    if not replacing:
+        if storage.create_exclusive(MANIFEST_NAME, data):
+            return True
+        if fault(storage) is None:
+            return False
+    _replace(storage, data, {file.name for file in files})
+    return True
+
+
+def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
+    """Put our manifest in the place of a damaged one, then remove the files that one named."""
+    old: tuple[ShardFile, ...] = ()
+    with suppress(ElasticZeroError, FileNotFoundError):
+        old = read_manifest(storage).files
+    storage.write(MANIFEST_NAME, [data])
+    for file in old:
+        if file.name not in names:
+            storage.remove(file.name)
+            storage.remove(file.name + SUMS_SUFFIX)
+
+
+def discard(storage: DiskStorage, draft: Manifest, rank: int) -> None:
+    """Remove a rank's files of a save that failed, unless a manifest names them, and the step's
+    directory if nothing is left in it; as far as that can be done."""
+    name = draft.file_name(rank)
+    with suppress(ElasticZeroError, OSError):
+        if MANIFEST_NAME not in storage.names() or read_manifest(storage).token != draft.token:
+            storage.remove(name + SUMS_SUFFIX)
+            storage.remove(name)
+        storage.path.rmdir()
 
 
 def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,21 @@ from elasticzero.checkpoint.manifest import (
     Manifest,
     ShardFile,
     snapshot_manifest_name,
+    step_directory,
     to_json,
 )
 from elasticzero.checkpoint.reader import byte_view, local_part, spec_of, torch_dtype
 from elasticzero.checkpoint.shards import shard_specs, write_shard
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.storage import Bytes, DiskStorage, local_path
-from elasticzero.errors import StorageError, UserError
+from elasticzero.checkpoint.storage import Bytes, DiskStorage, explain, local_path
+from elasticzero.errors import ElasticZeroError, RetryError, StorageError, UserError
 from elasticzero.spans import Rule
 
 STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
 DEFAULT_WAIT_S = 600.0
+_GO, _STANDS, _REPLACE, _FAILED = range(4)
+"""What ranks tell each other of a save; the greatest counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +57,90 @@ class Written:
     """This rank created the manifest. False on all others, and where the step stood already."""
 
 
+def _own(number: int) -> int:
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How the ranks save together."""
+
+    agree: Callable[[int], int] = _own
+    """Gives every rank the greatest of the numbers that all ranks call it with, together. By
+    default ranks do not talk: rank 0 waits for the others' files, and learns of no failure."""
+    wait_s: float = DEFAULT_WAIT_S
+    """How long rank 0 waits for the others' files to appear."""
+    replacing: bool = False
+    """On any rank: the step that stands is known to be damaged, and is to be replaced."""
+
+
 def write_checkpoint(
     directory: Path,
     draft: Manifest,
     rank: int,
     pieces: Iterable[Piece],
-    *,
-    wait_s: float = DEFAULT_WAIT_S,
+    terms: Terms | None = None,
 ) -> Written:
     """Write this rank's part of a checkpoint; rank 0 then commits it.
 
     `draft`: the same on every rank, with `files` left empty. `pieces`: one for each of
     `draft.layout.spans(rank)`, in any order. A step that stands already is left alone (bytes 0).
-    Raises `StorageError`, on rank 0 also when other ranks' shards do not appear within `wait_s`.
+    A save that fails leaves nothing behind; it raises `StorageError`, and `RetryError` where only
+    another rank failed.
     """
+    terms = terms or Terms()
     started = time.monotonic()
-    storage = commit.prepare(directory, draft.step)
-    if commit.stands(storage):
+    storage = DiskStorage(directory / step_directory(draft.step))
+    file = ShardFile("", 0, None)
+
+    def look() -> int:
+        if terms.replacing:
+            return _REPLACE
+        return _STANDS if commit.stands(storage) else _GO
+
+    def write() -> int:
+        nonlocal file
+        commit.prepare(directory, draft.step)
+        file = write_shard(storage, draft, rank, _chunks(draft, rank, pieces))
+        return _GO
+
+    def finish() -> int:
+        again = verdict == _REPLACE
+        if rank == 0 and commit.commit(storage, draft, wait_s=terms.wait_s, replacing=again):
+            return _GO
+        return _STANDS if rank == 0 else _GO
+
+    verdict = _together(storage, terms, look)
+    if verdict == _STANDS:
         return Written(bytes=0, seconds=time.monotonic() - started, committed=False)
-    file = write_shard(storage, draft, rank, _chunks(draft, rank, pieces))
-    committed = rank == 0 and commit.commit(storage, draft, wait_s=wait_s)
+    try:
+        _together(storage, terms, write)
+        came_first = _together(storage, terms, finish) == _STANDS
+    except ElasticZeroError:
+        commit.discard(storage, draft, rank)
+        raise
+    if came_first:
+        commit.discard(storage, draft, rank)
+    committed = rank == 0 and not came_first
     return Written(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
+
+
+def _together(storage: DiskStorage, terms: Terms, work: Callable[[], int]) -> int:
+    """Do `work` on every rank; the greatest result. Where it fails on one it fails on all."""
+    result = _FAILED
+    failure: ElasticZeroError | None = None
+    try:
+        result = work()
+    except OSError as error:
+        failure = StorageError(f"{storage.where}: {explain(error)}")
+    except ElasticZeroError as error:
+        failure = error
+    agreed = terms.agree(result)
+    if failure is not None:
+        raise failure
+    if agreed == _FAILED:
+        raise RetryError(f"{storage.where}: another rank could not save; see its error")
+    return agreed
 
 
 def write_snapshot(root: Path, draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Written:
@@ -143,13 +210,15 @@ def save(
     torch.distributed is initialised every rank calls this: plain tensors must be equal on all, and
     each rank writes its share of them; of a DTensor each writes its own rows. `state`: JSON, the
     same on all ranks. Returns on every rank once the checkpoint is committed. Raises `UserError` if
-    the step stands there already.
+    the step stands there already, or for what a checkpoint cannot hold; a save that fails leaves
+    nothing behind.
     """
+    _check_savable(tensors, step, state)
     directory = local_path(path)
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     layout = _layout(tensors, world)
-    storage = commit.prepare(directory, step)
+    storage = DiskStorage(directory / step_directory(step))
     token = _from_rank_0(0 if commit.stands(storage) else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
@@ -161,17 +230,32 @@ def save(
         layout=layout,
         state=dict(state or {}),
     )
-    committed = False
+    terms = Terms(agree=_greatest, wait_s=wait_s)
     try:
-        written = write_checkpoint(
-            directory, draft, rank, _pieces(layout, rank, tensors), wait_s=wait_s
-        )
-        committed = written.committed
-    finally:
-        committed = bool(_from_rank_0(int(committed)))
-    if not committed:
-        raise StorageError(f"{storage.where}: rank 0 did not commit the checkpoint; see its error")
+        written = write_checkpoint(directory, draft, rank, _pieces(layout, rank, tensors), terms)
+    except RetryError as error:
+        raise StorageError(str(error)) from None
+    if not _from_rank_0(int(written.committed)):
+        raise StorageError(f"{storage.where}: another save of this step came first")
     return storage.path
+
+
+def _check_savable(tensors: Mapping[str, torch.Tensor], step: int, state: Any) -> None:
+    """Raise `UserError` for what a checkpoint cannot hold, before anything is written."""
+    if not tensors:
+        raise UserError("checkpoint.save was given no tensors: there is nothing to save")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UserError(
+                f"checkpoint.save: {name!r} has the type {type(tensor).__name__}; it takes tensors "
+                "by name, and what is no tensor goes into `state`"
+            )
+    if not isinstance(step, int) or step < 0:
+        raise UserError(f"checkpoint.save: step is {step!r}; it must be a whole number from 0 on")
+    try:
+        json.dumps(dict(state or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"checkpoint.save: `state` is not JSON: {error}") from None
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
@@ -201,9 +285,18 @@ def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> l
 
 def _from_rank_0(value: int) -> int:
     """Rank 0's value, on every rank; the value itself where there is no process group."""
+    return _exchanged(value, lambda tensor: dist.broadcast(tensor, src=0))
+
+
+def _greatest(value: int) -> int:
+    """The greatest value of all ranks; the value itself where there is no process group."""
+    return _exchanged(value, lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))
+
+
+def _exchanged(value: int, exchange: Callable[[torch.Tensor], object]) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return value
     device = "cuda" if "cpu:" not in dist.get_backend_config() else "cpu"
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(tensor, src=0)
+    exchange(tensor)
     return int(tensor.item())

@@ -75,6 +75,14 @@ class Groups:
         if torch.cuda.is_initialized():
             _abort_nccl()
 
+    def greatest(self, number: int) -> int:
+        """The greatest of the numbers that the ranks give; all call this together."""
+        if self.place.world_size == 1:
+            return number
+        word = torch.tensor([number])
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control)
+        return int(word.item())
+
     def close(self) -> None:
         """Give the groups up; call once nothing runs on them."""
         if dist.is_initialized():

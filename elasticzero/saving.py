@@ -20,7 +20,13 @@ from elasticzero.checkpoint.reader import (
 from elasticzero.checkpoint.reader import spec_of as stored_spec_of
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import DiskStorage, HttpStorage, Readable, local_path
-from elasticzero.checkpoint.writer import Piece, Written, write_checkpoint, write_snapshot
+from elasticzero.checkpoint.writer import (
+    Piece,
+    Terms,
+    Written,
+    write_checkpoint,
+    write_snapshot,
+)
 from elasticzero.data import Position
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.parallel import Strategy
@@ -38,6 +44,10 @@ from elasticzero.state import (
     tensor_names,
 )
 
+COMMIT_WAIT_S = 60.0
+"""How long rank 0 waits to see files that the other ranks have written: storage may be slow to show
+them."""
+
 
 class Keeper:
     """Reads and writes the training state of one generation on one rank."""
@@ -49,6 +59,8 @@ class Keeper:
         self.small = small
         self.copy: BoundaryCopy | None = None
         """Of the last boundary; None before the state is in place."""
+        self.saving = assignment.checkpoint_dir is not None
+        """Whether checkpoints are written; the same on all ranks."""
         self._assignment = assignment
         self._name = strategy_name
         self._saved_step = 0
@@ -70,15 +82,26 @@ class Keeper:
         self.copy = self.small.capture(step, position)
         return self.copy
 
-    def checkpoint(self) -> Callable[[], Written] | None:
-        """What writes this boundary's checkpoint; None where it is written, or wanted nowhere."""
+    def checkpoint(self, agree: Callable[[int], int]) -> Callable[[], Written] | None:
+        """What writes this boundary's checkpoint; None where it is written, or wanted nowhere.
+
+        agree: gives every rank the greatest number of all.
+        """
         assignment, copy = self._assignment, self.copy
-        if assignment.checkpoint_dir is None or copy is None or copy.step <= self._saved_step:
+        if not self.saving or copy is None or copy.step <= self._saved_step:
             return None
+        assert assignment.checkpoint_dir is not None
         manifest, pieces = draft(self.strategy.share(), copy, self._author(complete=False))
         directory = local_path(assignment.checkpoint_dir)
-        self._saved_step = copy.step
-        return lambda: write_checkpoint(directory, manifest, assignment.rank, pieces)
+        replacing = copy.step in assignment.bad_steps
+        terms = Terms(agree=agree, wait_s=COMMIT_WAIT_S, replacing=replacing)
+
+        def save() -> Written:
+            written = write_checkpoint(directory, manifest, assignment.rank, pieces, terms)
+            self._saved_step = manifest.step
+            return written
+
+        return save
 
     def snapshot(self) -> Held:
         """Write this boundary's snapshot in shared memory."""
@@ -117,11 +140,12 @@ class Author:
 def draft(share: Share, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
     """The manifest of the state at a boundary and this rank's pieces of it.
 
-    Parameters and optimizer state are as `share` has them now, all else as in `copy`.
+    Parameters and optimizer state are as `share` has them now, all else as in `copy`. Buffers are
+    rank 0's, which all ranks take over at each boundary: so they are right also where a peer was
+    lost before they did.
     """
     rank, world_size = author.rank, author.world_size
-    count = len(copy.buffers)
-    share.add_whole(copy.buffers, tuple(i * world_size // count for i in range(count)))
+    share.add_whole(copy.buffers, (0,) * len(copy.buffers))
     share.add_whole(copy.tensors, (0,) * len(copy.tensors))
     for other in range(world_size):
         kinds = copy.rng.tensors()

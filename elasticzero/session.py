@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +27,15 @@ from elasticzero.channel import (
 )
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Order, Plan, Position
-from elasticzero.errors import UserError
+from elasticzero.errors import (
+    CheckpointDamaged,
+    ElasticZeroError,
+    RetryError,
+    StorageError,
+    UserError,
+    is_peer_error,
+    one_line,
+)
 from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
 from elasticzero.loader import Progress, Reading, Walk, length_of
 from elasticzero.parallel import OptimizerFactory, Setting, create
@@ -53,7 +63,8 @@ def run(train: Callable[[Session], None]) -> None:
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
     another process; the lines after `run` are reached once training has finished. Without an agent
-    this trains on one process.
+    this trains on one process, and an error of this project's is printed in one line and raised as
+    `SystemExit` with its exit code.
     """
     link = AgentLink.from_environment()
     session = Session(link)
@@ -67,6 +78,9 @@ def run(train: Callable[[Session], None]) -> None:
         session._end()
     except BaseException as error:
         if link.alone:
+            if isinstance(error, ElasticZeroError):
+                print(f"error: {error}", file=sys.stderr)
+                raise SystemExit(int(error.exit_code)) from error
             raise
         stop(link, error, session._standing())
     session._close()
@@ -81,6 +95,7 @@ class Session:
         self._groups: Groups | None = None
         self._control = ControlWord(None)
         self._keeper: Keeper | None = None
+        self._saving = True
         self._clean = False
         self._applied = False
         """A step was applied since the last boundary."""
@@ -151,6 +166,7 @@ class Session:
         small.buffers, small.aliases = named.buffers, named.aliases
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
         self._keeper = Keeper(self._assignment, name, laid, small)
+        self._keeper.saving &= self._saving
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
@@ -341,10 +357,10 @@ class Session:
             return evaluate(reading, fn, batch_size, place, self._link.check)
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Hand numbers to the agent's metrics and log, for the current step."""
-        if not self._link.alone:
-            values = {name: float(value) for name, value in scalars.items()}
-            self._link.send(Logged(step=self._step, scalars=values))
+        """Hand numbers to the agent's metrics and log, for the current step; without an agent
+        nobody hears them."""
+        values = {name: _scalar(name, value) for name, value in scalars.items()}
+        self._link.send(Logged(step=self._step, scalars=values))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
@@ -362,22 +378,44 @@ class Session:
 
     def _boundary(self, *, last: bool = False) -> None:
         """Between two steps: the state is whole and copied, flags are exchanged, a due checkpoint
-        is written. Raises `GenerationEnded` when a flag was raised."""
+        is written. Raises `GenerationEnded` when a flag was raised, or the generation is over; the
+        state is clean then too."""
         keeper = self._prepared("batches")
-        self._link.check()
         stepped, self._applied = self._applied, False
+        lost: RuntimeError | None = None
         if stepped:
-            if self.world_size > 1 and keeper.small.buffers:
-                sync_buffers(keeper.small.buffers)
             self._position = self._next_position
+            lost = self._sync_buffers(keeper)
         keeper.capture(self._step, self._position)
         self._clean = True
+        self._link.check()
+        if lost is not None:
+            raise lost
         flags = self._control.exchange(self._link.flags, last=last)
         if flags:
+            if flags & FLAG_STOP:
+                self._write_checkpoint(keeper)
             raise GenerationEnded(" and ".join(r for f, r in FLAG_REASONS.items() if flags & f))
         every = self._assignment.checkpoint_every
         if last or (stepped and every > 0 and self._step % every == 0):
             self._write_checkpoint(keeper)
+
+    def _sync_buffers(self, keeper: Keeper) -> RuntimeError | None:
+        """Take rank 0's buffers; returns the error that tells of a peer's end.
+
+        This rank's own are then left, and stand for the step as well as any: a snapshot with all
+        state in it keeps one rank's, and of a divided one rank 0's are kept.
+        """
+        buffers = keeper.small.buffers
+        if self.world_size == 1 or not buffers or self._link.aborted is not None:
+            return None
+        try:
+            sync_buffers(buffers)
+        except RuntimeError as error:
+            if not is_peer_error(error) and self._link.aborted is None:
+                raise
+            return error
+        return None
 
     def _settle(self) -> None:
         """Take the boundary of a loop that the script left by `break`."""
@@ -385,12 +423,22 @@ class Session:
             self._boundary(last=True)
         self._progress = Progress()
 
-    def _write_checkpoint(self, keeper: Keeper) -> None:
-        work = keeper.checkpoint()
+    def _write_checkpoint(self, keeper: Keeper, *, final: bool = False) -> None:
+        """Save this boundary's state if it is not saved. One that fails is told in one line, and
+        raised if it is the final one; training can go on from the one before."""
+        work = keeper.checkpoint(self._groups.greatest if self._groups is not None else int)
         if work is None:
             return
-        with self.busy("writing a checkpoint"):
-            written = run_interruptibly(work, self._link.check, "checkpoint")
+        try:
+            with self.busy("writing a checkpoint"):
+                written = run_interruptibly(work, self._link.check, "checkpoint")
+        except (StorageError, CheckpointDamaged, RetryError) as error:
+            if final:
+                raise
+            if not isinstance(error, RetryError):
+                text = f"the checkpoint of step {self._step} was not saved: {one_line(error)}"
+                print(text, file=sys.stderr, flush=True)
+            return
         self._link.send(
             CheckpointWritten(
                 step=self._step,
@@ -418,13 +466,24 @@ class Session:
         """Meet the other ranks."""
         self.device, self._groups = enter_world(self._link)
         self._control = ControlWord(self._groups)
+        if self._groups is not None:
+            self._agree_on_checkpoints(self._groups)
         self._connected_s = time.monotonic()
+
+    def _agree_on_checkpoints(self, groups: Groups) -> None:
+        """All ranks save at the same steps or none does, whatever each node was told."""
+        given = self._assignment
+        every = groups.greatest(given.checkpoint_every if given.rank == 0 else 0)
+        self._assignment = replace(given, checkpoint_every=every)
+        self._saving = not groups.greatest(int(given.checkpoint_dir is None))
+        if given.checkpoint_dir is not None and not self._saving:
+            print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
 
     def _end(self) -> None:
         """After the training function: save what is not saved, and wait until all ranks have."""
         if self._keeper is not None and self._keeper.copy is not None:
             self._settle()
-            self._write_checkpoint(self._keeper)
+            self._write_checkpoint(self._keeper, final=True)
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))
         self._link.check()
@@ -433,3 +492,10 @@ class Session:
     def _close(self) -> None:
         if self._groups is not None:
             self._groups.close()
+
+
+def _scalar(name: str, value: float | Tensor) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"session.log: {name!r} is not one number ({error})") from None

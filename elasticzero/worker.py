@@ -5,7 +5,8 @@ Rules of the end of a generation, whatever its cause:
      peers notice at once; then say `Failed`, and whose fault it is. A boundary with a raised flag
      needs neither.
  S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
- S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say `Held`.
+ S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say `Held`;
+     if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
  S4  Exit at once; nothing of the script runs any more.
 """
 
@@ -159,7 +160,10 @@ ALONE = Assignment(
 
 
 def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
-    """This worker's device, and the process groups of its world; None without an agent."""
+    """This worker's device, and the process groups of its world; None without an agent.
+
+    While it connects there is no state yet, so an `Abort` ends the process at once.
+    """
     a = link.assignment
     place = Place(
         rank=a.rank,
@@ -178,6 +182,7 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
     link.send(Attached(pid=os.getpid()))
+    link.on_abort(lambda: leave(ExitCode.LEFT))
     watchdog = _limit_connecting(link)
     device = device_of(place)
     groups = connect(place, device)
@@ -246,8 +251,8 @@ def stop(link: AgentLink, error: BaseException, standing: Standing) -> NoReturn:
     code = _explain(link, error, standing)
     try:
         _hand_over(link, str(error) or type(error).__name__, standing)
-    except BaseException:  # noqa: BLE001 - the end of the process: what is left is to say so
-        traceback.print_exc()
+    except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
+        code = _not_kept(link, lost, standing.step)
     finally:
         leave(code)
 
@@ -259,6 +264,19 @@ def leave(code: int) -> NoReturn:
     with suppress(Exception):
         sys.stderr.flush()
     os._exit(code)
+
+
+def _not_kept(link: AgentLink, error: BaseException, step: int) -> int:
+    """Say that the snapshot could not be written; returns the exit code."""
+    text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
+    trace = "" if isinstance(error, OperatorError) else _trace(error)
+    print(f"error: {text}\n{trace}", end="", file=sys.stderr)
+    link.send(Failed(step=step, blame="environment", message=text, traceback=trace))
+    return 1
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
@@ -275,13 +293,13 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
         step=standing.step,
         blame=_blame(error, from_agent=from_agent),
         message=one_line(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
         bad_step=standing.bad_step if isinstance(error, CheckpointDamaged) else None,
     )
     link.send(message)
     if message.blame == "peer":
-        print(f"a peer is gone: {message.message}", file=sys.stderr)
+        print(f"a peer is gone; this worker stops at step {standing.step}", file=sys.stderr)
         return ExitCode.LEFT
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)

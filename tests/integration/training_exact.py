@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ from torch.utils.data import Dataset
 import elasticzero as ez
 
 SAMPLES = 53
+FULL_BYTES = 3000
+"""No file can grow past this where the test asks for a full disk: more than a log, less than a
+shard."""
 
 
 class Model(nn.Module):
@@ -111,6 +115,13 @@ def fault(session: ez.Session, options: dict[str, Any]) -> None:
     """What the test asks this rank to do at a step."""
     if [session.rank, session.step_count] == options.get("die"):
         os.kill(os.getpid(), 9)
+    rank, first, last = options.get("full", [-1, 0, 0])
+    if session.rank == rank:
+        full = first <= session.step_count < last
+        limit = FULL_BYTES if full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    if options.get("told"):
+        session.log(loss=torch.ones((), requires_grad=True))
     time.sleep(options.get("pause", 0.0))
 
 

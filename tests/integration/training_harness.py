@@ -91,8 +91,9 @@ class Pool:
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
     ) -> Running:
         """The first `world_size` workers of a world of `of` (all of it), one a node; `given` goes
-        into each assignment."""
+        into each assignment, and `odd` changes those of single ranks."""
         of = given.pop("of", world_size)
+        odd = given.pop("odd", {})
         self._started += 1
         store = socket.socket()
         store.bind(("127.0.0.1", 0))
@@ -126,6 +127,7 @@ class Pool:
                 snapshot_root=str(self.folder / "snapshots" / f"node{rank}"),
             )
             assignment = replace(assignment, **given)
+            assignment = odd.get(rank, lambda same: same)(assignment)
             workers.append(self._start(assignment, launch, store))
         store.close()
         self._worlds.append(Running(self, workers))

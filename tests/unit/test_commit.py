@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +117,55 @@ def test_a_damaged_step_is_replaced_by_a_whole_save(tmp_path: Path) -> None:
     assert commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
     assert commit.read_manifest(storage).token == "second"
     assert commit.stands(storage)
+
+
+def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    """Its sizes are right, so only who has read its bytes knows."""
+    storage = write(tmp_path, 1, "first")
+    first = (storage.path / MANIFEST_NAME).read_bytes()
+    second = draft_of(LAYOUT, step=1, token="second")
+    with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2 are not there"):
+        commit.commit(storage, second, wait_s=0.0, replacing=True)
+    shards(tmp_path, 1, "second")
+    assert (storage.path / MANIFEST_NAME).read_bytes() == first
+    with watched(storage.path / MANIFEST_NAME) as missing:
+        assert commit.commit(storage, second, wait_s=0.0, replacing=True)
+    assert not missing
+    assert commit.read_manifest(storage).token == "second"
+    assert commit.stands(storage)
+    assert not [name for name in storage.names() if "first" in name]
+
+
+@contextmanager
+def watched(path: Path) -> Iterator[list[str]]:
+    """Whether the file was missing at any call into the operating system."""
+    missing: list[str] = []
+    on = True
+
+    def look(event: str, _: object) -> None:
+        if on and event.startswith("os.") and not path.is_file():
+            missing.append(event)
+
+    sys.addaudithook(look)
+    try:
+        yield missing
+    finally:
+        on = False
+
+
+def test_a_failed_save_is_discarded_unless_its_manifest_stands(tmp_path: Path) -> None:
+    storage = shards(tmp_path, 2, "failed")
+    for rank in (0, 1):
+        commit.discard(storage, draft_of(LAYOUT, step=2, token="failed"), rank)
+    assert not storage.path.exists()
+    good = write(tmp_path, 3)
+    shards(tmp_path, 3, "failed")
+    for token in ("failed", "token"):
+        for rank in (0, 1):
+            commit.discard(good, draft_of(LAYOUT, step=3, token=token), rank)
+    assert commit.stands(good) and not [name for name in good.names() if "failed" in name]
 
 
 def test_steps_are_listed_newest_first_and_only_when_committed(tmp_path: Path) -> None:

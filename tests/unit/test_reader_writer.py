@@ -8,6 +8,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -37,10 +38,12 @@ from elasticzero.checkpoint.reader import (
 )
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import DiskStorage
-from elasticzero.checkpoint.writer import Piece, write_checkpoint, write_snapshot
+from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint, write_snapshot
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, elements, flip, layouts, simple_layout
+
+NO_WAIT = Terms(wait_s=0.0)
 
 
 def tensors_of(specs: dict[str, TensorSpec], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -67,7 +70,7 @@ def pieces(draft: Manifest, rank: int, whole: dict[str, torch.Tensor]) -> list[P
 def write_all(directory: Path, draft: Manifest, whole: dict[str, torch.Tensor]) -> Path:
     """A checkpoint, written by its ranks one after the other, rank 0 last."""
     for rank in reversed(range(draft.layout.world_size)):
-        write_checkpoint(directory, draft, rank, pieces(draft, rank, whole), wait_s=0.0)
+        write_checkpoint(directory, draft, rank, pieces(draft, rank, whole), NO_WAIT)
     return directory / step_directory(draft.step)
 
 
@@ -122,7 +125,7 @@ def test_only_rank_0_commits_and_says_so(tmp_path: Path) -> None:
     draft = draft_of(simple_layout())
     whole = tensors_of(dict(draft.layout.tensors))
     second = write_checkpoint(tmp_path, draft, 1, pieces(draft, 1, whole))
-    first = write_checkpoint(tmp_path, draft, 0, pieces(draft, 0, whole), wait_s=0.0)
+    first = write_checkpoint(tmp_path, draft, 0, pieces(draft, 0, whole), NO_WAIT)
     assert (first.committed, second.committed) == (True, False)
     storage = DiskStorage(tmp_path / step_directory(7))
     files = open_step(storage).manifest.files
@@ -130,7 +133,7 @@ def test_only_rank_0_commits_and_says_so(tmp_path: Path) -> None:
     names = storage.names()
     for rank in (0, 1):
         other = replace(draft, token="other")
-        again = write_checkpoint(tmp_path, other, rank, pieces(draft, rank, whole), wait_s=0.0)
+        again = write_checkpoint(tmp_path, other, rank, pieces(draft, rank, whole), NO_WAIT)
         assert (again.bytes, again.committed) == (0, False)
     assert storage.names() == names
 
@@ -147,7 +150,7 @@ def test_pieces_that_are_not_the_layout_s_are_refused(tmp_path: Path) -> None:
     }
     for complaint, given_pieces in wrong.items():
         with pytest.raises(ValueError, match=complaint):
-            write_checkpoint(tmp_path, draft, 0, given_pieces, wait_s=0.0)
+            write_checkpoint(tmp_path, draft, 0, given_pieces, NO_WAIT)
     assert os.listdir(tmp_path / step_directory(7)) == []
 
 
@@ -346,6 +349,25 @@ def test_saving_over_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a checkpoint already: save under another step"):
         elasticzero.checkpoint.save(tmp_path, {"w": torch.zeros(3)})
     assert torch.equal(elasticzero.checkpoint.load(tmp_path)["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rest", "complaint"),
+    [
+        ({}, {}, "no tensors"),
+        ({"x": [1.0, 2.0]}, {}, "'x' has the type list"),
+        ({3: torch.ones(1)}, {}, "3 has the type Tensor; it takes tensors by name"),
+        ({"x": torch.ones(1)}, {"state": {"x": object()}}, "`state` is not JSON: .*object"),
+        ({"x": torch.ones(1)}, {"state": {("a", "b"): 1}}, "`state` is not JSON"),
+        ({"x": torch.ones(1)}, {"step": -1}, "step is -1"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_made(
+    tmp_path: Path, tensors: Any, rest: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        elasticzero.checkpoint.save(tmp_path / "new", tensors, **rest)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
