@@ -1,0 +1,211 @@
+"""Real worker processes over gloo: stops at bad moments, full disks, damaged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.channel import (
+    FLAG_LEAVE,
+    FLAG_STOP,
+    Abort,
+    Attached,
+    CheckpointWritten,
+    Failed,
+    Held,
+    Logged,
+    Request,
+    Resume,
+    Stepped,
+    Stopping,
+)
+from elasticzero.checkpoint import commit, verify
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.storage import DiskStorage
+from tests.integration.test_strategies import assert_close, plain
+from tests.integration.test_worker_process import start
+from tests.integration.training_harness import Pool
+
+SCRIPT = Path(__file__).parent / "training_exact.py"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as started:
+        yield started
+
+
+def steps_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_an_abort_between_step_and_boundary_loses_nothing(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    told = {"strategy": strategy, "steps": 20, "clip": 0.5}
+    first = start(pool, tmp_path, 2, told | {"pause": 1.0})
+    first.until(first.reached(3))
+    for worker in first.workers:
+        worker.channel.send(Abort(reason="a lease lapsed"))
+    first.until(first.ended)
+    assert [w.exit_code for w in first.workers] == [75, 75], first.logs()
+    for worker in first.workers:
+        stopping = worker.last(Stopping)
+        assert stopping.clean and stopping.step == worker.last(Stepped).step, first.logs()
+    resume, given = first.resume(), {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    assert resume.step == 3
+    second = start(pool, tmp_path, 1, told, generation=2, resume=resume, **given)
+    assert second.finish() == 20
+    assert_close(tmp_path / "checkpoints", plain(20, weighted=False))
+
+
+def test_a_peer_that_dies_before_the_boundary_leaves_the_step_to_the_others(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "ddp", "steps": 20, "clip": 0.5, "die": [0, 7]}
+    first = start(pool, tmp_path, 3, told)
+    first.until(first.ended)
+    for worker in first.workers[1:]:
+        assert (worker.last(Stopping).step, worker.last(Stopping).clean) == (7, True), first.logs()
+        log = worker.log.read_text()
+        assert "a peer is gone; this worker stops at step 7\n" in log
+        assert "gloo" not in log and "Traceback" not in log
+        assert "gloo" in worker.last(Failed).message.lower()
+
+
+def test_an_abort_while_connecting_is_obeyed_at_once(pool: Pool, tmp_path: Path) -> None:
+    told = json.dumps({"strategy": "ddp", "steps": 4})
+    running = pool.start(SCRIPT, [told], 1, of=2, connect_timeout_s=60.0)
+    worker = running.workers[0]
+    running.until(lambda: bool(worker.all(Attached)))
+    time.sleep(0.2)
+    told_s = time.monotonic()
+    worker.channel.send(Abort(reason="another node failed"))
+    running.until(running.ended, 20)
+    assert worker.ended_s - told_s < 5.0
+    assert worker.exit_code == 75 and not worker.all(Stopping)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_stop_leaves_a_checkpoint_and_the_snapshots(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"strategy": strategy, "steps": 100000, "clip": 0.5, "pause": 0.02}
+    running = start(pool, tmp_path, 2, told, checkpoint_dir=str(directory))
+    running.until(running.reached(3))
+    running.workers[1].channel.send(Request(flags=FLAG_STOP | FLAG_LEAVE))
+    running.until(running.ended)
+    assert [w.exit_code for w in running.workers] == [0, 0], running.logs()
+    step = running.workers[0].last(Stopping).step
+    assert steps_in(directory) == [step_directory(step)]
+    assert not list(verify.faults(DiskStorage(directory / step_directory(step))))
+    assert running.resume().step == step
+    assert_close(directory, plain(step, weighted=False))
+
+
+def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"strategy": "zero1", "steps": 10, "clip": 0.5}
+    given: dict[str, Any] = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
+    start(pool, tmp_path, 2, told, **given).finish()
+    newest = DiskStorage(directory / step_directory(10))
+    shard = newest.path / commit.read_manifest(newest).files[1].name
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    assert commit.fault(newest) is None
+    resume = Resume(tier="storage", step=10)
+    second = start(pool, tmp_path, 2, told, generation=2, resume=resume, **given)
+    second.until(second.ended)
+    assert 10 in {failed.bad_step for w in second.workers for failed in w.all(Failed)}
+    resume = Resume(tier="storage", step=8)
+    given["bad_steps"] = (10,)
+    third = start(pool, tmp_path, 2, told, generation=3, resume=resume, **given)
+    assert third.finish() == 10
+    assert third.workers[0].last(CheckpointWritten).committed
+    assert not list(verify.faults(newest))
+    assert not [name for name in newest.names() if shard.name in name]
+    assert_close(directory, plain(10, weighted=False))
+
+
+def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
+    pool: Pool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"strategy": "ddp", "steps": 10, "full": [1, 4, 5]}
+    given = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
+    running = start(pool, tmp_path, 2, told, **given)
+    assert running.finish() == 10
+    assert steps_in(directory) == [step_directory(8), step_directory(10)]
+    assert [m.step for m in running.workers[0].all(CheckpointWritten)] == [8, 10]
+    log = running.workers[1].log.read_text()
+    assert log.startswith("the checkpoint of step 4 was not saved: cannot write rank-00001-of-")
+    assert log.count("\n") == 1, log
+    assert running.workers[0].log.read_text() == ""
+
+
+def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"strategy": "zero2", "steps": 10, "full": [1, 9, 99]}
+    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8}
+    running = start(pool, tmp_path, 2, told, **given)
+    running.until(running.ended)
+    assert [w.exit_code for w in running.workers] == [75, 1], running.logs()
+    assert steps_in(directory) == [step_directory(8)]
+    assert running.workers[0].last(Failed).blame == "peer"
+    failed, *more = running.workers[1].all(Failed)
+    assert (failed.blame, failed.final, failed.traceback) == ("environment", False, "")
+    assert failed.message.startswith("cannot write rank-00001-of-00002-")
+    assert "File too large" in failed.message
+    # Shared memory is full too in this test.
+    assert not running.workers[1].all(Held)
+    assert [m.message[:49] for m in more] == ["the state of step 10 could not be kept in memory:"]
+    lines = running.workers[1].log.read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "the checkpoint of step 10 was not saved", "error", "error"
+    ]  # fmt: skip
+
+
+def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = {"strategy": "zero3", "steps": 100000, "dtype": "bfloat16", "full": [0, 1, 1 << 30]}
+    running = start(pool, tmp_path, 2, told)
+    running.until(running.reached(3))
+    running.workers[1].channel.send(Request(flags=FLAG_LEAVE))
+    running.until(running.ended)
+    assert [w.exit_code for w in running.workers] == [1, 0], running.logs()
+    assert running.workers[0].last(Failed).blame == "environment"
+    log = running.workers[0].log.read_text()
+    assert log.startswith("error: the state of step ") and log.count("\n") == 1, log
+
+
+def test_nodes_that_were_told_different_things_about_checkpoints_agree(
+    pool: Pool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"strategy": "ddp", "steps": 5}
+    given = {"checkpoint_dir": str(directory), "checkpoint_every": 2}
+    odd = {1: lambda a: replace(a, checkpoint_every=3)}
+    running = start(pool, tmp_path, 2, told, odd=odd, **given)
+    assert running.finish() == 5
+    assert steps_in(directory) == [step_directory(step) for step in (2, 4, 5)]
+    odd = {1: lambda a: replace(a, checkpoint_dir=None)}
+    running = start(pool, tmp_path, 2, told, odd=odd, **(given | {"checkpoint_dir": "unused"}))
+    assert running.finish() == 5
+    assert running.workers[0].log.read_text().startswith("no checkpoints: some nodes have no")
+
+
+def test_a_logged_loss_may_require_a_gradient(pool: Pool, tmp_path: Path) -> None:
+    running = start(pool, tmp_path, 1, {"strategy": "ddp", "steps": 2, "told": True})
+    assert running.finish() == 2
+    assert [m.scalars for m in running.workers[0].all(Logged)] == [{"loss": 1.0}] * 2
+    assert running.workers[0].log.read_text() == ""
