@@ -26,7 +26,10 @@ _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
     the exit code."""
-    command = subparsers.add_parser("list", help="the steps in a checkpoint directory")
+    command = subparsers.add_parser(
+        "list",
+        help="the steps in a directory, and which are whole by sizes (`verify` reads the bytes)",
+    )
     command.add_argument("directory", help="checkpoint directory")
     command.add_argument("--json", action="store_true", help="for scripts")
     command.set_defaults(run_command=_list)
@@ -89,7 +92,7 @@ def _list(args: argparse.Namespace) -> int:
         table = [[str(row.get(column, "-")) for column in columns] for row in rows]
         for row, line in zip(rows, table, strict=True):
             line[6] = _size(row["bytes"]) if "bytes" in row else "-"
-            line[7] = "good" if row["good"] else f"DAMAGED: {row['reason']}"
+            line[7] = "whole" if row["whole"] else f"DAMAGED: {row['reason']}"
         _print_table(columns, table)
     for name in left:
         print(f"{name}: never committed (a save that failed, or is going on)")
@@ -99,7 +102,7 @@ def _list(args: argparse.Namespace) -> int:
 def _listed(info: commit.StepInfo) -> dict[str, Any]:
     storage = DiskStorage(info.path)
     reason = commit.fault(storage)
-    row: dict[str, Any] = {"step": info.step, "path": str(info.path), "good": reason is None}
+    row: dict[str, Any] = {"step": info.step, "path": str(info.path), "whole": reason is None}
     if reason is not None:
         row["reason"] = reason
     try:
@@ -126,7 +129,8 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"{path}")
     print(
         f"step {manifest.step}, written by generation {manifest.generation} "
-        f"({manifest.strategy}, {manifest.layout.world_size} ranks, token {manifest.token})\n"
+        f"({manifest.strategy}, {_counted(manifest.layout.world_size, 'rank')}, "
+        f"token {manifest.token})\n"
     )
     files = [[file.name, _size(file.bytes)] for file in manifest.files]
     _print_table(("file", "size"), files)
@@ -179,7 +183,7 @@ def _reshard(args: argparse.Namespace) -> int:
     written = convert.reshard(source, local_path(args.target), args.world_size, args.strategy)
     manifest = commit.read_manifest(DiskStorage(written))
     total = sum(file.bytes for file in manifest.files)
-    print(f"{written}: {args.world_size} ranks, {_size(total)}, from {source}")
+    print(f"{written}: {_counted(args.world_size, 'rank')}, {_size(total)}, from {source}")
     return 0
 
 
@@ -187,8 +191,8 @@ def _export(args: argparse.Namespace) -> int:
     source = commit.resolve(local_path(args.path))
     done = convert.export_hf(source, local_path(args.target), args.max_shard_size)
     print(
-        f"{done.path}: {done.tensors} tensors, {_size(done.bytes)}, in {len(done.files)} "
-        f"file{'s' if len(done.files) > 1 else ''}, from {source}"
+        f"{done.path}: {_counted(done.tensors, 'tensor')}, {_size(done.bytes)}, in "
+        f"{_counted(len(done.files), 'file')}, from {source}"
     )
     return 0
 
@@ -211,6 +215,10 @@ def _bytes(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a size of at least one byte is wanted")
     return value
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _size(count: float) -> str:

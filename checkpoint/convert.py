@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from elasticzero.spans import Rule, Span
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 MODEL_PREFIX = "model/"
+INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _BUFFER_BYTES = 8 << 20
 _OPEN_SHARDS = 16
@@ -60,11 +62,16 @@ def reshard(source: Path, directory: Path, world_size: int, strategy: str | None
         files=(),
     )
     source_bytes = _Source(origin, old)
-    for rank in range(world_size):
-        wanted = layout.spans(rank)
-        chunks = source_bytes.chunks({name: wanted[name] for name in shard_specs(draft, rank)})
-        write_shard(storage, draft, rank, chunks)
-    commit.commit(storage, draft, wait_s=0.0)
+    try:
+        for rank in range(world_size):
+            wanted = layout.spans(rank)
+            chunks = source_bytes.chunks({name: wanted[name] for name in shard_specs(draft, rank)})
+            write_shard(storage, draft, rank, chunks)
+        commit.commit(storage, draft, wait_s=0.0)
+    except BaseException:
+        for rank in range(world_size):
+            commit.discard(storage, draft, rank)
+        raise
     return storage.path
 
 
@@ -95,33 +102,26 @@ def export_hf(
     """Write the model's own tensors as Hugging Face safetensors, each whole, under its own name.
 
     `target`: a new or empty directory. A shard is larger than `max_shard_bytes` only where one
-    tensor is. The index comes last: an export that broke off is not taken for a whole one.
+    tensor is. The index, which only several files need, comes last. An export that fails leaves
+    `target` as it was.
     """
     origin = DiskStorage(source)
     manifest = commit.read_manifest(origin)
     specs = {n: s for n, s in manifest.layout.tensors.items() if n.startswith(MODEL_PREFIX)}
     if not specs:
         raise UserError(f"{source} has no tensors named {MODEL_PREFIX}...: nothing to export")
-    _make_empty(target)
-    storage = DiskStorage(target)
     parts = _packed(specs, max_shard_bytes)
     names = ["model.safetensors"]
     if len(parts) > 1:
         count = len(parts)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     source_bytes = _Source(origin, manifest)
-    for file, part in zip(names, parts, strict=True):
-        storage.write(file, _plain_file(source_bytes, part))
+    with _made_empty(target) as storage:
+        for file, part in zip(names, parts, strict=True):
+            storage.write(file, _plain_file(source_bytes, part))
+        if len(parts) > 1:
+            storage.write(INDEX_NAME, [_index(dict(zip(names, parts, strict=True)))])
     total = sum(spec.nbytes for spec in specs.values())
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {
-            name.removeprefix(MODEL_PREFIX): file
-            for file, part in zip(names, parts, strict=True)
-            for name in part
-        },
-    }
-    storage.write("model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"])
     return Exported(path=target, files=tuple(names), tensors=len(specs), bytes=total)
 
 
@@ -171,10 +171,31 @@ def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[
     return parts
 
 
-def _make_empty(target: Path) -> None:
+def _index(parts: Mapping[str, Mapping[str, TensorSpec]]) -> bytes:
+    """Which file holds which tensor; parts: by file."""
+    total = sum(spec.nbytes for part in parts.values() for spec in part.values())
+    weight_map = {n.removeprefix(MODEL_PREFIX): file for file, part in parts.items() for n in part}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+@contextmanager
+def _made_empty(target: Path) -> Iterator[DiskStorage]:
+    """A new or empty directory to write into; where that fails it is again as it was."""
     try:
+        new = not target.is_dir()
         target.mkdir(parents=True, exist_ok=True)
         if os.listdir(target):
             raise UserError(f"{target} is not empty: give a new directory")
     except OSError as error:
         raise StorageError(f"cannot use the directory {target}: {explain(error)}") from error
+    storage = DiskStorage(target)
+    try:
+        yield storage
+    except BaseException:
+        with suppress(OSError, StorageError):
+            for name in storage.names():
+                storage.remove(name)
+            if new:
+                target.rmdir()
+        raise

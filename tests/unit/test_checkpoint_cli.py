@@ -46,7 +46,7 @@ def test_list(directory: Path, capsys: Output) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["step", "written", "generation"]
     assert lines[1].startswith("20 ") and "DAMAGED: " in lines[1] and "has 3 bytes" in lines[1]
-    assert lines[2].startswith("10 ") and lines[2].endswith("good")
+    assert lines[2].startswith("10 ") and lines[2].endswith("whole")
     assert lines[3].startswith("step-000000000030: never committed")
 
 
@@ -54,7 +54,7 @@ def test_list_for_scripts(directory: Path, capsys: Output) -> None:
     assert main(["list", "--json", str(directory)]) == 0
     value = json.loads(capsys.readouterr().out)
     assert [step["step"] for step in value["steps"]] == [20, 10]
-    assert all(step["good"] and step["ranks"] == 2 for step in value["steps"])
+    assert all(step["whole"] and step["ranks"] == 2 for step in value["steps"])
     assert value["uncommitted"] == []
 
 
@@ -127,6 +127,27 @@ def test_reshard(directory: Path, tmp_path: Path, capsys: Output) -> None:
     manifest = read_manifest(DiskStorage(step))
     assert (manifest.layout.world_size, manifest.strategy) == (3, "zero3")
     assert main(["verify", target]) == 0
+
+
+def test_one_rank_is_one_rank(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    target = str(tmp_path / "one")
+    assert main(["reshard", str(directory), target, "--world-size", "1"]) == 0
+    assert main(["inspect", target]) == 0
+    out = capsys.readouterr().out
+    assert ": 1 rank, " in out and "(zero2, 1 rank, token " in out
+
+
+def test_an_export_of_a_damaged_step_leaves_nothing(
+    directory: Path, tmp_path: Path, capsys: Output
+) -> None:
+    damage(directory, 20)
+    order = ["export", str(directory), str(tmp_path / "hf"), "--max-shard-size", "8KB"]
+    assert main(order) == 70
+    assert "not what was written" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+    (tmp_path / "hf").mkdir()
+    assert main(order) == 70
+    assert os.listdir(tmp_path / "hf") == []
 
 
 def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
