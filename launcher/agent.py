@@ -197,7 +197,9 @@ class Agent:
             ended = []
             self._replace_server()
         if self._gang is not None:
-            self.telling.heard(self._gang, self._gang.hear(now_s, ended), now_s)
+            heard = self._gang.hear(now_s, ended)
+            self.telling.heard(self._gang, heard, now_s)
+            self._lookout.heard(message for _, message in heard)
             self._gang.end_the_deaf(now_s)
 
     def _replace_server(self) -> None:

@@ -41,7 +41,9 @@ def _look(store: Store) -> dict[str, Any]:
             "node": node,
             "address": members[node].address if node in members else None,
             "ranks": _ranks(world, placed.get(node)),
-            "state": _state(node in members, node in placed, phases.get(node)),
+            "state": "done"
+            if done is not None
+            else _state(node in members, node in placed, phases.get(node)),
         }
         for node in [*placed, *(name for name in members if name not in placed)]
     ]
@@ -73,8 +75,9 @@ def _state(registered: bool, placed: bool, phase: str | None) -> str:
 
 def _table(job: str, found: dict[str, Any]) -> str:
     lines = [
-        f"job {job}: generation {found['generation']}, {found['world_size']} ranks, "
-        f"from step {found['resume_step']} ({found['reason']})"
+        f"job {job}: generation {found['generation']}, {found['world_size']} "
+        f"rank{'s' * (found['world_size'] != 1)}, began at step {found['resume_step']} "
+        f"({found['reason']})"
     ]
     if found["done"] is not None:
         lines.append(f"done: {found['done']['reason']}")

@@ -7,11 +7,12 @@ wants it to see, and looks at memory and storage no more often than that can mat
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from elasticzero.channel import CheckpointWritten
 from elasticzero.checkpoint.commit import newest_good
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.errors import StoreUnavailable
@@ -71,6 +72,12 @@ class Lookout:
     def reported(self, generation: int, report: Report) -> None:
         """This agent's report of a generation was put."""
         self._my_reports = {generation: report}
+
+    def heard(self, messages: Iterable[object]) -> None:
+        """What workers said: a checkpoint that is written anew is damaged no more."""
+        for message in messages:
+            if isinstance(message, CheckpointWritten) and message.committed:
+                self.bad_steps.discard(message.step)
 
     def view(self, workers: Workers, leaving: bool, now_s: float, limits: Limits) -> View:
         """All that this agent sees now; also follows what its role wants it to see next."""
