@@ -112,12 +112,7 @@ class Agent:
         self._gang: Gang | None = None
         self._owns_memory = False
         self._lookout = Lookout(
-            store,
-            self._observer,
-            membership,
-            self.snapshots,
-            options.checkpoint_dir,
-            time.monotonic(),
+            store, self._observer, membership, self.snapshots, options.checkpoint_dir
         )
         self._leaving = False
         self._backoff_until_s = 0.0
@@ -142,6 +137,7 @@ class Agent:
         """The loop; returns when the job is done or this node has left."""
         self.snapshots.clear()  # what a predecessor that was killed left behind
         self._owns_memory = True
+        self._lookout.begin()
         try:
             while self.exit_code is None:
                 now_s = time.monotonic()

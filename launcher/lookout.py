@@ -7,6 +7,7 @@ wants it to see, and looks at memory and storage no more often than that can mat
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -50,17 +51,15 @@ class Lookout:
         membership: Membership,
         snapshots: SnapshotStore,
         checkpoint_dir: str | None,
-        began_s: float,
     ) -> None:
         self._store = store
         self._observer = observer
         self._membership = membership
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
-        self._began_s = began_s
+        self._began_s = self._last_join_s = time.monotonic()
         self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
         self._joined: frozenset[tuple[str, str]] = frozenset()
-        self._last_join_s = began_s
         self._my_reports: dict[int, Report] = {}
         self.bad_steps: set[int] = set()
         """Checkpoints found damaged."""
@@ -68,6 +67,10 @@ class Lookout:
         self._newest_step: int | None = None
         self._looked_for_oldest_s = 0.0
         self._oldest = False
+
+    def begin(self) -> None:
+        """The node is registered: the time to wait for others counts from now."""
+        self._began_s = time.monotonic()
 
     def reported(self, generation: int, report: Report) -> None:
         """This agent's report of a generation was put."""

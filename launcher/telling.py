@@ -76,6 +76,8 @@ class Telling:
             kind = view.alarm.kind if view.alarm is not None else "boundary"
             self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
             self._metrics.restarts.labels(kind).inc()
+            if view.workers.stepped_s:
+                self._recovery("detect", view.round_s - view.workers.stepped_s)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self.note("reason", reason=decision.reason)

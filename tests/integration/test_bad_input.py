@@ -140,7 +140,7 @@ def test_fewer_nodes_than_wanted_says_who_is_there(
     tmp_path: Path, job: str, etcd: EmbeddedEtcd
 ) -> None:
     words = ["run", "--etcd", etcd.endpoint, "--job", job, "--nnodes", "2:3", "--http-port", "0"]
-    words += ["--node-name", "lonely", "--join-timeout", "12", "--log-dir", str(tmp_path)]
+    words += ["--node-name", "lonely", "--join-timeout", "13", "--log-dir", str(tmp_path)]
     found = run(*words, str(REGRESSION))
     assert found.returncode == 69, found.stderr
     assert "1 of at least 2 nodes are here (lonely); 1 missing" in found.stderr
