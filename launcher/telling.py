@@ -104,6 +104,12 @@ class Telling:
         self._say_world(world)
 
     def _say_world(self, world: World) -> None:
+        mine = self._options.limits.strategy
+        if mine != world.strategy:
+            text = (
+                f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
+            )
+            say(self._options.node, text)
         place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
         names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
         more = len(world.members) - NAMES_SHOWN
