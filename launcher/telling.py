@@ -110,15 +110,19 @@ class Telling:
                 f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
             )
             say(self._options.node, text)
-        place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
+        resume = world.resume
+        origin = {
+            "fresh": "from the beginning",
+            "ram": f"from step {resume.step}, held in memory",
+            "storage": f"from the checkpoint of step {resume.step}",
+        }
         names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
         more = len(world.members) - NAMES_SHOWN
-        resume = world.resume
         say(
             self._options.node,
             f"generation {world.generation}: {world.world_size} rank"
             f"{'s' * (world.world_size > 1)} on {names}{f' and {more} more' if more > 0 else ''}, "
-            f"from step {resume.step} {place[resume.tier]}: {world.reason}",
+            f"{origin[resume.tier]}: {world.reason}",
         )
 
     def waiting(self, look: Callable[[], Iterable[str]]) -> None:
