@@ -51,10 +51,6 @@ class StoreUnavailable(OperatorError):
     """The coordination store did not answer in time."""
 
 
-class JobFailed(ElasticZeroError):
-    """The training script failed, and trying again would fail again."""
-
-
 class CheckpointDamaged(OperatorError):
     """Bytes of a checkpoint are missing or are not what was written."""
 

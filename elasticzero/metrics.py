@@ -123,12 +123,15 @@ class Metrics:
         self.data_wait_seconds.labels(rank).observe(data_wait_s)
         self.samples.labels(rank).inc(samples)
 
-    def observe_checkpoint(self, *, step: int, seconds: float, written_bytes: int) -> None:
-        """One checkpoint that this node had a part in, committed now."""
+    def observe_checkpoint(
+        self, *, step: int, seconds: float, written_bytes: int, committed: bool
+    ) -> None:
+        """A worker's part of a checkpoint is written; committed: and the whole exists now."""
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.inc(written_bytes)
-        self.checkpoint_step.set(step)
-        self.checkpoint_timestamp.set(time.time())
+        if committed:
+            self.checkpoint_step.set(step)
+            self.checkpoint_timestamp.set(time.time())
 
     def forget_workers(self) -> None:
         """Drop the gauges of workers that are gone, so that none shows a value that is not so."""

@@ -197,11 +197,13 @@ class Telling:
                         self._last["loss"] = message.scalars["loss"]
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case CheckpointWritten():
-                    self._metrics.checkpoint_seconds.observe(message.seconds)
-                    self._metrics.checkpoint_bytes.inc(message.bytes)
+                    self._metrics.observe_checkpoint(
+                        step=message.step,
+                        seconds=message.seconds,
+                        written_bytes=message.bytes,
+                        committed=message.committed,
+                    )
                     if message.committed:
-                        self._metrics.checkpoint_step.set(message.step)
-                        self._metrics.checkpoint_timestamp.set_to_current_time()
                         self._last["checkpoint_step"] = message.step
                         self._say_checkpoint(message)
                         self.note("checkpoint", **_plain(message))
