@@ -84,15 +84,8 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
     return struct.pack("<Q", len(text)) + text
 
 
-def write_shard(
-    storage: Storage, manifest: Manifest, rank: int, chunks: Iterable[Bytes]
-) -> ShardFile:
-    """Write a rank's shard file and then its checksum file, which says that the shard is whole.
-
-    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere; a chunk may
-    be reused once the next is asked for.
-    """
-    name = manifest.file_name(rank)
+def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
+    """(the first bytes of a rank's shard file, the bytes of the whole file)."""
     specs = shard_specs(manifest, rank)
     metadata = {
         "format": "pt",
@@ -102,7 +95,19 @@ def write_shard(
         "token": manifest.token,
     }
     head = header(specs, metadata)
-    expected = len(head) + sum(spec.nbytes for spec in specs.values())
+    return head, len(head) + sum(spec.nbytes for spec in specs.values())
+
+
+def write_shard(
+    storage: Storage, manifest: Manifest, rank: int, chunks: Iterable[Bytes]
+) -> ShardFile:
+    """Write a rank's shard file and then its checksum file, which says that the shard is whole.
+
+    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere; a chunk may
+    be reused once the next is asked for.
+    """
+    name = manifest.file_name(rank)
+    head, expected = shard_header(manifest, rank)
     sums = BlockSums()
     storage.write(name, sums.watch(itertools.chain([head], chunks)))
     if sums.size != expected:
