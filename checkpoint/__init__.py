@@ -8,21 +8,17 @@ if __name__ == "checkpoint":
     raise ImportError("import this package as elasticzero.checkpoint, not as checkpoint")
 
 if TYPE_CHECKING:
-    from elasticzero.checkpoint.reader import load as load
-    from elasticzero.checkpoint.reader import load_state as load_state
-    from elasticzero.checkpoint.writer import save as save
+    from elasticzero.checkpoint.standalone import load as load
+    from elasticzero.checkpoint.standalone import load_state as load_state
+    from elasticzero.checkpoint.standalone import save as save
 
 __all__ = ["load", "load_state", "save"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use only (PEP 562)."""
-    if name == "save":
-        from elasticzero.checkpoint.writer import save
+    if name in __all__:
+        from elasticzero.checkpoint import standalone
 
-        return save
-    if name in ("load", "load_state"):
-        from elasticzero.checkpoint import reader
-
-        return getattr(reader, name)
+        return getattr(standalone, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

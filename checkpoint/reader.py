@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.plan import Copy, plan
 from elasticzero.checkpoint.shards import ShardReader, open_shard
-from elasticzero.checkpoint.storage import DiskStorage, Readable, local_path
+from elasticzero.checkpoint.storage import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
 
@@ -277,35 +276,6 @@ def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[
         return open_shard(storage, own, rank)
 
     return open_own
-
-
-def load(
-    path: str | os.PathLike[str], into: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's tensors.
-
-    `path`: a checkpoint directory (its newest good step) or one step's directory. `into`: fill
-    these in place (a DTensor: this rank's part of it) instead of making new ones; its names must be
-    in the checkpoint, which may hold more. Returns the tensors by name. Needs no process group.
-    """
-    checkpoint = open_step(DiskStorage(commit.resolve(local_path(path))))
-    held = checkpoint.manifest.layout.tensors
-    if into is None:
-        whole = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-            for name, spec in held.items()
-        }
-        checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in whole.items())
-        return whole
-    wanted = {name: spec_of(tensor) for name, tensor in into.items()}
-    checkpoint.check(wanted, allow_more=True)
-    checkpoint.load(Target(n, *local_part(t)) for n, t in into.items())
-    return dict(into)
-
-
-def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `state` that the checkpoint was saved with; `path` as in `load`."""
-    return dict(commit.read_manifest(DiskStorage(commit.resolve(local_path(path)))).state)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
