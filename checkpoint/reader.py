@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +19,19 @@ from elasticzero.checkpoint.manifest import (
     snapshot_manifest_name,
 )
 from elasticzero.checkpoint.plan import Copy, plan
-from elasticzero.checkpoint.shards import ShardReader, open_shard
+from elasticzero.checkpoint.shards import BLOCK_BYTES, ShardReader, open_shard
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
 
-STAGING_BYTES = 32 << 20
-"""Size of the one host buffer through which a load fills tensors that are not plain host memory."""
+LANES = 4
+"""Parts of shards read at the same time, each by a thread."""
+PART_BYTES = 16 << 20
+"""About what a lane reads in one go."""
+STAGING_BYTES = 8 << 20
+"""Size of a lane's host buffer, through which tensors that are not plain host memory are filled."""
 _OPEN_SHARDS = 16
-"""Shards kept open at once, each with one block in memory."""
+"""Shards kept open at once."""
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -92,7 +98,7 @@ class Checkpoint:
         self.bytes_read = 0
         self._ways = {rank: list(ways) for rank, ways in shards.items()}
         self._open: dict[int, ShardReader] = {}
-        self._staging: torch.Tensor | None = None
+        self._lock = threading.Lock()
 
     def check(self, expected: Mapping[str, TensorSpec], *, allow_more: bool = False) -> None:
         """Raise `CheckpointMismatch` naming the first few tensors that are missing, not expected
@@ -119,14 +125,30 @@ class Checkpoint:
         self.load([Target(name, span, out)])
 
     def load(self, targets: Iterable[Target]) -> None:
-        """Fill every target, reading each shard once, front to back."""
-        by_rank: dict[int, list[tuple[Copy, torch.Tensor]]] = {}
+        """Fill every target: each shard front to back, up to `LANES` parts of them at a time.
+
+        A part that one source of its shard cannot give comes from the next source. Raises
+        `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
+        filled.
+        """
+        by_rank: dict[int, list[_Fill]] = {}
+        size = 0
         for target in targets:
             self._fits(target)
+            size += len(target.span) * target.tensor.element_size()
             for copy in plan(self.manifest.layout, {target.name: target.span}):
                 by_rank.setdefault(copy.rank, []).append((copy, target.tensor))
-        for rank in sorted(by_rank):
-            self._load_shard(rank, by_rank[rank])
+        work = _Work(self._parts(by_rank))
+        lanes = min(LANES, -(-size // PART_BYTES))
+        if lanes <= 1:
+            self._read_parts(work)
+            return
+        with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-read") as pool:
+            try:
+                for lane in [pool.submit(self._read_parts, work) for _ in range(lanes)]:
+                    lane.result()
+            finally:
+                work.stop()
 
     def _fits(self, target: Target) -> None:
         spec = self.manifest.layout.tensors.get(target.name)
@@ -145,53 +167,167 @@ class Checkpoint:
                 f"{target.tensor.numel()}"
             )
 
-    def _load_shard(self, rank: int, copies: list[tuple[Copy, torch.Tensor]]) -> None:
+    def _parts(self, by_rank: Mapping[int, list[_Fill]]) -> Iterator[_Part]:
+        for rank in sorted(by_rank):
+            for fills in _cut(self._shard(rank), by_rank[rank]):
+                yield _Part(rank, fills)
+
+    def _read_parts(self, work: _Work) -> None:
+        """One lane: part after part until none is left or another lane has failed."""
+        staging = _Staging()
+        try:
+            while (part := work.take()) is not None:
+                self._read_part(part, staging)
+        except BaseException:
+            work.stop()
+            raise
+
+    def _read_part(self, part: _Part, staging: _Staging) -> None:
         """Fill from one rank's shard; from its next source when one fails on the way."""
         while True:
+            shard = self._shard(part.rank)
             try:
-                shard = self._shard(rank)
-                copies.sort(key=lambda item: _first_byte(shard, item[0]))
-                for copy, tensor in copies:
-                    self._fill(shard, copy, tensor)
-                return
+                own = shard.twin()
+                count = sum(_fill(own, copy, tensor, staging) for copy, tensor in part.fills)
             except (StorageError, CheckpointDamaged):
-                self._open.pop(rank, None)
-                if len(self._ways[rank]) == 1:
+                if not self._give_up(part.rank, shard):
                     raise
-                del self._ways[rank][0]
+                continue
+            with self._lock:
+                self.bytes_read += count
+            return
 
     def _shard(self, rank: int) -> ShardReader:
-        if rank in self._open:
+        """A rank's shard, from the first of its sources that opens."""
+        with self._lock:
+            while rank not in self._open:
+                if not self._ways.get(rank):
+                    raise StorageError(f"nobody holds the shard of rank {rank}")
+                try:
+                    shard = self._ways[rank][0]()
+                except (StorageError, CheckpointDamaged):
+                    if len(self._ways[rank]) == 1:
+                        raise
+                    del self._ways[rank][0]
+                    continue
+                if len(self._open) >= _OPEN_SHARDS:
+                    del self._open[next(iter(self._open))]
+                self._open[rank] = shard
             return self._open[rank]
-        if not self._ways.get(rank):
-            raise StorageError(f"nobody holds the shard of rank {rank}")
-        if len(self._open) >= _OPEN_SHARDS:
-            del self._open[next(iter(self._open))]
-        self._open[rank] = shard = self._ways[rank][0]()
-        return shard
 
-    def _fill(self, shard: ShardReader, copy: Copy, tensor: torch.Tensor) -> None:
-        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
-        self.bytes_read += count * tensor.element_size()
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            part = tensor.detach().reshape(-1)[start : start + count]
-            shard.read_into(copy.name, copy.span_in_shard, byte_view(part))
-            return
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
-        width = tensor.element_size()
-        size = STAGING_BYTES // width
-        if self._staging is None:
-            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
-        for done in range(0, count, size):
-            step = min(size, count - done)
-            staged = self._staging[: step * width]
-            at = copy.span_in_shard.start + done
-            shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
-            values = staged.view(tensor.dtype)
-            if flat is not None:
-                flat[start + done : start + done + step].copy_(values)
-            else:
-                _scatter(tensor.detach(), start + done, values)
+    def _give_up(self, rank: int, shard: ShardReader) -> bool:
+        """Whether there is another source to try than the one that gave `shard`."""
+        with self._lock:
+            if self._open.get(rank) is not shard:
+                return True
+            del self._open[rank]
+            if len(self._ways[rank]) == 1:
+                return False
+            del self._ways[rank][0]
+            return True
+
+
+_Fill = tuple[Copy, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one lane reads in one go: bytes of one shard, front to back."""
+
+    rank: int
+    fills: list[_Fill]
+
+
+class _Work:
+    """Parts to read, handed to several lanes."""
+
+    def __init__(self, parts: Iterator[_Part]) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def take(self) -> _Part | None:
+        """The next part, or None when there is none or the work was stopped."""
+        with self._lock:
+            return None if self._stopped else next(self._parts, None)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+class _Staging:
+    """One lane's host buffer, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def first(self, size: int) -> torch.Tensor:
+        """Its first `size` bytes, at most `STAGING_BYTES`."""
+        if self._buffer is None:
+            self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        return self._buffer[:size]
+
+
+def _cut(shard: ShardReader, fills: list[_Fill]) -> Iterator[list[_Fill]]:
+    """Parts of about `PART_BYTES` in the file's order, cut where a checksum block ends."""
+    part: list[_Fill] = []
+    size = 0
+    for copy, tensor in sorted(fills, key=lambda fill: _first_byte(shard, fill[0])):
+        width, rest = tensor.element_size(), copy
+        while size + len(rest.span_in_shard) * width > PART_BYTES:
+            start = _first_byte(shard, rest)
+            stop = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
+            count = (stop - start) // width
+            if count >= len(rest.span_in_shard):
+                break
+            head, rest = _split(rest, count)
+            yield [*part, (head, tensor)]
+            part, size = [], 0
+        part.append((rest, tensor))
+        size += len(rest.span_in_shard) * width
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
+    """The first `count` elements of a copy, and the rest."""
+    tensor, shard = copy.span_in_tensor, copy.span_in_shard
+    head = replace(
+        copy,
+        span_in_tensor=Span(tensor.start, tensor.start + count),
+        span_in_shard=Span(shard.start, shard.start + count),
+    )
+    rest = replace(
+        copy,
+        span_in_tensor=Span(tensor.start + count, tensor.stop),
+        span_in_shard=Span(shard.start + count, shard.stop),
+        offset_in_wanted=copy.offset_in_wanted + count,
+    )
+    return head, rest
+
+
+def _fill(shard: ShardReader, copy: Copy, tensor: torch.Tensor, staging: _Staging) -> int:
+    """Put a copy's elements in their place in `tensor`; returns their bytes."""
+    start, count, width = copy.offset_in_wanted, len(copy.span_in_shard), tensor.element_size()
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
+    if flat is not None and tensor.device.type == "cpu":
+        shard.read_into(copy.name, copy.span_in_shard, byte_view(flat[start : start + count]))
+        return count * width
+    size = STAGING_BYTES // width
+    for done in range(0, count, size):
+        step = min(size, count - done)
+        staged = staging.first(step * width)
+        at = copy.span_in_shard.start + done
+        shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
+        values = staged.view(tensor.dtype)
+        if flat is not None:
+            flat[start + done : start + done + step].copy_(values)
+        else:
+            _scatter(tensor.detach(), start + done, values)
+    return count * width
 
 
 def _first_byte(shard: ShardReader, copy: Copy) -> int:

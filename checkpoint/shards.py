@@ -8,6 +8,7 @@ shard file, its header included.
 from __future__ import annotations
 
 import array
+import copy
 import itertools
 import json
 import re
@@ -32,6 +33,8 @@ from elasticzero.spans import Span
 BLOCK_BYTES = 1 << 20
 HEADER_LIMIT_BYTES = 100_000_000
 """What safetensors itself allows."""
+READ_BYTES = 4 << 20
+"""Read in one go and then checked, while the processor's cache still has it."""
 _SUMS_LIMIT_BYTES = 1 << 28
 _SUMS_HEADER = struct.Struct("<8sIIQ16s")
 _SUMS_MAGIC = b"EZSUMS\r\n"
@@ -208,8 +211,15 @@ class BlockReader:
             raise CheckpointDamaged(
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names"
             )
-        self._scratch = memoryview(bytearray(self._sums.block_bytes))
+        self._scratch = memoryview(b"")
         self._scratch_block = -1
+
+    def twin(self) -> BlockReader:
+        """Another reader of the file, for another thread: it keeps a block of its own."""
+        twin = copy.copy(self)
+        twin._scratch = memoryview(b"")
+        twin._scratch_block = -1
+        return twin
 
     @property
     def where(self) -> str:
@@ -229,7 +239,7 @@ class BlockReader:
         position, stop = start, start + len(buffer)
         while position < stop:
             block, within = divmod(position, block_bytes)
-            whole = 0 if within else (stop - position) // block_bytes
+            whole = 0 if within else min(stop - position, READ_BYTES) // block_bytes
             if whole:
                 end = position + whole * block_bytes
                 view = buffer[position - start : end - start]
@@ -273,6 +283,8 @@ class BlockReader:
         return view
 
     def _window(self, block: int) -> tuple[int, memoryview]:
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(min(self._sums.block_bytes, self.size)))
         start = block * self._sums.block_bytes
         return start, self._scratch[: min(self._sums.block_bytes, self.size - start)]
 
@@ -308,6 +320,12 @@ class ShardReader:
         """Reads checksums and header; raises `CheckpointDamaged`."""
         self._blocks = BlockReader(storage, file)
         self.metadata, self.entries = _read_header(self._blocks)
+
+    def twin(self) -> ShardReader:
+        """Another reader of the shard, for another thread."""
+        twin = copy.copy(self)
+        twin._blocks = self._blocks.twin()
+        return twin
 
     @property
     def where(self) -> str:
