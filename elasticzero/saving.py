@@ -41,8 +41,8 @@ from elasticzero.state import (
     SmallState,
     Spec,
     seed_all,
-    tensor_names,
 )
+from elasticzero.values import tensor_names
 
 COMMIT_WAIT_S = 60.0
 """How long rank 0 waits to see files that the other ranks have written: storage may be slow to show

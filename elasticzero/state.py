@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elasticzero.data import Position, mixed
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.spans import Rule
+from elasticzero.values import decode_value, encode_value
 
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
 
@@ -127,59 +128,17 @@ class NamedModel:
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; tensors inside are copied into `tensors` under their path.
-
-    Raises `UserError` naming the key of what cannot be stored.
-    """
-    if isinstance(value, Tensor):
-        tensors[path] = value.detach().clone(memory_format=torch.contiguous_format)
-        return {"$tensor": path}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(value.copy())
-        return {"$array": path}
-    if isinstance(value, (list, tuple)):
-        items = [encode_state(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping):
-        pairs = [(k, encode_state(v, f"{path}/{k}", tensors)) for k, v in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-            return dict(pairs)
-        keys = [encode_state(key, f"{path}/{key}", tensors) for key, _ in pairs]
-        return {"$map": [[key, item] for key, (_, item) in zip(keys, pairs, strict=True)]}
-    raise UserError(
-        f"{path!r} is a {type(value).__name__}, which a checkpoint cannot hold: only numbers, "
-        "strings, tensors, arrays, lists, tuples and dicts can be kept"
-    )
+    """`encode_value`, with the tensors copied."""
+    found: dict[str, Tensor] = {}
+    json = encode_value(value, path, found)
+    for name, tensor in found.items():
+        tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return json
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode_state` was given."""
-    if isinstance(value, list):
-        return [decode_state(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"$tensor": name}:
-            return tensors[name].clone()
-        case {"$array": name}:
-            return tensors[name].numpy().copy()
-        case {"$float": text}:
-            return float(text)
-        case {"$tuple": items}:
-            return tuple(decode_state(item, tensors) for item in items)
-        case {"$map": pairs}:
-            return {_key(decode_state(k, tensors)): decode_state(v, tensors) for k, v in pairs}
-    return {key: decode_state(item, tensors) for key, item in value.items()}
-
-
-def _key(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """The value that `encode_state` was given, its tensors copied from `tensors`."""
+    return decode_value(value, lambda name: tensors[name].clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,14 +311,3 @@ class SmallState:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def tensor_names(json: Any) -> list[str]:
-    """The tensors that encoded state names."""
-    if isinstance(json, list):
-        return [name for item in json for name in tensor_names(item)]
-    if not isinstance(json, dict):
-        return []
-    if len(json) == 1 and ("$tensor" in json or "$array" in json):
-        return [cast(str, next(iter(json.values())))]
-    return [name for item in json.values() for name in tensor_names(item)]

@@ -30,8 +30,8 @@ from elasticzero.state import (
     decode_state,
     encode_state,
     generators_kept,
-    tensor_names,
 )
+from elasticzero.values import tensor_names
 
 CPU = torch.device("cpu")
 plain = st.recursive(
