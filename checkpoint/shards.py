@@ -31,11 +31,14 @@ from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 
 BLOCK_BYTES = 1 << 20
+HEAD_GRAIN_BYTES = 4096
+"""A shard's head is padded to a multiple of this: its tensors begin on a page, and its size does
+not change with the number of digits of the step."""
 HEADER_LIMIT_BYTES = 100_000_000
 """What safetensors itself allows."""
 READ_BYTES = 4 << 20
 """Read in one go and then checked, while the processor's cache still has it."""
-_SUMS_LIMIT_BYTES = 1 << 28
+SUMS_LIMIT_BYTES = 1 << 28
 _SUMS_HEADER = struct.Struct("<8sIIQ16s")
 _SUMS_MAGIC = b"EZSUMS\r\n"
 _SUMS_VERSION = 1
@@ -78,7 +81,7 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
         table[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % HEAD_GRAIN_BYTES)
     if len(text) > HEADER_LIMIT_BYTES:
         raise StorageError(
             f"a shard of {len(specs)} tensors needs a header of {len(text)} bytes, and safetensors "
@@ -116,9 +119,9 @@ def write_shard(
     if sums.size != expected:
         storage.remove(name)
         raise ValueError(f"{name}: {sums.size} bytes were given, and {expected} belong there")
-    data = sums.to_bytes(manifest.layout.digest())
+    data, file = sums.finish(name, manifest.layout.digest())
     storage.write(name + SUMS_SUFFIX, [data])
-    return ShardFile(name, sums.size, xxhash.xxh3_128_hexdigest(data))
+    return file
 
 
 class BlockSums:
@@ -141,6 +144,11 @@ class BlockSums:
                 if self.size % BLOCK_BYTES == 0:
                     self._close_block()
             yield view
+
+    def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
+        """(contents of the checksum file, what a manifest says) of the shard file `name`."""
+        data = self.to_bytes(layout_digest)
+        return data, ShardFile(name, self.size, xxhash.xxh3_128_hexdigest(data))
 
     def to_bytes(self, layout_digest: str) -> bytes:
         if self.size % BLOCK_BYTES:
@@ -177,7 +185,7 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
     name = shard_name + SUMS_SUFFIX
     where = f"{storage.where}/{name}"
     try:
-        data = read_small(storage, name, _SUMS_LIMIT_BYTES)
+        data = read_small(storage, name, SUMS_LIMIT_BYTES)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{where} is missing") from None
     if len(data) < _SUMS_HEADER.size:

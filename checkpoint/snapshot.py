@@ -1,15 +1,20 @@
 """The RAM tier as an agent sees it: what stands whole in this node's shared memory.
 
 `<root>/gen-<generation>/step-000000001200/` holds the same shard and checksum files as a
-checkpoint, and one manifest for each rank that wrote here, created last.
+checkpoint, and one manifest for each rank whose shard is here. A worker writes its shard and then a
+draft of its manifest; the agent *seals* it: it adds the checksums, and the manifest last. What has
+a manifest is whole, be it this node's own or a replica of another's.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,17 +22,28 @@ from typing import BinaryIO
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.manifest import (
     SUMS_SUFFIX,
+    Manifest,
+    ShardFile,
     file_name,
     snapshot_manifest_name,
     step_directory,
     step_of,
+    to_json,
 )
+from elasticzero.checkpoint.shards import BlockSums
+from elasticzero.checkpoint.slots import drop_extra
 from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.errors import ElasticZeroError
+from elasticzero.records import encode
 
+HELD = "held"
+"""The folder of the links of those who read a shard while its snapshot may go."""
+_READ_BYTES = 8 << 20
 _GENERATION = re.compile(r"gen-(\d{1,18})")
-_MANIFEST = re.compile(r"manifest-rank-(\d{5,9})-of-(\d{5,9})\.json")
-_SHARD = re.compile(r"rank-\d{5,9}-of-\d{5,9}-[A-Za-z0-9_-]{1,64}\.safetensors(\.sums)?")
+_RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
+_MANIFEST = re.compile(rf"manifest-{_RANK}\.json")
+_DRAFT = re.compile(rf"draft-{_RANK}\.json")
+_SHARD = re.compile(rf"{_RANK}-[A-Za-z0-9_-]{{1,64}}\.safetensors(\.sums)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +57,17 @@ class HeldSnapshot:
     world_size: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ShardName:
+    """One rank's shard of one snapshot."""
+
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    """Of the snapshot: 1, with rank 0, for a complete one."""
+
+
 class SnapshotStore:
     """This node's snapshots, in a directory of shared memory that the agent owns."""
 
@@ -51,30 +78,96 @@ class SnapshotStore:
         """The directory of one snapshot, there or not."""
         return self.root / f"gen-{generation}" / step_directory(step)
 
+    def open(self, generation: int, step: int) -> DiskStorage:
+        """The files of one snapshot, to read."""
+        return DiskStorage(self.path(generation, step), durable=False)
+
     def held(self) -> list[HeldSnapshot]:
         """Every snapshot of which some rank's shard stands here whole, oldest first."""
-        found = []
-        for generation in self._generations():
-            for name in _names(self.root / f"gen-{generation}"):
-                step = step_of(name)
-                if step is not None:
-                    found += _held(self.path(generation, step), generation, step)
-        return sorted(found, key=lambda h: (h.generation, h.step))
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for shard in self._shards(_MANIFEST, snapshot_manifest_name):
+            if self._whole(shard):
+                key = (shard.generation, shard.step, shard.world_size)
+                found.setdefault(key, []).append(shard.rank)
+        return [
+            HeldSnapshot(
+                generation=generation, step=step, ranks=tuple(sorted(ranks)), world_size=world
+            )
+            for (generation, step, world), ranks in sorted(found.items())
+        ]
 
-    def keep_only(self, generation: int, step: int) -> None:
-        """Remove every snapshot but this one, if it is here."""
-        for other in self._generations():
-            folder = self.root / f"gen-{other}"
+    def drafts(self) -> list[ShardName]:
+        """Shards that workers have written and nobody has sealed, oldest first."""
+        return sorted(self._shards(_DRAFT, draft_name))
+
+    def has(self, shard: ShardName) -> bool:
+        """Whether a shard was written, sealed or not."""
+        path = self.path(shard.generation, shard.step)
+        of = (shard.rank, shard.world_size)
+        return (path / snapshot_manifest_name(*of)).exists() or (path / draft_name(*of)).exists()
+
+    def write_draft(self, manifest: Manifest, rank: int) -> None:
+        """Say that a rank's shard is written: the last thing its writer does."""
+        storage = self.open(manifest.generation, manifest.step)
+        text = b'{"layout_digest":"%s","manifest":%s}\n' % (
+            manifest.layout.digest().encode(),
+            to_json(manifest).strip(),
+        )
+        storage.write(draft_name(rank, manifest.layout.world_size), [text])
+
+    def seal(self, shard: ShardName) -> None:
+        """Add the checksums and the manifest to a shard that its worker has written.
+
+        Nothing to do where that is done. Raises `FileNotFoundError` when the snapshot is gone.
+        """
+        storage = self.open(shard.generation, shard.step)
+        of = (shard.rank, shard.world_size)
+        if (storage.path / snapshot_manifest_name(*of)).exists():
+            return
+        draft = json.loads((storage.path / draft_name(*of)).read_bytes())
+        value = draft["manifest"]
+        names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
+        own = names[shard.rank]
+        sums = BlockSums()
+        with self.holding(storage.path / own) as held:
+            for _ in sums.watch(mapped(held)):
+                pass
+        data, file = sums.finish(own, draft["layout_digest"])
+        storage.write(own + SUMS_SUFFIX, [data])
+        files = [ShardFile(name, 0, None) for name in names]
+        files[shard.rank] = file
+        value["files"] = encode(files)
+        text = json.dumps(value, separators=(",", ":")).encode()
+        storage.write(snapshot_manifest_name(*of), [text])
+        storage.remove(draft_name(*of))
+
+    @contextmanager
+    def holding(self, path: Path) -> Iterator[Path]:
+        """A link of one's own to a shard, by which its slot stays as it is while it is read."""
+        folder = self.root / HELD
+        folder.mkdir(exist_ok=True)
+        own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
+        os.link(path, own)
+        try:
+            yield own
+        finally:
+            own.unlink(missing_ok=True)
+
+    def keep_only(self, states: Collection[tuple[int, int]]) -> None:
+        """Remove every snapshot but those of these (generation, step)."""
+        for generation in self._generations():
+            folder = self.root / f"gen-{generation}"
             for name in _names(folder):
-                if (other, name) != (generation, step_directory(step)):
+                if (generation, step_of(name)) not in states:
                     shutil.rmtree(folder / name, ignore_errors=True)
             with suppress(OSError):
                 folder.rmdir()
+        drop_extra(self.root)
 
     def clear(self) -> None:
-        """Remove every snapshot; the root itself stays."""
-        for generation in self._generations():
-            shutil.rmtree(self.root / f"gen-{generation}", ignore_errors=True)
+        """Remove everything; the root itself stays."""
+        for name in _names(self.root):
+            shutil.rmtree(self.root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
         """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
@@ -85,38 +178,48 @@ class SnapshotStore:
             raise FileNotFoundError(f"{name!r} is a link, which no snapshot has")
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
+    def _shards(
+        self, pattern: re.Pattern[str], canonical: Callable[[int, int], str]
+    ) -> Iterator[ShardName]:
+        for generation in self._generations():
+            for directory in _names(self.root / f"gen-{generation}"):
+                step = step_of(directory)
+                if step is None:
+                    continue
+                for name in _names(self.path(generation, step)):
+                    match = pattern.fullmatch(name)
+                    if match and name == canonical(int(match[1]), int(match[2])):
+                        yield ShardName(generation, step, int(match[1]), int(match[2]))
+
+    def _whole(self, shard: ShardName) -> bool:
+        storage = self.open(shard.generation, shard.step)
+        try:
+            manifest = read_manifest(storage, snapshot_manifest_name(shard.rank, shard.world_size))
+            file = manifest.files[shard.rank]
+            return (
+                file.name == file_name(shard.rank, shard.world_size, manifest.token)
+                and storage.size(file.name) == file.bytes
+                and storage.size(file.name + SUMS_SUFFIX) > 0
+            )
+        except (ElasticZeroError, FileNotFoundError, IndexError):
+            return False
+
     def _generations(self) -> list[int]:
         matches = (_GENERATION.fullmatch(name) for name in _names(self.root))
         return sorted(int(match[1]) for match in matches if match)
 
 
-def _held(path: Path, generation: int, step: int) -> list[HeldSnapshot]:
-    ranks: dict[int, list[int]] = {}
-    storage = DiskStorage(path, durable=False)
-    for name in _names(path):
-        if match := _MANIFEST.fullmatch(name):
-            rank, world = int(match[1]), int(match[2])
-            if name == snapshot_manifest_name(rank, world) and _whole(storage, name, rank, world):
-                ranks.setdefault(world, []).append(rank)
-    return [
-        HeldSnapshot(
-            generation=generation, step=step, ranks=tuple(sorted(of_world)), world_size=world
-        )
-        for world, of_world in sorted(ranks.items())
-    ]
+def draft_name(rank: int, world_size: int) -> str:
+    """The name of what a worker leaves beside a shard that is not sealed yet."""
+    return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
-def _whole(storage: DiskStorage, name: str, rank: int, world_size: int) -> bool:
-    try:
-        manifest = read_manifest(storage, name)
-        file = manifest.files[rank]
-        return (
-            file.name == file_name(rank, world_size, manifest.token)
-            and storage.size(file.name) == file.bytes
-            and storage.size(file.name + SUMS_SUFFIX) > 0
-        )
-    except (ElasticZeroError, FileNotFoundError, IndexError):
-        return False
+def mapped(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file of shared memory, in parts, not copied; it must not shrink meanwhile."""
+    with path.open("rb") as file:
+        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    for start in range(0, len(view), _READ_BYTES):
+        yield view[start : start + _READ_BYTES]
 
 
 def _names(path: Path) -> list[str]:

@@ -287,7 +287,7 @@ class Agent:
     def _start(self, world: World, index: int, now_s: float) -> None:
         options, member = self.options, world.members[index]
         self._retire_gang()
-        self.snapshots.keep_only(world.resume.generation, world.resume.step)
+        self.snapshots.keep_only({(world.resume.generation, world.resume.step)})
         first = world.first_rank(index)
         connect_s = min(10.0 * 2**world.fruitless, 300.0)
         assignments = [

@@ -92,9 +92,9 @@ def test_all_but_one_are_dropped(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     for generation, step in ((1, 1), (2, 1), (2, 2), (3, 2)):
         hold(store, 0, snapshot(generation, step))
-    store.keep_only(2, 2)
+    store.keep_only({(2, 2)})
     assert store.held() == [held(2, 2, 0)]
-    store.keep_only(0, 0)
+    store.keep_only({(0, 0)})
     assert store.held() == []
 
 

@@ -1,0 +1,115 @@
+"""Tensors into shared memory: the part of a save that training waits for.
+
+A shard's head and its pieces are copied into a slot that is allocated and mapped before; no byte is
+checksummed or written to storage here. Sealing it, and copying it on, is the agent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import torch
+
+from elasticzero.checkpoint.manifest import Manifest
+from elasticzero.checkpoint.reader import torch_dtype
+from elasticzero.checkpoint.shards import shard_header, shard_specs
+from elasticzero.checkpoint.slots import Slot, Slots
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.writer import Piece
+
+_PAGE_BYTES = 4096
+
+
+class SnapshotWriter:
+    """Writes the shards of one worker, each into a slot of its own; for one thread."""
+
+    def __init__(self, root: Path, local_rank: int) -> None:
+        """`root`: of the node's snapshots."""
+        self._store = SnapshotStore(root)
+        self._slots = Slots(root, f"worker-{local_rank}")
+        self._memory: dict[Slot, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def reserve(self, size: int) -> None:
+        """Allocate and map memory for shards of `size` bytes, so that no write pays for it."""
+        for slot in self._slots.reserve(size):
+            self._bytes_of(slot)[::_PAGE_BYTES].zero_()
+
+    def write(
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[Piece],
+        keep: Collection[tuple[int, int]],
+        *,
+        extra: bool = False,
+    ) -> int:
+        """Copy a rank's pieces into a slot, and say so by a draft; returns the shard's bytes.
+
+        `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots, by generation
+        and step, that may not go; all others' slots are given back first. `extra`: take a third
+        slot if need be. When this returns the pieces may change. Raises `StorageError`.
+        """
+        shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
+        self._store.keep_only({*keep, (draft.generation, draft.step)})
+        head, size = shard_header(draft, rank)
+        if self._store.has(shard):
+            return size
+        slot = self._slots.take(size, extra=extra)
+        memory = self._bytes_of(slot)
+        memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._copy(draft, rank, pieces, memory[len(head) : size])
+        path = self._store.path(draft.generation, draft.step)
+        path.mkdir(parents=True, exist_ok=True)
+        slot.link(path / draft.file_name(rank))
+        self._store.write_draft(draft, rank)
+        return size
+
+    def close(self) -> None:
+        self._memory.clear()
+        self._slots.close()
+
+    def _copy(
+        self, draft: Manifest, rank: int, pieces: Iterable[Piece], memory: torch.Tensor
+    ) -> None:
+        by_name = {piece.name: piece.data for piece in pieces}
+        specs = shard_specs(draft, rank)
+        if by_name.keys() != specs.keys():
+            wrong = sorted(by_name.keys() ^ specs.keys())
+            raise ValueError(f"rank {rank}: its pieces and its layout differ in {wrong[:5]}")
+        start = 0
+        on_gpu = False
+        for name, spec in specs.items():
+            data, stop = by_name[name].detach(), start + spec.nbytes
+            dtype = torch_dtype(spec.dtype)
+            if data.numel() != spec.numel or data.dtype != dtype:
+                raise ValueError(f"{name}: {data.numel()} elements of {data.dtype} for {spec}")
+            if spec.nbytes:
+                place = memory[start:stop].view(dtype)
+                on_gpu |= data.device.type == "cuda"
+                with torch.cuda.stream(self._side_stream() if data.is_cuda else None):
+                    place.copy_(data.reshape(-1), non_blocking=True)
+            start = stop
+        if on_gpu:
+            self._side_stream().synchronize()
+
+    def _bytes_of(self, slot: Slot) -> torch.Tensor:
+        """The slot's memory as a tensor; pinned where there is a GPU."""
+        known = self._memory.get(slot)
+        if known is None or known.numel() != slot.bytes:
+            if known is not None and torch.cuda.is_initialized():
+                torch.cuda.cudart().cudaHostUnregister(known.data_ptr())
+            known = torch.frombuffer(slot.view(), dtype=torch.uint8)
+            if torch.cuda.is_initialized():
+                torch.cuda.cudart().cudaHostRegister(known.data_ptr(), known.numel(), 0)
+            self._memory[slot] = known
+        return known
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """A stream on which copies wait for the training's work, and for nothing that follows."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return self._stream
+
