@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from elasticzero import spans
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import (
     Manifest,
@@ -412,25 +410,3 @@ def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[
         return open_shard(storage, own, rank)
 
     return open_own
-
-
-def local_part(tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
-    """The span of a tensor that this process holds, and its elements: of a DTensor, its own rows.
-
-    Raises `UserError` for a DTensor placed in any way but `Shard(0)` or `Replicate()` on a mesh of
-    one dimension.
-    """
-    placements: Any = getattr(tensor, "placements", None)
-    if placements is None:
-        return Span(0, tensor.numel()), tensor
-    dtensor: Any = tensor
-    mesh = dtensor.device_mesh
-    if len(placements) == 1 and placements[0].is_replicate():
-        return Span(0, tensor.numel()), dtensor.to_local()
-    if len(placements) == 1 and placements[0].is_shard(0):
-        span = spans.fsdp_rows(tuple(tensor.shape), mesh.size(), mesh.get_local_rank())
-        return span, dtensor.to_local()
-    raise UserError(
-        f"a DTensor placed {placements} on the mesh {mesh} cannot be saved or loaded: "
-        "only Shard(0) and Replicate() on a mesh of one dimension can"
-    )

@@ -1,29 +1,44 @@
-"""`checkpoint.save` and `load` by hand: any training script, without an agent."""
+"""`checkpoint.save` and `load` by hand: any training script, without an agent.
+
+What is saved may be nested as state dicts are. A tensor's name in the checkpoint is the path to it,
+its keys joined by "/"; everything else, and the nesting, stands as JSON in the manifest's state.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elasticzero import spans
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, step_directory
-from elasticzero.checkpoint.reader import Target, local_part, open_step, spec_of, torch_dtype
+from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
 from elasticzero.checkpoint.storage import DiskStorage, local_path
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
-from elasticzero.errors import RetryError, StorageError, UserError
-from elasticzero.spans import Rule, Span
+from elasticzero.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    RetryError,
+    StorageError,
+    UserError,
+)
+from elasticzero.spans import EMPTY, Rule, Span
+from elasticzero.values import decode_value, encode_value, encoded_items
+
+_TREE = "$tree"
+"""Where the manifest's state keeps the nesting; absent where tensors are all there is."""
 
 
 def save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[Any, Any],
     *,
     step: int = 0,
     state: Mapping[str, Any] | None = None,
@@ -31,18 +46,20 @@ def save(
 ) -> Path:
     """Write a checkpoint by hand, without an agent; returns the step's directory.
 
-    `path`: the checkpoint directory; the step gets a directory in it. `tensors`: by name. Where
+    `path`: the checkpoint directory; the step gets a directory in it. `tensors`: what to save,
+    nested as you like: tensors, arrays, numbers, strings, None in dicts, lists and tuples. Where
     torch.distributed is initialised every rank calls this: plain tensors must be equal on all, and
-    each rank writes its share of them; of a DTensor each writes its own rows. `state`: JSON, the
-    same on all ranks. Returns on every rank once the checkpoint is committed. Raises `UserError` if
-    the step stands there already, or for what a checkpoint cannot hold; a save that fails leaves
-    nothing behind.
+    each rank writes its share of them; of a DTensor each writes its own rows; what is no tensor is
+    taken from rank 0. `state`: more JSON, which `load_state` gives back. Returns on every rank once
+    the checkpoint is committed. Raises `UserError` if the step stands there already, or for what a
+    checkpoint cannot hold; a save that fails leaves nothing behind.
     """
-    _check_savable(tensors, step, state)
+    named, json_state = _savable(tensors, step, state)
     directory = local_path(path)
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    layout = _layout(tensors, world)
+    writers = _writers(named, world)
+    layout = _layout(named, len(writers))
     storage = DiskStorage(directory / step_directory(step))
     token = _from_rank_0(0 if commit.stands(storage) else secrets.randbits(62) | 1)
     if not token:
@@ -53,63 +70,201 @@ def save(
         token=f"{token:016x}",
         strategy="saved",
         layout=layout,
-        state=dict(state or {}),
+        state=json_state,
     )
+    writer = writers.index(rank) if rank in writers else None
+    pieces = [] if writer is None else _pieces(layout, writer, named)
     terms = Terms(agree=_greatest, wait_s=wait_s)
     try:
-        written = write_checkpoint(directory, draft, rank, _pieces(layout, rank, tensors), terms)
+        written = write_checkpoint(directory, draft, writer, pieces, terms)
     except RetryError as error:
         raise StorageError(str(error)) from None
-    if not _from_rank_0(int(written.committed)):
+    if not _greatest(int(written.committed)):
         raise StorageError(f"{storage.where}: another save of this step came first")
     return storage.path
 
 
-def load(
-    path: str | os.PathLike[str], into: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's tensors.
+def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
+    """Read a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
 
-    `path`: a checkpoint directory (its newest good step) or one step's directory. `into`: fill
-    these in place (a DTensor: this rank's part of it) instead of making new ones; its names must be
-    in the checkpoint, which may hold more. Returns the tensors by name. Needs no process group.
+    `path`: a checkpoint directory (its newest good step) or one step's directory. Without `into`
+    every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved. Its tensors
+    are filled in place (of a DTensor this rank's part) and stand in the result; they must be in the
+    checkpoint. All else comes from the checkpoint, which may hold more: of that only what lies
+    under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
+    `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
     """
     checkpoint = open_step(DiskStorage(commit.resolve(local_path(path))))
-    held = checkpoint.manifest.layout.tensors
-    if into is None:
-        whole = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-            for name, spec in held.items()
-        }
-        checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in whole.items())
-        return whole
-    wanted = {name: spec_of(tensor) for name, tensor in into.items()}
-    checkpoint.check(wanted, allow_more=True)
-    checkpoint.load(Target(n, *local_part(t)) for n, t in into.items())
-    return dict(into)
+    given: dict[str, torch.Tensor] = {}
+    own = None if into is None else encode_value(into, "", given)
+    checkpoint.check({n: spec_of(t) for n, t in given.items()}, allow_more=True)
+    tensors = dict(given)
+
+    def tensor_of(name: str) -> torch.Tensor:
+        if name not in tensors:
+            spec = checkpoint.manifest.layout.tensors[name]
+            tensors[name] = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        return tensors[name]
+
+    step = checkpoint.manifest.step
+    try:
+        chosen = _chosen(_first_level(checkpoint.manifest), own, step)
+        result = {key: decode_value(json, tensor_of) for key, json in chosen.items()}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(
+            f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
+        ) from None
+    checkpoint.load(Target(name, *_local_part(name, t)) for name, t in tensors.items())
+    return result
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state` that the checkpoint was saved with; `path` as in `load`."""
-    return dict(commit.read_manifest(DiskStorage(commit.resolve(local_path(path)))).state)
+    manifest = commit.read_manifest(DiskStorage(commit.resolve(local_path(path))))
+    return {key: value for key, value in manifest.state.items() if key != _TREE}
 
 
-def _check_savable(tensors: Mapping[str, torch.Tensor], step: int, state: Any) -> None:
-    """Raise `UserError` for what a checkpoint cannot hold, before anything is written."""
-    if not tensors:
-        raise UserError("checkpoint.save was given no tensors: there is nothing to save")
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UserError(
-                f"checkpoint.save: {name!r} has the type {type(tensor).__name__}; it takes tensors "
-                "by name, and what is no tensor goes into `state`"
-            )
-    if not isinstance(step, int) or step < 0:
-        raise UserError(f"checkpoint.save: step is {step!r}; it must be a whole number from 0 on")
+def _savable(
+    tensors: Mapping[Any, Any], step: int, state: Mapping[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
+    named: dict[str, torch.Tensor] = {}
+    if not isinstance(tensors, Mapping):
+        raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
+    try:
+        tree = encode_value(tensors, "", named)
+    except RecursionError:
+        raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
     try:
         json.dumps(dict(state or {}))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint.save: `state` is not JSON: {error}") from None
+    if not named:
+        raise UserError("checkpoint.save was given no tensors: there is nothing to save")
+    for name, tensor in named.items():
+        _check_kept(name, tensor)
+    if not isinstance(step, int) or step < 0:
+        raise UserError(f"checkpoint.save: step is {step!r}; it must be a whole number from 0 on")
+    if _TREE in (state or {}):
+        raise UserError(f"checkpoint.save: the key {_TREE!r} of `state` is taken")
+    nested = tree != _flat(named)
+    return named, {**(state or {}), **({_TREE: tree} if nested else {})}
+
+
+def _check_kept(name: str, tensor: torch.Tensor) -> None:
+    """Raise `UserError` for a name or a tensor that a safetensors file cannot hold."""
+    if name == "__metadata__" or (not name.isascii() and name != _whole_text(name)):
+        raise UserError(f"checkpoint.save: no tensor can have the name {name!r} in safetensors")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise UserError(
+            f"checkpoint.save: {name} is a tensor on {tensor.device} of layout {tensor.layout}"
+            f"{', quantized' if tensor.is_quantized else ''}: only plain tensors with elements can "
+            "be kept"
+        )
+
+
+def _whole_text(name: str) -> str:
+    return name.encode(errors="replace").decode()
+
+
+def _flat(names: Iterable[str]) -> dict[str, Any]:
+    return {name: {"$tensor": name} for name in names}
+
+
+def _first_level(manifest: Manifest) -> dict[Any, Any]:
+    """What was saved, by its first keys, each value encoded."""
+    tree = manifest.state.get(_TREE)
+    return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
+
+
+def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
+    """Of what was saved, the values to load: all, or those under the first keys of `own`.
+
+    A key of `own` that was not saved must hold tensors only, whose names say where they are.
+    """
+    if own is None:
+        return saved
+    chosen = {}
+    for key, json_value in encoded_items(own).items():
+        if key not in saved and not _only_tensors(json_value):
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has nothing under {key!r}, which `into` asks for"
+            )
+        chosen[key] = saved.get(key, json_value)
+    return chosen
+
+
+def _only_tensors(encoded: Any) -> bool:
+    if isinstance(encoded, list):
+        return all(_only_tensors(item) for item in encoded)
+    if not isinstance(encoded, dict):
+        return False
+    match encoded:
+        case {"$tensor": _} | {"$array": _}:
+            return True
+        case {"$map": pairs}:
+            return all(_only_tensors(item) for _, item in pairs)
+    return all(_only_tensors(item) for item in encoded.values())
+
+
+def _shard_dim(name: str, tensor: torch.Tensor) -> int | None:
+    """The dimension of a DTensor's mesh by which its rows are dealt; None: every rank has all.
+
+    Raises `UserError` for a DTensor placed in any way but by rows in one dimension of its mesh and
+    replicated in the others.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not cut:
+        return None
+    placement = placements[cut[0]]
+    if len(cut) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
+        raise UserError(
+            f"{name} is a DTensor placed {placements}, which cannot be saved or loaded: only "
+            "Replicate() and one Shard(0) can; use tensor.full_tensor() or redistribute it"
+        )
+    return cut[0]
+
+
+def _local_part(name: str, tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
+    """What this process holds of a tensor, span and elements: of a DTensor its own rows."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return Span(0, tensor.numel()), tensor
+    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    dim = _shard_dim(name, tensor)
+    if mesh.get_coordinate() is None:
+        return EMPTY, local
+    if dim is None:
+        return Span(0, tensor.numel()), local
+    rows = spans.fsdp_rows(tuple(tensor.shape), mesh.size(dim), mesh.get_local_rank(dim))
+    return rows, local
+
+
+def _writers(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
+    """The ranks that write, in the order of the rows they hold: all, or where DTensors are
+    replicated and cut, the ranks of the first copy."""
+    everybody = list(range(world_size))
+    found: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is None:
+            continue
+        if sorted(mesh.mesh.flatten().tolist()) != everybody:
+            raise UserError(f"{name} lies on {mesh}, which does not have every rank once")
+        if (dim := _shard_dim(name, tensor)) is not None:
+            first_copy = tuple(slice(None) if d == dim else 0 for d in range(mesh.ndim))
+            found[name] = mesh.mesh[first_copy].tolist()
+    if not found:
+        return everybody
+    first, ranks = next(iter(found.items()))
+    for name, others in found.items():
+        if others != ranks:
+            raise UserError(
+                f"{first} and {name} are cut by different ranks ({ranks}, {others}): save them as "
+                "two checkpoints"
+            )
+    return ranks
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
@@ -117,11 +272,7 @@ def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
     by_kind: dict[tuple[Rule, str], list[str]] = {}
     for name, tensor in tensors.items():
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        if mesh is not None and mesh.mesh.flatten().tolist() != list(range(world_size)):
-            raise UserError(f"{name} lies on {mesh}, which is not all ranks in their order")
-        placements: Any = getattr(tensor, "placements", None)
-        by_rows = placements is not None and placements[0].is_shard()
+        by_rows = _shard_dim(name, tensor) is not None
         kind: tuple[Rule, str] = ("fsdp_rows", "") if by_rows else ("even", specs[name].dtype)
         by_kind.setdefault(kind, []).append(name)
     groups = tuple(Group(rule, tuple(names)) for (rule, _), names in by_kind.items())
@@ -131,7 +282,7 @@ def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
 def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     pieces = []
     for name, span in layout.spans(rank).items():
-        held, local = local_part(tensors[name])
+        held, local = _local_part(name, tensors[name])
         flat = local.detach().reshape(-1)
         pieces.append(Piece(name, flat[span.start - held.start : span.stop - held.start]))
     return pieces

@@ -69,14 +69,16 @@ class Terms:
 def write_checkpoint(
     directory: Path,
     draft: Manifest,
-    rank: int,
+    rank: int | None,
     pieces: Iterable[Piece],
     terms: Terms | None = None,
 ) -> Written:
     """Write this rank's part of a checkpoint; rank 0 then commits it.
 
-    `draft`: the same on every rank, with `files` left empty. `pieces`: one for each of
-    `draft.layout.spans(rank)`, in any order. A step that stands already is left alone (bytes 0).
+    `draft`: the same on every rank, with `files` left empty. `rank`: in
+    `draft.layout`; None: this process writes nothing, and only takes part in what the ranks agree
+    on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that stands
+    already is left alone (bytes 0).
     A save that fails leaves nothing behind; it raises `StorageError`, and `RetryError` where only
     another rank failed.
     """
@@ -92,6 +94,8 @@ def write_checkpoint(
 
     def write() -> int:
         nonlocal file
+        if rank is None:
+            return _GO
         commit.prepare(directory, draft.step)
         file = write_shard(storage, draft, rank, _chunks(draft, rank, pieces))
         return _GO
@@ -109,9 +113,10 @@ def write_checkpoint(
         _together(storage, terms, write)
         came_first = _together(storage, terms, finish) == _STANDS
     except ElasticZeroError:
-        commit.discard(storage, draft, rank)
+        if rank is not None:
+            commit.discard(storage, draft, rank)
         raise
-    if came_first:
+    if came_first and rank is not None:
         commit.discard(storage, draft, rank)
     committed = rank == 0 and not came_first
     return Written(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)

@@ -63,12 +63,14 @@ def decode_value(json: Any, tensor_of: Callable[[str], Tensor]) -> Any:
             return float(text)
         case {"$tuple": items}:
             return tuple(decode_value(item, tensor_of) for item in items)
-        case {"$map": pairs}:
-            return {
-                _key(decode_value(key, tensor_of)): decode_value(item, tensor_of)
-                for key, item in pairs
-            }
-    return {key: decode_value(item, tensor_of) for key, item in json.items()}
+    return {key: decode_value(item, tensor_of) for key, item in encoded_items(json).items()}
+
+
+def encoded_items(json: Any) -> dict[Any, Any]:
+    """The items of an encoded dict: by its own keys, each value still encoded."""
+    if set(json) == {"$map"}:
+        return {_key(decode_value(key, _no_tensor)): item for key, item in json["$map"]}
+    return dict(json)
 
 
 def tensor_names(json: Any) -> list[str]:
@@ -100,6 +102,10 @@ def _from_array(array: np.ndarray[Any, Any], path: str) -> Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise UserError(f"{path!r} is an array that a checkpoint cannot hold: {error}") from None
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise ValueError(f"a key of a dict is the tensor {name!r}")
 
 
 def _key(value: Any) -> Any:
