@@ -188,24 +188,32 @@ class Layout:
             held |= {group.tensors[index]: parts[index] for index in sorted(parts)}
         return held
 
-    def holders(self, name: str) -> list[tuple[int, Span]]:
-        """(rank, span) of every rank that `spans` gives a part of the tensor, by rank."""
+    def holders(self, name: str, within: Span | None = None) -> list[tuple[int, Span]]:
+        """(rank, span) of every rank that `spans` gives a part of the tensor, by rank.
+
+        `within`: only of those that hold elements of this span.
+        """
         place, spec = self._places[name], self.tensors[name]
         group = self.groups[place.group]
+        whole = Span(0, spec.numel)
         if group.rule == "whole":
-            return [(group.ranks[place.index], Span(0, spec.numel))]
+            return [(group.ranks[place.index], whole)]
         if not spec.numel:
             return [(0, EMPTY)]
+        asked = whole if within is None else spans.intersect(whole, within)
+        if not asked:
+            return []
         if group.rule == "fsdp_rows":
             rows = -(-(spec.shape[0] if spec.shape else 1) // self.world_size)
-            count = -(-(spec.shape[0] if spec.shape else 1) // rows)
-            return [(r, spans.fsdp_rows(spec.shape, self.world_size, r)) for r in range(count)]
+            size = rows * math.prod(spec.shape[1:])
+            ranks = range(asked.start // size, (asked.stop - 1) // size + 1)
+            return [(r, spans.fsdp_rows(spec.shape, self.world_size, r)) for r in ranks]
         size = -(-self._totals[place.group] // self.world_size)
-        ranks = range(place.offset // size, (place.offset + spec.numel - 1) // size + 1)
+        first, last = place.offset + asked.start, place.offset + asked.stop - 1
         tensor = Span(place.offset, place.offset + spec.numel)
         return [
             (r, Span(part.start - place.offset, part.stop - place.offset))
-            for r in ranks
+            for r in range(first // size, last // size + 1)
             if (part := spans.intersect(tensor, Span(r * size, (r + 1) * size)))
         ]
 

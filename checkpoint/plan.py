@@ -36,7 +36,7 @@ def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:
     for name, span in wanted.items():
         if name not in layout.tensors:
             raise CheckpointMismatch(f"the checkpoint has no tensor {name!r}")
-        held = layout.holders(name)
+        held = layout.holders(name, span)
         starts = {rank: shard.start for rank, shard in held}
         try:
             parts = covering(span, held)
