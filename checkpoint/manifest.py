@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,12 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 """Bytes of one element, by safetensors' spelling of the dtype."""
 
+_MAX_DIMS = 64
+"""What torch itself allows."""
+_TOO_MANY_BYTES = 1 << 63
+_REASON_CHARACTERS = 300
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
+_DIGEST_BYTES = len(b',"digest":""}\n') + 32
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _STEP_DIRECTORY = re.compile(r"step-(\d{12,18})")
 
@@ -88,9 +95,13 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        itemsize(self.dtype)
+        width = itemsize(self.dtype)
+        if len(self.shape) > _MAX_DIMS:
+            raise ValueError(f"a shape of {len(self.shape)} dimensions: {_MAX_DIMS} are the most")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape {list(self.shape)} has a negative size")
+        if width * math.prod(size for size in self.shape if size) >= _TOO_MANY_BYTES:
+            raise ValueError(f"shape {list(self.shape)} has more bytes than can be counted")
 
     @property
     def numel(self) -> int:
@@ -146,6 +157,8 @@ class Layout:
             raise ValueError(f"world size {self.world_size} is not positive")
         places: dict[str, _Place] = {}
         totals = []
+        if "__metadata__" in self.tensors:
+            raise ValueError("no tensor can have the name '__metadata__' in safetensors")
         for number, group in enumerate(self.groups):
             offset = 0
             for index, name in enumerate(group.tensors):
@@ -256,7 +269,7 @@ class Manifest:
         for rank, file in enumerate(self.files):
             if file.name != self.file_name(rank):
                 raise ValueError(f"file {rank} is {file.name!r}, not {self.file_name(rank)!r}")
-            if file.bytes < 0:
+            if not 0 <= file.bytes < _TOO_MANY_BYTES:
                 raise ValueError(f"file {file.name} has {file.bytes} bytes")
 
     def file_name(self, rank: int) -> str:
@@ -265,34 +278,65 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file."""
-    return json.dumps(encode(manifest), separators=(",", ":")).encode() + b"\n"
+    """The bytes of the manifest's file: an object whose last key is the digest of what is before
+    it."""
+    text = json.dumps(encode(manifest), separators=(",", ":")).encode()[:-1]
+    return text + b',"digest":"%s"}\n' % _digest(text)
 
 
 def from_json(data: bytes, where: str) -> Manifest:
     """The manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+        value = strict_json(data)
         version = value.get("version") if isinstance(value, dict) else None
         if not isinstance(version, int) or version < 1:
             raise RecordError("it does not say its format version: not a manifest")
+        said = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
+        if said is None or said[1] != _digest(data[:-_DIGEST_BYTES]):
+            raise RecordError("it does not match its own digest: it was damaged or edited")
         if version > FORMAT_VERSION:
             raise RecordError(
                 f"its format version is {version}, and this ElasticZero reads up to "
                 f"{FORMAT_VERSION}: use the version that wrote it, or a newer one"
             )
         manifest = decode(Manifest, value, "manifest")
-        if not manifest.files:
-            raise RecordError("it names no files")
+        _check_files(manifest)
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where}: {error or type(error).__name__}") from None
+        raise CheckpointDamaged(f"{where}: {reason(error)}") from None
     return manifest
+
+
+def _check_files(manifest: Manifest) -> None:
+    """Raise `RecordError` where the files cannot hold what the layout promises."""
+    if not manifest.files:
+        raise RecordError("it names no files")
+    held = sum(file.bytes for file in manifest.files)
+    promised = sum(spec.nbytes for spec in manifest.layout.tensors.values())
+    if promised > held and all(file.digest is not None for file in manifest.files):
+        raise RecordError(f"its tensors have {promised} bytes, and its files only {held}")
+
+
+def strict_json(data: bytes) -> Any:
+    """The value of a JSON text; `ValueError` or `RecursionError` if it is none, or if a key stands
+    twice in one object."""
+    return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+
+
+def reason(error: BaseException) -> str:
+    """What a parser's error says, in one line that can be printed, whatever stood in the file."""
+    text = re.sub(r"\s+", " ", str(error)[: 2 * _REASON_CHARACTERS]) or type(error).__name__
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _REASON_CHARACTERS else text[:_REASON_CHARACTERS] + "..."
+
+
+def _digest(text: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(text).encode()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
         raise RecordError(f"the key {twice!r} stands twice in one object")
     return value

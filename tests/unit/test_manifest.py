@@ -23,11 +23,12 @@ from elasticzero.checkpoint.manifest import (
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, layouts, simple_layout
+from tests.unit.damage_cases import signed
 
 
 def whole(layout: Layout, **rest: Any) -> Manifest:
     draft = draft_of(layout, **rest)
-    files = (ShardFile(draft.file_name(r), 9, "0" * 32) for r in range(layout.world_size))
+    files = (ShardFile(draft.file_name(r), 1 << 20, "0" * 32) for r in range(layout.world_size))
     return replace(draft, files=tuple(files))
 
 
@@ -149,7 +150,7 @@ def with_group(value: dict[str, Any], index: int = 0, **change: Any) -> dict[str
 def test_a_damaged_manifest_is_refused_with_its_place_and_reason(name: str) -> None:
     damage, complaint = DAMAGE[name]
     value = damage(json.loads(to_json(whole(simple_layout()))))
-    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    data = value if isinstance(value, bytes) else signed(value)
     with pytest.raises(CheckpointDamaged, match=complaint) as caught:
         from_json(data, "/ckpt/manifest.json")
     assert str(caught.value).startswith("/ckpt/manifest.json: ")

@@ -16,6 +16,7 @@ from torch import nn
 
 from elasticzero import checkpoint
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch
+from tests.unit.damage_cases import signed
 
 
 def model() -> nn.Module:
@@ -152,9 +153,9 @@ def test_the_state_stands_beside_the_nesting(tmp_path: Path) -> None:
 )
 def test_nesting_that_makes_no_sense_is_damage(tmp_path: Path, tree: str) -> None:
     step = checkpoint.save(tmp_path, {"x": torch.ones(1), "n": 1})
-    path = step / "manifest.json"
+    path = Path(step) / "manifest.json"
     value = json.loads(path.read_bytes())
     value["state"]["$tree"] = json.loads(tree)
-    path.write_text(json.dumps(value))
+    path.write_bytes(signed(value))
     with pytest.raises(CheckpointDamaged, match="makes no sense"):
         checkpoint.load(tmp_path)
