@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticzero.checkpoint import commit, convert, verify
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elasticzero.checkpoint.storage import DiskStorage, explain, local_path
+from elasticzero.checkpoint.storage import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.records import encode
 
@@ -79,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    directory = local_path(args.directory)
-    rows = [_listed(info) for info in commit.steps(_existing(directory))]
-    left = [info.path.name for info in commit.uncommitted(directory)]
+    directory = _existing(args.directory)
+    rows = [_listed(info) for info in commit.steps(directory)]
+    left = [info.name for info in commit.uncommitted(directory)]
     if args.json:
         print(json.dumps({"steps": rows, "uncommitted": left}))
         return 0
     if not rows:
-        print(f"{directory} holds no checkpoint")
+        print(f"{directory.where} holds no checkpoint")
     else:
         columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
         table = [[str(row.get(column, "-")) for column in columns] for row in rows]
@@ -100,14 +100,14 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _listed(info: commit.StepInfo) -> dict[str, Any]:
-    storage = DiskStorage(info.path)
+    storage = info.storage
     reason = commit.fault(storage)
-    row: dict[str, Any] = {"step": info.step, "path": str(info.path), "whole": reason is None}
+    row: dict[str, Any] = {"step": info.step, "path": storage.where, "whole": reason is None}
     if reason is not None:
         row["reason"] = reason
     try:
         manifest = commit.read_manifest(storage)
-        changed = (info.path / MANIFEST_NAME).stat().st_mtime
+        changed = (Path(storage.where) / MANIFEST_NAME).stat().st_mtime
     except (ElasticZeroError, OSError):
         return row
     return row | {
@@ -121,12 +121,12 @@ def _listed(info: commit.StepInfo) -> dict[str, Any]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    path = commit.resolve(local_path(args.path))
-    manifest = commit.read_manifest(DiskStorage(path))
+    storage = commit.resolve(args.path)
+    path, manifest = storage.where, commit.read_manifest(storage)
     if args.json:
-        print(json.dumps({"path": str(path), **encode(manifest)}))
+        print(json.dumps({"path": path, **encode(manifest)}))
         return 0
-    print(f"{path}")
+    print(path)
     print(
         f"step {manifest.step}, written by generation {manifest.generation} "
         f"({manifest.strategy}, {_counted(manifest.layout.world_size, 'rank')}, "
@@ -161,15 +161,14 @@ def _tensor_rows(manifest: Manifest) -> list[list[str]]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    path = _existing(local_path(args.path))
-    found = [info.path for info in commit.steps(path)] or [commit.resolve(path)]
+    found = [info.storage for info in commit.steps(_existing(args.path))]
     report = []
-    for step in found:
-        bad = list(verify.faults(DiskStorage(step)))
-        report.append({"path": str(step), "good": not bad, "faults": [asdict(f) for f in bad]})
+    for step in found or [commit.resolve(args.path)]:
+        bad = list(verify.faults(step))
+        report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
-        print(f"{step}: {'DAMAGED' if bad else 'good'}", flush=True)
+        print(f"{step.where}: {'DAMAGED' if bad else 'good'}", flush=True)
         for fault in bad:
             where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
             print(f"  {fault.file}{where}: {fault.reason}")
@@ -179,31 +178,31 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _reshard(args: argparse.Namespace) -> int:
-    source = commit.resolve(local_path(args.path))
-    written = convert.reshard(source, local_path(args.target), args.world_size, args.strategy)
-    manifest = commit.read_manifest(DiskStorage(written))
+    source = commit.resolve(args.path)
+    written = convert.reshard(source, open_directory(args.target), args.world_size, args.strategy)
+    manifest = commit.read_manifest(written)
     total = sum(file.bytes for file in manifest.files)
-    print(f"{written}: {_counted(args.world_size, 'rank')}, {_size(total)}, from {source}")
-    return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    source = commit.resolve(local_path(args.path))
-    done = convert.export_hf(source, local_path(args.target), args.max_shard_size)
     print(
-        f"{done.path}: {_counted(done.tensors, 'tensor')}, {_size(done.bytes)}, in "
-        f"{_counted(len(done.files), 'file')}, from {source}"
+        f"{written.where}: {_counted(args.world_size, 'rank')}, {_size(total)}, from {source.where}"
     )
     return 0
 
 
-def _existing(path: Path) -> Path:
-    try:
-        if not path.is_dir():
-            raise UserError(f"{path} is not a directory")
-    except OSError as error:
-        raise UserError(f"{path}: {explain(error)}") from error
-    return path
+def _export(args: argparse.Namespace) -> int:
+    source = commit.resolve(args.path)
+    done = convert.export_hf(source, Path(args.target), args.max_shard_size)
+    print(
+        f"{done.path}: {_counted(done.tensors, 'tensor')}, {_size(done.bytes)}, in "
+        f"{_counted(len(done.files), 'file')}, from {source.where}"
+    )
+    return 0
+
+
+def _existing(url: str) -> Directory:
+    directory = open_directory(url)
+    if not directory.names() and not Path(directory.where).is_dir():
+        raise UserError(f"{directory.where} is empty or does not exist")
+    return directory
 
 
 def _bytes(text: str) -> int:

@@ -9,12 +9,10 @@ different tokens, so what a failed save leaves behind can never become part of a
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from elasticzero.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -28,12 +26,12 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.shards import read_sums
 from elasticzero.checkpoint.storage import (
-    DiskStorage,
+    Directory,
     Readable,
     Storage,
-    explain,
+    open_directory,
+    open_storage,
     read_small,
-    sync_directory,
 )
 from elasticzero.errors import (
     CheckpointDamaged,
@@ -54,19 +52,14 @@ class StepInfo:
     """One committed step in a checkpoint directory."""
 
     step: int
-    path: Path
+    name: str
+    """Of the step's directory."""
+    storage: Storage
 
 
-def prepare(directory: Path, step: int) -> DiskStorage:
+def prepare(directory: Directory, step: int) -> Storage:
     """The storage of a step about to be written; its directory is made if it is not there."""
-    path = directory / step_directory(step)
-    if not path.is_dir():
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory)
-        except OSError as error:
-            raise StorageError(f"cannot make the directory {path}: {explain(error)}") from error
-    return DiskStorage(path)
+    return directory.make(step_directory(step))
 
 
 def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
@@ -102,16 +95,26 @@ def fault(storage: Readable) -> str | None:
 
 def stands(storage: Storage) -> bool:
     """Whether the step is committed and, at a cheap look, good: then nobody writes it again."""
-    try:
-        return MANIFEST_NAME in storage.names() and fault(storage) is None
-    except FileNotFoundError:
-        return False
+    return MANIFEST_NAME in storage.names() and fault(storage) is None
 
 
-def commit(storage: Storage, draft: Manifest, *, wait_s: float, replacing: bool = False) -> bool:
+def _never() -> None:
+    return None
+
+
+def commit(
+    storage: Storage,
+    draft: Manifest,
+    *,
+    wait_s: float,
+    replacing: bool = False,
+    give_up: Callable[[], str | None] = _never,
+) -> bool:
     """Wait until every rank's shard is whole, then create the manifest.
 
     `replacing`: the step that stands is known to be damaged; it stays until ours takes its place.
+    `give_up`: asked again and again while waiting; the reason it gives ends that as a
+    `StorageError`.
     Returns whether the step now stands with our files; False when another whole one came first.
     Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`, and
     `CheckpointMismatch` where a rank's layout is not the draft's.
@@ -126,6 +129,11 @@ def commit(storage: Storage, draft: Manifest, *, wait_s: float, replacing: bool 
             break
         if not replacing and MANIFEST_NAME in names and fault(storage) is None:
             return False
+        if reason := give_up():
+            raise StorageError(
+                f"{storage.where}: {reason}, and the shards of {_ranks(missing)} of {world} are "
+                "not there: this step is not saved"
+            )
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"{storage.where}: after {wait_s:g} s the shards of {_ranks(missing)} of {world} "
@@ -157,15 +165,16 @@ def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
             storage.remove(file.name + SUMS_SUFFIX)
 
 
-def discard(storage: DiskStorage, draft: Manifest, rank: int) -> None:
+def discard(directory: Directory, draft: Manifest, rank: int) -> None:
     """Remove a rank's files of a save that failed, unless a manifest names them, and the step's
     directory if nothing is left in it; as far as that can be done."""
-    name = draft.file_name(rank)
+    step, name = step_directory(draft.step), draft.file_name(rank)
+    storage = directory.step(step)
     with suppress(ElasticZeroError, OSError):
         if MANIFEST_NAME not in storage.names() or read_manifest(storage).token != draft.token:
             storage.remove(name + SUMS_SUFFIX)
             storage.remove(name)
-        storage.path.rmdir()
+        directory.remove(step)
 
 
 def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:
@@ -185,128 +194,81 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
 
 
-def steps(directory: Path) -> list[StepInfo]:
+def steps(directory: Directory) -> list[StepInfo]:
     """The committed steps of a checkpoint directory, newest first, good or not."""
-    return [
-        StepInfo(step, path)
-        for step, path in _step_paths(directory)
-        if (path / MANIFEST_NAME).exists()
-    ]
+    return [info for info in every_step(directory) if _has_manifest(info.storage)]
 
 
-def uncommitted(directory: Path) -> list[StepInfo]:
+def uncommitted(directory: Directory) -> list[StepInfo]:
     """Steps' directories without a manifest, newest first: saves that failed or are going on."""
-    return [
-        StepInfo(step, path)
-        for step, path in _step_paths(directory)
-        if not (path / MANIFEST_NAME).exists()
+    return [info for info in every_step(directory) if not _has_manifest(info.storage)]
+
+
+def every_step(directory: Directory) -> list[StepInfo]:
+    """Every step's directory, committed or not, newest first."""
+    found = [
+        StepInfo(step, name, directory.step(name))
+        for name in directory.names()
+        if (step := step_of(name)) is not None
     ]
+    return sorted(found, key=lambda info: info.step, reverse=True)
 
 
-def newest_good(directory: Path, excluding: Collection[int] = ()) -> int | None:
+def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
     """The newest committed step that is good at a cheap look, or None."""
-    for info in steps(directory):
-        if info.step not in excluding and fault(DiskStorage(info.path)) is None:
+    for info in every_step(directory):
+        if info.step not in excluding and fault(info.storage) is None:
             return info.step
     return None
 
 
-def resolve(path: Path) -> Path:
-    """The step directory a path means: itself, or a checkpoint directory's newest good step."""
-    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
-        if not path.is_dir():
-            raise UserError(f"{path} does not exist")
-        return path
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory of checkpoints: it does not exist")
-    step = newest_good(path)
-    if step is None:
-        found = steps(path)
+def resolve(url: str | os.PathLike[str]) -> Storage:
+    """The step that a path or URL means: itself, or a checkpoint directory's newest good one.
+
+    Raises `UserError` if there is none.
+    """
+    directory = open_directory(url)
+    names = directory.names()
+    in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
+    if MANIFEST_NAME in names or (names and in_a_step):
+        return open_storage(url)
+    step = newest_good(directory)
+    if step is not None:
+        return directory.step(step_directory(step))
+    if not names:
         raise UserError(
-            f"{path} holds no good checkpoint"
-            + (f" ({len(found)} damaged; see `elasticzero checkpoint verify`)" if found else "")
+            f"{directory.where} holds no good checkpoint: it is empty or does not exist"
         )
-    return path / step_directory(step)
+    found = steps(directory)
+    raise UserError(
+        f"{directory.where} holds no good checkpoint"
+        + (f" ({len(found)} damaged; see `elasticzero checkpoint verify`)" if found else "")
+    )
 
 
-def check_writable(directory: Path) -> None:
+def check_writable(directory: Directory) -> None:
     """Make the directory if need be, and try that it can be written.
 
     Raises `StorageError` if not, and `UserError` if it holds something that is not checkpoints.
     """
-    probe = directory / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
+    directory.check_writable()
+    names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
+    if names and not any(step_of(name) is not None for name in names):
+        raise UserError(
+            f"the checkpoint directory {directory.where} holds other things ({_few(names)}) and no "
+            "checkpoints: give an empty or a new directory"
+        )
+
+
+def _has_manifest(storage: Storage) -> bool:
+    """Whether a step is committed; one that cannot be looked at counts, for it is then damaged."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        names = [n for n in os.listdir(directory) if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
-        if names and not any(step_of(name) is not None for name in names):
-            raise UserError(
-                f"the checkpoint directory {directory} holds other things ({_few(names)}) and no "
-                "checkpoints: give an empty or a new directory"
-            )
-        probe.write_bytes(b"")
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoint directory {directory} cannot be written: {explain(error)}"
-        ) from error
-    finally:
-        with suppress(OSError):
-            probe.unlink()
-
-
-def clean_leftovers(directory: Path, keep_token: str | None = None) -> list[str]:
-    """Remove what failed saves left behind, and say which files; what a manifest names stays.
-
-    `keep_token`: the running generation's, whose files may belong to a save in progress.
-    """
-    removed = []
-    for _, path in _step_paths(directory):
-        storage = DiskStorage(path)
-        keep = {MANIFEST_NAME}
-        if (path / MANIFEST_NAME).exists():
-            try:
-                manifest = read_manifest(storage)
-            except ElasticZeroError:
-                continue
-            keep |= {file.name + end for file in manifest.files for end in ("", SUMS_SUFFIX)}
-        for name in storage.names():
-            if name in keep or (keep_token is not None and f"-{keep_token}.safetensors" in name):
-                continue
-            storage.remove(name)
-            removed.append(f"{path.name}/{name}")
-        with suppress(OSError):
-            path.rmdir()
-    return removed
-
-
-def keep_last(directory: Path, count: int) -> list[int]:
-    """Retention: remove every step older than the `count` newest good ones; returns the removed.
-
-    A manifest goes first, so that no step ever looks committed without its files.
-    """
-    if count < 1:
-        raise UserError(f"the number of checkpoints to keep is {count}: it must be at least 1")
-    good = [i.step for i in steps(directory) if fault(DiskStorage(i.path)) is None][:count]
-    if len(good) < count:
-        return []
-    removed = []
-    for step, path in _step_paths(directory):
-        if step < good[-1]:
-            DiskStorage(path).remove(MANIFEST_NAME)
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(step)
-    return removed
-
-
-def _step_paths(directory: Path) -> list[tuple[int, Path]]:
-    """Every step's directory, committed or not, newest first."""
-    try:
-        names = os.listdir(directory)
+        storage.size(MANIFEST_NAME)
     except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot list {directory}: {explain(error)}") from error
-    found = [(step, directory / n) for n in names if (step := step_of(n)) is not None]
-    return sorted(found, reverse=True)
+        return False
+    except StorageError:
+        return True
+    return True
 
 
 def _few(names: list[str]) -> str:

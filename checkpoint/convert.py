@@ -15,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, itemsize
 from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.shards import ShardReader, header, open_shard, shard_specs, write_shard
-from elasticzero.checkpoint.storage import Bytes, DiskStorage, Readable, explain
+from elasticzero.checkpoint.storage import Bytes, Directory, Readable, Storage, explain
 from elasticzero.errors import StorageError, UserError
 from elasticzero.spans import Rule, Span
 
@@ -41,13 +42,14 @@ class Exported:
     """Of the tensors alone."""
 
 
-def reshard(source: Path, directory: Path, world_size: int, strategy: str | None = None) -> Path:
-    """Write the step in `source` again, into `directory`, as `world_size` ranks would have.
+def reshard(
+    origin: Storage, directory: Directory, world_size: int, strategy: str | None = None
+) -> Storage:
+    """Write the step in `origin` again, into `directory`, as `world_size` ranks would have.
 
     `strategy`: deal the tensors as that strategy does, instead of by the rules they have. Returns
-    the new step's directory. Raises `UserError` if `directory` has that step already.
+    the new step's files. Raises `UserError` if `directory` has that step already.
     """
-    origin = DiskStorage(source)
     old = commit.read_manifest(origin)
     layout = reshaped(old.layout, world_size, strategy)
     commit.check_writable(directory)
@@ -70,9 +72,9 @@ def reshard(source: Path, directory: Path, world_size: int, strategy: str | None
         commit.commit(storage, draft, wait_s=0.0)
     except BaseException:
         for rank in range(world_size):
-            commit.discard(storage, draft, rank)
+            commit.discard(directory, draft, rank)
         raise
-    return storage.path
+    return storage
 
 
 def reshaped(layout: Layout, world_size: int, strategy: str | None = None) -> Layout:
@@ -97,7 +99,7 @@ def reshaped(layout: Layout, world_size: int, strategy: str | None = None) -> La
 
 
 def export_hf(
-    source: Path, target: Path, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    origin: Storage, target: Path, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
 ) -> Exported:
     """Write the model's own tensors as Hugging Face safetensors, each whole, under its own name.
 
@@ -105,11 +107,10 @@ def export_hf(
     tensor is. The index, which only several files need, comes last. An export that fails leaves
     `target` as it was.
     """
-    origin = DiskStorage(source)
     manifest = commit.read_manifest(origin)
     specs = {n: s for n, s in manifest.layout.tensors.items() if n.startswith(MODEL_PREFIX)}
     if not specs:
-        raise UserError(f"{source} has no tensors named {MODEL_PREFIX}...: nothing to export")
+        raise UserError(f"{origin.where} has no tensors named {MODEL_PREFIX}...: nothing to export")
     parts = _packed(specs, max_shard_bytes)
     names = ["model.safetensors"]
     if len(parts) > 1:

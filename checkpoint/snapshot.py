@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from elasticzero.checkpoint.commit import read_manifest
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
     SUMS_SUFFIX,
     Manifest,
@@ -32,7 +33,6 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.shards import BlockSums
 from elasticzero.checkpoint.slots import drop_extra
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.errors import ElasticZeroError
 from elasticzero.records import encode
 

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from elasticzero import spans
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, step_directory
 from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
-from elasticzero.checkpoint.storage import DiskStorage, local_path
+from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
 from elasticzero.errors import (
     CheckpointDamaged,
@@ -43,7 +42,7 @@ def save(
     step: int = 0,
     state: Mapping[str, Any] | None = None,
     wait_s: float = DEFAULT_WAIT_S,
-) -> Path:
+) -> str:
     """Write a checkpoint by hand, without an agent; returns the step's directory.
 
     `path`: the checkpoint directory; the step gets a directory in it. `tensors`: what to save,
@@ -55,12 +54,12 @@ def save(
     checkpoint cannot hold; a save that fails leaves nothing behind.
     """
     named, json_state = _savable(tensors, step, state)
-    directory = local_path(path)
+    directory = open_directory(path)
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     writers = _writers(named, world)
     layout = _layout(named, len(writers))
-    storage = DiskStorage(directory / step_directory(step))
+    storage = directory.step(step_directory(step))
     token = _from_rank_0(0 if commit.stands(storage) else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
@@ -81,7 +80,7 @@ def save(
         raise StorageError(str(error)) from None
     if not _greatest(int(written.committed)):
         raise StorageError(f"{storage.where}: another save of this step came first")
-    return storage.path
+    return storage.where
 
 
 def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
@@ -94,7 +93,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
     `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
     """
-    checkpoint = open_step(DiskStorage(commit.resolve(local_path(path))))
+    checkpoint = open_step(commit.resolve(path))
     given: dict[str, torch.Tensor] = {}
     own = None if into is None else encode_value(into, "", given)
     checkpoint.check({n: spec_of(t) for n, t in given.items()}, allow_more=True)
@@ -120,7 +119,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state` that the checkpoint was saved with; `path` as in `load`."""
-    manifest = commit.read_manifest(DiskStorage(commit.resolve(local_path(path))))
+    manifest = commit.read_manifest(commit.resolve(path))
     return {key: value for key, value in manifest.state.items() if key != _TREE}
 
 

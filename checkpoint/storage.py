@@ -1,4 +1,4 @@
-"""Where bytes live: the files of one step, on a disk or behind an agent's HTTP server.
+"""Where bytes live: what reads and writes the files of a step, and how a URL becomes one.
 
 Names are relative to one step's directory. A file that is not there raises `FileNotFoundError`;
 anything else that goes wrong raises `StorageError`.
@@ -6,20 +6,15 @@ anything else that goes wrong raises `StorageError`.
 
 from __future__ import annotations
 
-import errno
-import http.client
 import os
 import urllib.parse
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from elasticzero.errors import StorageError, UserError
 
 Bytes = bytes | bytearray | memoryview
-
-_WRITE_BUFFER_BYTES = 1 << 20
 
 
 class Readable(Protocol):
@@ -42,8 +37,12 @@ class Readable(Protocol):
 class Storage(Readable, Protocol):
     """The files of one step, to read and write."""
 
-    def write(self, name: str, chunks: Iterable[Bytes]) -> None:
-        """Create or replace the file; it has its name only once it is whole and durable."""
+    def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
+        """Create or replace the file; it has its name only once it is whole and durable.
+
+        `size`: how many bytes `chunks` will give, where that is known. A chunk may be reused once
+        the next is asked for.
+        """
         ...
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
@@ -51,7 +50,7 @@ class Storage(Readable, Protocol):
         ...
 
     def names(self) -> list[str]:
-        """The names of all files, sorted."""
+        """The names of all files, sorted; none where the step is not there at all."""
         ...
 
     def remove(self, name: str) -> None:
@@ -59,167 +58,75 @@ class Storage(Readable, Protocol):
         ...
 
 
-class DiskStorage:
-    """One step's directory on a file system."""
-
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
-        """`durable=False`, for shared memory, leaves out every fsync."""
-        self.path = path
-        self._durable = durable
+class Directory(Protocol):
+    """A checkpoint directory: the steps in it."""
 
     @property
     def where(self) -> str:
-        return str(self.path)
-
-    def size(self, name: str) -> int:
-        with self._complaining("look at", name):
-            return (self.path / name).stat().st_size
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        with self._complaining("read", name):
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], start + done)
-                    if not count:
-                        break
-                    done += count
-                return done
-            finally:
-                os.close(fd)
-
-    def write(self, name: str, chunks: Iterable[Bytes]) -> None:
-        staged = self.path / f".{name}.partial"
-        with self._complaining("write", name):
-            try:
-                self._write_file(staged, chunks)
-                os.replace(staged, self.path / name)
-            finally:
-                staged.unlink(missing_ok=True)
-            self._sync_directory()
-
-    def create_exclusive(self, name: str, data: bytes) -> bool:
-        staged = self.path / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
-        with self._complaining("create", name):
-            try:
-                self._write_file(staged, [data])
-                os.link(staged, self.path / name)
-            except FileExistsError:
-                return False
-            finally:
-                staged.unlink(missing_ok=True)
-            self._sync_directory()
-            return True
+        """The place in messages: a path or a URL."""
+        ...
 
     def names(self) -> list[str]:
-        with self._complaining("list", "its files"):
-            return sorted(os.listdir(self.path))
+        """The names of all steps and of whatever else is there, sorted; none if it is not there."""
+        ...
+
+    def step(self, name: str) -> Storage:
+        """The files of one step, there or not."""
+        ...
+
+    def make(self, name: str) -> Storage:
+        """The files of a step about to be written; what that needs is made, durably."""
+        ...
 
     def remove(self, name: str) -> None:
-        with self._complaining("remove", name), suppress(FileNotFoundError):
-            os.unlink(self.path / name)
+        """Remove a step that holds no file; nothing to do where it holds some or is not there."""
+        ...
 
-    def _write_file(self, path: Path, chunks: Iterable[Bytes]) -> None:
-        with open(path, "wb", buffering=_WRITE_BUFFER_BYTES) as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            if self._durable:
-                os.fsync(file.fileno())
-
-    def _sync_directory(self) -> None:
-        if self._durable:
-            sync_directory(self.path)
-
-    @contextmanager
-    def _complaining(self, verb: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StorageError(f"cannot {verb} {name} in {self.where}: {explain(error)}") from error
+    def check_writable(self) -> None:
+        """Make the directory if need be and try that it can be written, or raise `StorageError`."""
+        ...
 
 
-class HttpStorage:
-    """One step's files behind an agent's HTTP server; read only, for one thread."""
+def open_directory(url: str | os.PathLike[str]) -> Directory:
+    """The checkpoint directory at a path, a `file://` URL or any URL that fsspec knows.
 
-    def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
-        """`base_url`: the address of the step, `http://host:port/snapshots/<generation>/<step>`."""
-        parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise UserError(f"{base_url!r} is not an http:// address")
-        self.where = base_url.rstrip("/")
-        self._path = parts.path.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._connection = http.client.HTTPConnection(
-            parts.hostname, parts.port or 80, timeout=timeout_s
-        )
+    Raises `UserError` for a URL that means none, or whose package is not installed.
+    """
+    path = _disk_path(url)
+    if path is not None:
+        from elasticzero.checkpoint.disk import DiskDirectory
 
-    def size(self, name: str) -> int:
-        response = self._request("HEAD", name, {})
-        response.read()
-        if response.status != 200:
-            raise self._refusal(name, response)
-        length = response.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise StorageError(f"{self.where}/{name}: the server does not say its size")
-        return int(length)
+        return DiskDirectory(path)
+    from elasticzero.checkpoint.objects import ObjectDirectory, file_system
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        if not len(buffer):
-            return 0
-        headers = {"Range": f"bytes={start}-{start + len(buffer) - 1}"}
-        response = self._request("GET", name, headers)
-        if response.status != 206:
-            self.close()
-            if response.status == 416:
-                return 0
-            raise self._refusal(name, response)
-        try:
-            done = self._receive(response, start, buffer)
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
-        return done
+    text = os.fspath(url).rstrip("/")
+    return ObjectDirectory(*file_system(text), text)
 
-    def close(self) -> None:
-        """Hang up; the next read connects again."""
-        self._connection.close()
 
-    def _request(self, method: str, name: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        path = f"{self._path}/{urllib.parse.quote(name, safe='')}"
-        for last_try in (self._connection.sock is None, True):
-            try:
-                self._connection.request(method, path, headers=self._headers | headers)
-                return self._connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                if last_try:
-                    raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
-        raise AssertionError("unreachable")
+def open_storage(url: str | os.PathLike[str]) -> Storage:
+    """The files that lie directly at a path or URL; as `open_directory` otherwise."""
+    path = _disk_path(url)
+    if path is not None:
+        from elasticzero.checkpoint.disk import DiskStorage
 
-    @staticmethod
-    def _receive(response: http.client.HTTPResponse, start: int, buffer: memoryview) -> int:
-        length = response.length
-        given = response.headers.get("Content-Range", "")
-        if length is None or length > len(buffer) or not given.startswith(f"bytes {start}-"):
-            raise http.client.HTTPException("the answer is not the range that was asked for")
-        done = 0
-        while done < length:
-            count = response.readinto(buffer[done:length])
-            if not count:
-                raise http.client.HTTPException(f"the answer broke off after {done} bytes")
-            done += count
-        return done
+        return DiskStorage(path)
+    from elasticzero.checkpoint.objects import ObjectStorage, file_system
 
-    def _refusal(self, name: str, response: http.client.HTTPResponse) -> Exception:
-        if response.status == 404:
-            return FileNotFoundError(errno.ENOENT, "no such file", f"{self.where}/{name}")
-        return StorageError(
-            f"{self.where}/{name}: the server answered {response.status} {response.reason}"
-        )
+    text = os.fspath(url).rstrip("/")
+    return ObjectStorage(*file_system(text), text)
+
+
+def _disk_path(url: str | os.PathLike[str]) -> Path | None:
+    """The absolute path of a directory on a file system, None for a URL of another kind."""
+    text = os.fspath(url)
+    if "://" not in text:
+        return Path(os.path.abspath(os.path.expanduser(text)))
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("file", "local"):
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise UserError(f"{text!r} is on another machine: a file:// URL means a path on this one")
+    return Path(os.path.abspath(urllib.parse.unquote(parts.path)))
 
 
 def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
@@ -231,29 +138,6 @@ def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
         )
     data = bytearray(size)
     return bytes(data[: storage.read_into(name, 0, memoryview(data))])
-
-
-def local_path(url: str | os.PathLike[str]) -> Path:
-    """The directory that a checkpoint directory's URL means: a plain path or `file://`."""
-    text = os.fspath(url)
-    parts = urllib.parse.urlsplit(text)
-    if "://" not in text:
-        return Path(text).expanduser()
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return Path(urllib.parse.unquote(parts.path))
-    raise UserError(
-        f"the checkpoint directory {text!r} is not one that can be used: "
-        "give a local path or a file:// URL (a directory that all nodes share)"
-    )
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def explain(error: BaseException) -> str:

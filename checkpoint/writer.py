@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
     Manifest,
     ShardFile,
@@ -20,7 +21,7 @@ from elasticzero.checkpoint.manifest import (
 from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.shards import shard_specs, write_shard
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.storage import Bytes, DiskStorage, explain
+from elasticzero.checkpoint.storage import Bytes, Directory, Storage, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
 
 STAGING_BYTES = 32 << 20
@@ -67,7 +68,7 @@ class Terms:
 
 
 def write_checkpoint(
-    directory: Path,
+    directory: Directory,
     draft: Manifest,
     rank: int | None,
     pieces: Iterable[Piece],
@@ -84,7 +85,7 @@ def write_checkpoint(
     """
     terms = terms or Terms()
     started = time.monotonic()
-    storage = DiskStorage(directory / step_directory(draft.step))
+    storage = directory.step(step_directory(draft.step))
     file = ShardFile("", 0, None)
 
     def look() -> int:
@@ -114,15 +115,15 @@ def write_checkpoint(
         came_first = _together(storage, terms, finish) == _STANDS
     except ElasticZeroError:
         if rank is not None:
-            commit.discard(storage, draft, rank)
+            commit.discard(directory, draft, rank)
         raise
     if came_first and rank is not None:
-        commit.discard(storage, draft, rank)
+        commit.discard(directory, draft, rank)
     committed = rank == 0 and not came_first
     return Written(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
 
 
-def _together(storage: DiskStorage, terms: Terms, work: Callable[[], int]) -> int:
+def _together(storage: Storage, terms: Terms, work: Callable[[], int]) -> int:
     """Do `work` on every rank; the greatest result. Where it fails on one it fails on all."""
     result = _FAILED
     failure: ElasticZeroError | None = None

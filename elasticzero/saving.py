@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from elasticzero.channel import Assignment, Held, Resume, Source
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, step_directory
 from elasticzero.checkpoint.reader import (
     Checkpoint,
@@ -19,7 +21,7 @@ from elasticzero.checkpoint.reader import (
 )
 from elasticzero.checkpoint.reader import spec_of as stored_spec_of
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.storage import DiskStorage, HttpStorage, Readable, local_path
+from elasticzero.checkpoint.storage import Readable, open_directory
 from elasticzero.checkpoint.writer import (
     Piece,
     Terms,
@@ -92,7 +94,7 @@ class Keeper:
             return None
         assert assignment.checkpoint_dir is not None
         manifest, pieces = draft(self.strategy.share(), copy, self._author(complete=False))
-        directory = local_path(assignment.checkpoint_dir)
+        directory = open_directory(assignment.checkpoint_dir)
         replacing = copy.step in assignment.bad_steps
         terms = Terms(agree=agree, wait_s=COMMIT_WAIT_S, replacing=replacing)
 
@@ -186,8 +188,8 @@ def open_source(assignment: Assignment) -> Checkpoint:
     resume = assignment.resume
     if resume.tier == "storage":
         assert assignment.checkpoint_dir is not None
-        directory = local_path(assignment.checkpoint_dir) / step_directory(resume.step)
-        return open_step(DiskStorage(directory))
+        directory = open_directory(assignment.checkpoint_dir)
+        return open_step(directory.step(step_directory(resume.step)))
     own_first = sorted(resume.sources, key=lambda source: source.node != assignment.node)
     places: dict[int, list[Readable]] = {}
     for source in own_first:

@@ -280,7 +280,7 @@ def check_name(text: str, what: str) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     from elasticzero.checkpoint.commit import check_writable
-    from elasticzero.checkpoint.storage import local_path
+    from elasticzero.checkpoint.storage import open_directory
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
     from elasticzero.launcher.forkserver import Launch
@@ -309,9 +309,9 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     directory = args.checkpoint_dir
     if directory is not None:
-        path = local_path(directory).absolute()
-        check_writable(path)
-        directory = str(path)
+        place = open_directory(directory)
+        check_writable(place)
+        directory = place.where
     log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
     limits = Limits(
         min_nodes=least,

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from elasticzero.channel import CheckpointWritten
 from elasticzero.checkpoint.commit import newest_good
 from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.checkpoint.storage import open_directory
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.membership import Membership
@@ -194,8 +194,7 @@ class Lookout:
             return self._newest_step
         self._storage_looked_s = now_s
         self.bad_steps |= bad
-        directory = Path(self._checkpoint_dir)
-        found = newest_good(directory, excluding=self.bad_steps) if directory.exists() else None
+        found = newest_good(open_directory(self._checkpoint_dir), excluding=self.bad_steps)
         self._newest_step = found
         return found
 

@@ -10,7 +10,7 @@ import torch
 
 import elasticzero.checkpoint
 from elasticzero.checkpoint.commit import read_manifest
-from elasticzero.checkpoint.storage import DiskStorage
+from elasticzero.checkpoint.disk import DiskStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 3

@@ -26,8 +26,8 @@ from elasticzero.channel import (
     Stopping,
 )
 from elasticzero.checkpoint import commit, verify
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.storage import DiskStorage
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
 from tests.integration.training_harness import Pool

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero import saving
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.checkpoint.writer import write_checkpoint
 from elasticzero.collectives import Groups, Place, connect
 from elasticzero.data import Position
@@ -90,7 +90,7 @@ def save(name: str, rank: int, world_size: int, directory: Path, dtype: torch.dt
     )
     copy = small.capture(STEPS, Position(loop=0, epoch=1, offset=2))
     draft, pieces = saving.draft(strategy.share(), copy, author)
-    write_checkpoint(directory / f"{name}-{world_size}", draft, rank, pieces)
+    write_checkpoint(DiskDirectory(directory / f"{name}-{world_size}"), draft, rank, pieces)
 
 
 def check(source: Path, name: str, rank: int, world_size: int, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint.commit import commit
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
     ITEM_BYTES,
     Group,
@@ -19,7 +20,6 @@ from elasticzero.checkpoint.manifest import (
     step_directory,
 )
 from elasticzero.checkpoint.shards import shard_specs, write_shard
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.spans import Rule, Span
 
 RULES: tuple[Rule, ...] = ("even", "fsdp_rows", "whole")

@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from elasticzero.checkpoint.cli import main
 from elasticzero.checkpoint.commit import read_manifest
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.storage import DiskStorage
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 
 LAYOUT = simple_layout()
@@ -162,11 +162,11 @@ def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("order", "code", "complaint"),
     [
-        (["list", "{}/nowhere"], 64, "is not a directory"),
+        (["list", "{}/nowhere"], 64, "does not exist"),
         (["inspect", "{}/nowhere"], 64, "does not exist"),
-        (["verify", "{}/nowhere"], 64, "is not a directory"),
+        (["verify", "{}/nowhere"], 64, "does not exist"),
         (["verify", "{}"], 64, "holds no good checkpoint"),
-        (["inspect", "s3://bucket/x"], 64, "give a local path or a file:// URL"),
+        (["inspect", "nonsense://bucket/x"], 64, "no place that fsspec knows"),
         (["reshard", "{}", "{}/new", "--world-size", "2"], 64, "holds no good checkpoint"),
         (["reshard", "{}/ckpt", "{}/new", "--world-size", "0"], 64, "0 ranks"),
         (["reshard", "{}/ckpt", "{}/ckpt", "--world-size", "1"], 64, "holds a checkpoint already"),

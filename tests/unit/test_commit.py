@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, step_directory
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,
@@ -55,16 +55,16 @@ def test_the_manifest_names_what_was_written(tmp_path: Path) -> None:
 
 
 def test_prepare_makes_the_step_s_directory(tmp_path: Path) -> None:
-    storage = commit.prepare(tmp_path / "new" / "place", 5)
-    assert storage.path == tmp_path / "new" / "place" / "step-000000000005"
+    storage = commit.prepare(DiskDirectory(tmp_path / "new" / "place"), 5)
+    assert Path(storage.where) == tmp_path / "new" / "place" / "step-000000000005"
     assert storage.names() == []
-    assert commit.prepare(tmp_path / "new" / "place", 5).path == storage.path
+    assert commit.prepare(DiskDirectory(tmp_path / "new" / "place"), 5).where == storage.where
 
 
 def test_prepare_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="cannot make the directory"):
-        commit.prepare(tmp_path / "file", 5)
+        commit.prepare(DiskDirectory(tmp_path / "file"), 5)
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def watched(path: Path) -> Iterator[list[str]]:
 def test_a_failed_save_is_discarded_unless_its_manifest_stands(tmp_path: Path) -> None:
     storage = shards(tmp_path, 2, "failed")
     for rank in (0, 1):
-        commit.discard(storage, draft_of(LAYOUT, step=2, token="failed"), rank)
+        commit.discard(DiskDirectory(tmp_path), draft_of(LAYOUT, step=2, token="failed"), rank)
     assert not storage.path.exists()
     good = write(tmp_path, 3)
     shards(tmp_path, 3, "failed")
     for token in ("failed", "token"):
         for rank in (0, 1):
-            commit.discard(good, draft_of(LAYOUT, step=3, token=token), rank)
+            commit.discard(DiskDirectory(tmp_path), draft_of(LAYOUT, step=3, token=token), rank)
     assert commit.stands(good) and not [name for name in good.names() if "failed" in name]
 
 
@@ -174,9 +174,9 @@ def test_steps_are_listed_newest_first_and_only_when_committed(tmp_path: Path) -
     shards(tmp_path, 200, "token")
     (tmp_path / "step-3").mkdir()
     (tmp_path / "notes.txt").write_bytes(b"")
-    assert [info.step for info in commit.steps(tmp_path)] == [100, 20, 5]
-    assert [info.step for info in commit.uncommitted(tmp_path)] == [200]
-    assert commit.steps(tmp_path / "nowhere") == []
+    assert [info.step for info in commit.steps(DiskDirectory(tmp_path))] == [100, 20, 5]
+    assert [info.step for info in commit.uncommitted(DiskDirectory(tmp_path))] == [200]
+    assert commit.steps(DiskDirectory(tmp_path / "nowhere")) == []
 
 
 def remove_shard(storage: DiskStorage) -> None:
@@ -198,15 +198,15 @@ def empty_manifest(storage: DiskStorage) -> None:
 @pytest.mark.parametrize("damage", [remove_shard, remove_sums, truncate, empty_manifest])
 def test_the_newest_good_step_is_chosen(tmp_path: Path, damage: object) -> None:
     storages = {step: write(tmp_path, step) for step in (1, 2, 3)}
-    assert commit.newest_good(tmp_path) == 3
-    assert commit.newest_good(tmp_path, excluding={3}) == 2
+    assert commit.newest_good(DiskDirectory(tmp_path)) == 3
+    assert commit.newest_good(DiskDirectory(tmp_path), excluding={3}) == 2
     damage(storages[3])  # type: ignore[operator]
     assert commit.fault(storages[3]) is not None
-    assert commit.newest_good(tmp_path) == 2
-    assert commit.newest_good(tmp_path, excluding=(2,)) == 1
-    assert commit.newest_good(tmp_path, excluding=(1, 2)) is None
-    assert commit.resolve(tmp_path) == storages[2].path
-    assert commit.resolve(storages[3].path) == storages[3].path
+    assert commit.newest_good(DiskDirectory(tmp_path)) == 2
+    assert commit.newest_good(DiskDirectory(tmp_path), excluding=(2,)) == 1
+    assert commit.newest_good(DiskDirectory(tmp_path), excluding=(1, 2)) is None
+    assert commit.resolve(tmp_path).where == storages[2].where
+    assert commit.resolve(storages[3].path).where == storages[3].where
 
 
 def test_paths_that_mean_no_step(tmp_path: Path) -> None:
@@ -214,71 +214,36 @@ def test_paths_that_mean_no_step(tmp_path: Path) -> None:
         commit.resolve(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
         commit.resolve(tmp_path / "step-000000000001")
-    with pytest.raises(UserError, match="holds no good checkpoint"):
+    with pytest.raises(UserError, match="holds no good checkpoint: it is empty"):
         commit.resolve(tmp_path)
     empty_manifest(write(tmp_path, 1))
     with pytest.raises(UserError, match="1 damaged"):
         commit.resolve(tmp_path)
 
 
-def test_leftovers_go_and_what_a_manifest_names_stays(tmp_path: Path) -> None:
-    good = write(tmp_path, 1)
-    names = good.names()
-    shards(tmp_path, 1, "failed")
-    (good.path / ".rank-00000-of-00002-failed.safetensors.partial").write_bytes(b"")
-    shards(tmp_path, 2, "failed")
-    running = shards(tmp_path, 3, "running").names()
-    removed = commit.clean_leftovers(tmp_path, keep_token="running")
-    assert good.names() == names
-    assert commit.fault(good) is None
-    assert not (tmp_path / step_directory(2)).exists()
-    assert sorted(os.listdir(tmp_path / step_directory(3))) == running
-    assert len(removed) == 4 + 1 + 4
-    assert commit.clean_leftovers(tmp_path, keep_token="running") == []
-
-
-def test_a_step_with_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> None:
-    storage = write(tmp_path, 1)
-    empty_manifest(storage)
-    names = storage.names()
-    assert commit.clean_leftovers(tmp_path) == []
-    assert storage.names() == names
-
-
-def test_retention_counts_good_steps_only(tmp_path: Path) -> None:
-    storages = {step: write(tmp_path, step) for step in (1, 2, 3, 4, 5)}
-    truncate(storages[4])
-    assert commit.keep_last(tmp_path, 2) == [2, 1]
-    assert [info.step for info in commit.steps(tmp_path)] == [5, 4, 3]
-    assert commit.keep_last(tmp_path, 9) == []
-    with pytest.raises(UserError, match="at least 1"):
-        commit.keep_last(tmp_path, 0)
-    assert commit.newest_good(tmp_path) == 5
-
-
 def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
-    commit.check_writable(tmp_path / "a" / "b")
+    commit.check_writable(DiskDirectory(tmp_path / "a" / "b"))
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
 def test_directories_of_checkpoints_and_fresh_volumes_are_taken(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / ".snapshot").mkdir()
-    commit.check_writable(tmp_path)
+    commit.check_writable(DiskDirectory(tmp_path))
     write(tmp_path, 1)
     (tmp_path / "notes.txt").write_bytes(b"")
-    commit.check_writable(tmp_path)
+    commit.check_writable(DiskDirectory(tmp_path))
 
 
 def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
     for name in ("thesis.tex", "b", "c", "d"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=r"holds other things \(b, c, d, \.\.\.\)"):
-        commit.check_writable(tmp_path)
+        commit.check_writable(DiskDirectory(tmp_path))
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/elasticzero")):
         with pytest.raises(StorageError, match=f"directory {place} cannot be written"):
-            commit.check_writable(place)
+            commit.check_writable(DiskDirectory(place))

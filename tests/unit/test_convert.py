@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint import commit, convert
+from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
 from elasticzero.checkpoint.shards import open_shard, shard_specs
-from elasticzero.checkpoint.storage import DiskStorage
+from elasticzero.checkpoint.storage import Storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from tests.unit.checkpoint_cases import (
     cut,
@@ -30,9 +31,8 @@ from tests.unit.checkpoint_cases import (
 )
 
 
-def assert_holds(path: Path, contents: dict[str, bytes]) -> None:
+def assert_holds(storage: Storage, contents: dict[str, bytes]) -> None:
     """A step's shards hold exactly their spans of `contents`."""
-    storage = DiskStorage(path)
     manifest = commit.read_manifest(storage)
     assert commit.fault(storage) is None
     assert manifest.layout.tensors.keys() == contents.keys()
@@ -51,9 +51,9 @@ def test_resharding_keeps_every_element(layout: Layout, world: int, strategy: st
     contents = elements(layout.tensors)
     with tempfile.TemporaryDirectory() as directory:
         source = write_step(Path(directory) / "old", draft_of(layout), contents)
-        written = convert.reshard(source.path, Path(directory) / "new", world, strategy)
+        written = convert.reshard(source, DiskDirectory(Path(directory) / "new"), world, strategy)
         assert_holds(written, contents)
-        manifest = commit.read_manifest(DiskStorage(written))
+        manifest = commit.read_manifest(written)
         assert manifest.layout == convert.reshaped(layout, world, strategy)
         assert (manifest.step, manifest.generation, manifest.state) == (7, 3, {"epoch": 1})
         assert manifest.strategy == (strategy or "zero2")
@@ -63,11 +63,11 @@ def test_resharding_keeps_every_element(layout: Layout, world: int, strategy: st
 def test_two_to_three_and_back_is_the_same_bytes(tmp_path: Path) -> None:
     layout = simple_layout(world_size=2)
     contents = elements(layout.tensors)
-    source = write_step(tmp_path / "a", draft_of(layout), contents).path
-    three = convert.reshard(source, tmp_path / "b", 3)
-    two = convert.reshard(three, tmp_path / "c", 2)
+    source = write_step(tmp_path / "a", draft_of(layout), contents)
+    three = convert.reshard(source, DiskDirectory(tmp_path / "b"), 3)
+    two = convert.reshard(three, DiskDirectory(tmp_path / "c"), 2)
     assert_holds(two, contents)
-    assert commit.read_manifest(DiskStorage(two)).layout == layout
+    assert commit.read_manifest(two).layout == layout
 
 
 def test_strategies_deal_by_their_own_rules() -> None:
@@ -88,17 +88,17 @@ def test_strategies_deal_by_their_own_rules() -> None:
 
 def test_bad_wishes_are_refused(tmp_path: Path) -> None:
     layout = simple_layout()
-    source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors)).path
+    source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors))
     with pytest.raises(UserError, match="0 ranks"):
-        convert.reshard(source, tmp_path / "b", 0)
+        convert.reshard(source, DiskDirectory(tmp_path / "b"), 0)
     with pytest.raises(UserError, match="'zero9' is not one of"):
-        convert.reshard(source, tmp_path / "b", 1, "zero9")
+        convert.reshard(source, DiskDirectory(tmp_path / "b"), 1, "zero9")
     with pytest.raises(UserError, match="holds a checkpoint already"):
-        convert.reshard(source, tmp_path / "a", 1)
+        convert.reshard(source, DiskDirectory(tmp_path / "a"), 1)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "thesis.tex").write_bytes(b"")
     with pytest.raises(UserError, match="other things"):
-        convert.reshard(source, tmp_path / "c", 1)
+        convert.reshard(source, DiskDirectory(tmp_path / "c"), 1)
 
 
 def test_a_damaged_source_gives_no_checkpoint(tmp_path: Path) -> None:
@@ -106,10 +106,10 @@ def test_a_damaged_source_gives_no_checkpoint(tmp_path: Path) -> None:
     source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors))
     flip(source.path / draft_of(layout).file_name(1), -1)
     with pytest.raises(CheckpointDamaged, match="rank-00001"):
-        convert.reshard(source.path, tmp_path / "b", 3)
+        convert.reshard(source, DiskDirectory(tmp_path / "b"), 3)
     assert os.listdir(tmp_path / "b") == []
     with pytest.raises(CheckpointDamaged, match="rank-00001"):
-        convert.export_hf(source.path, tmp_path / "hf")
+        convert.export_hf(source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -126,9 +126,9 @@ def test_the_exported_model_is_whole_and_under_its_own_names(
         target = Path(directory) / "hf"
         if not model:
             with pytest.raises(UserError, match="nothing to export"):
-                convert.export_hf(source.path, target)
+                convert.export_hf(source, target)
             return
-        done = convert.export_hf(source.path, target, most)
+        done = convert.export_hf(source, target, most)
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(spec.nbytes for spec in model.values())},
             "weight_map": {n.removeprefix("model/"): "model.safetensors" for n in model},
@@ -159,7 +159,7 @@ def test_the_exported_model_is_whole_and_under_its_own_names(
 
 def test_names_of_exported_files(tmp_path: Path) -> None:
     layout = simple_layout()
-    source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors)).path
+    source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors))
     assert convert.export_hf(source, tmp_path / "one").files == ("model.safetensors",)
     assert convert.export_hf(source, tmp_path / "two", 8000).files == (
         "model-00001-of-00002.safetensors",

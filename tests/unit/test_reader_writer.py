@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import elasticzero.checkpoint
 from elasticzero.checkpoint import reader
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import (
     ITEM_BYTES,
     Group,
@@ -37,7 +38,6 @@ from elasticzero.checkpoint.reader import (
     torch_dtype,
 )
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint, write_snapshot
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
@@ -70,7 +70,7 @@ def pieces(draft: Manifest, rank: int, whole: dict[str, torch.Tensor]) -> list[P
 def write_all(directory: Path, draft: Manifest, whole: dict[str, torch.Tensor]) -> Path:
     """A checkpoint, written by its ranks one after the other, rank 0 last."""
     for rank in reversed(range(draft.layout.world_size)):
-        write_checkpoint(directory, draft, rank, pieces(draft, rank, whole), NO_WAIT)
+        write_checkpoint(DiskDirectory(directory), draft, rank, pieces(draft, rank, whole), NO_WAIT)
     return directory / step_directory(draft.step)
 
 
@@ -124,8 +124,8 @@ def test_every_dtype_survives_and_every_rank_writes_its_share(tmp_path: Path) ->
 def test_only_rank_0_commits_and_says_so(tmp_path: Path) -> None:
     draft = draft_of(simple_layout())
     whole = tensors_of(dict(draft.layout.tensors))
-    second = write_checkpoint(tmp_path, draft, 1, pieces(draft, 1, whole))
-    first = write_checkpoint(tmp_path, draft, 0, pieces(draft, 0, whole), NO_WAIT)
+    second = write_checkpoint(DiskDirectory(tmp_path), draft, 1, pieces(draft, 1, whole))
+    first = write_checkpoint(DiskDirectory(tmp_path), draft, 0, pieces(draft, 0, whole), NO_WAIT)
     assert (first.committed, second.committed) == (True, False)
     storage = DiskStorage(tmp_path / step_directory(7))
     files = open_step(storage).manifest.files
@@ -133,7 +133,8 @@ def test_only_rank_0_commits_and_says_so(tmp_path: Path) -> None:
     names = storage.names()
     for rank in (0, 1):
         other = replace(draft, token="other")
-        again = write_checkpoint(tmp_path, other, rank, pieces(draft, rank, whole), NO_WAIT)
+        given = pieces(draft, rank, whole)
+        again = write_checkpoint(DiskDirectory(tmp_path), other, rank, given, NO_WAIT)
         assert (again.bytes, again.committed) == (0, False)
     assert storage.names() == names
 
@@ -150,7 +151,7 @@ def test_pieces_that_are_not_the_layout_s_are_refused(tmp_path: Path) -> None:
     }
     for complaint, given_pieces in wrong.items():
         with pytest.raises(ValueError, match=complaint):
-            write_checkpoint(tmp_path, draft, 0, given_pieces, NO_WAIT)
+            write_checkpoint(DiskDirectory(tmp_path), draft, 0, given_pieces, NO_WAIT)
     assert os.listdir(tmp_path / step_directory(7)) == []
 
 
@@ -329,7 +330,7 @@ def test_saved_by_hand_and_loaded(tmp_path: Path) -> None:
     }
     state = {"epoch": 2, "best": math.inf}
     step = elasticzero.checkpoint.save(tmp_path, saved, step=3, state=state)
-    assert step == tmp_path / "step-000000000003"
+    assert step == str(tmp_path / "step-000000000003")
     for path in (tmp_path, step, f"file://{tmp_path}"):
         loaded = elasticzero.checkpoint.load(path)
         assert list(loaded) != [] and loaded.keys() == saved.keys()
@@ -384,7 +385,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_plain_json_and_nothing_is_pickled(tmp_path: Path) -> None:
-    step = elasticzero.checkpoint.save(tmp_path, {"w": torch.ones(3)})
+    step = Path(elasticzero.checkpoint.save(tmp_path, {"w": torch.ones(3)}))
     value = json.loads((step / "manifest.json").read_text())
     assert (value["version"], value["step"]) == (1, 0)
     assert sorted(path.suffix for path in step.iterdir()) == [".json", ".safetensors", ".sums"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import Manifest, step_directory
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.checkpoint.writer import Piece, Terms, Written, write_checkpoint
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
 from tests.unit.checkpoint_cases import draft_of, simple_layout
@@ -58,7 +58,8 @@ def save_all(
     def save(rank: int) -> Written | ElasticZeroError:
         terms = Terms(agree=table.greatest, wait_s=600.0, replacing=rank == replacing)
         try:
-            return write_checkpoint(directory, draft, rank, pieces(rank, rank == fails), terms)
+            held = pieces(rank, rank == fails)
+            return write_checkpoint(DiskDirectory(directory), draft, rank, held, terms)
         except ElasticZeroError as error:
             return error
 

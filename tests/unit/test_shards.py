@@ -11,6 +11,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, ShardFile, TensorSpec, itemsize
 from elasticzero.checkpoint.shards import (
     BLOCK_BYTES,
@@ -24,7 +25,6 @@ from elasticzero.checkpoint.shards import (
     shard_specs,
     write_shard,
 )
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
     Manifest,
     ShardFile,
@@ -15,7 +16,6 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.shards import shard_specs, write_shard
 from elasticzero.checkpoint.snapshot import HeldSnapshot, SnapshotStore
-from elasticzero.checkpoint.storage import DiskStorage
 from tests.unit.checkpoint_cases import cut, draft_of, elements, simple_layout
 
 LAYOUT = simple_layout(world_size=3, numel=100)

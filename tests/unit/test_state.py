@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero import saving
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
-from elasticzero.checkpoint.storage import DiskStorage
 from elasticzero.checkpoint.writer import write_checkpoint
 from elasticzero.data import Position
 from elasticzero.errors import CheckpointMismatch, UserError
@@ -84,7 +84,7 @@ def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
 def save(folder: Path, strategy: Strategy, small: SmallState, name: str) -> Path:
     author = saving.Author(rank=0, world_size=1, generation=1, token="t", strategy=name)
     draft, pieces = saving.draft(strategy.share(), small.capture(3, Position()), author)
-    write_checkpoint(folder, draft, 0, pieces)
+    write_checkpoint(DiskDirectory(folder), draft, 0, pieces)
     return folder / step_directory(3)
 
 

@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.storage import (
-    DiskStorage,
-    HttpStorage,
-    Readable,
-    local_path,
-    read_small,
-)
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.http_storage import HttpStorage
+from elasticzero.checkpoint.storage import Readable, open_directory, open_storage, read_small
 from elasticzero.errors import StorageError, UserError
 
 TOKEN = "secret"
@@ -277,11 +273,30 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
-    assert local_path(str(tmp_path)) == tmp_path
-    assert local_path(tmp_path) == tmp_path
-    assert local_path("file:///a%20b/c") == Path("/a b/c")
-    assert local_path("file://localhost/c") == Path("/c")
-    assert local_path("~/c") == Path.home() / "c"
-    for url in ("s3://bucket/x", "gs://bucket", "http://host/x", "file://other/x"):
-        with pytest.raises(UserError, match=re.escape(url)):
-            local_path(url)
+    for given, meant in (
+        (tmp_path, tmp_path),
+        (str(tmp_path), tmp_path),
+        ("here/../there/", Path.cwd() / "there"),
+        ("file:///a%20b/c", "/a b/c"),
+        ("file://localhost/c", "/c"),
+        ("~/c", Path.home() / "c"),
+        ("memory://a/b/", "memory://a/b"),
+    ):
+        assert open_directory(given).where == str(meant)
+        assert open_storage(given).where == str(meant)
+        assert open_directory(given).step("s").where == f"{meant}/s"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file://other/x", "on another machine"),
+        ("nonsense://bucket", "nonsense"),
+        ("gs://bucket", "gcsfs"),
+    ],
+)
+def test_urls_that_mean_none_are_refused(url: str, reason: str) -> None:
+    for opens in (open_directory, open_storage):
+        with pytest.raises(UserError, match=reason) as caught:
+            opens(url)
+        assert repr(url) in str(caught.value)

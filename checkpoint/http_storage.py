@@ -1,0 +1,90 @@
+"""A snapshot behind an agent's HTTP server, read by byte ranges."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import urllib.parse
+
+from elasticzero.checkpoint.storage import explain
+from elasticzero.errors import StorageError, UserError
+
+
+class HttpStorage:
+    """One step's files behind an agent's HTTP server; read only, for one thread."""
+
+    def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
+        """`base_url`: the address of the step, `http://host:port/snapshots/<generation>/<step>`."""
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UserError(f"{base_url!r} is not an http:// address")
+        self.where = base_url.rstrip("/")
+        self._path = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._connection = http.client.HTTPConnection(
+            parts.hostname, parts.port or 80, timeout=timeout_s
+        )
+
+    def size(self, name: str) -> int:
+        response = self._request("HEAD", name, {})
+        response.read()
+        if response.status != 200:
+            raise self._refusal(name, response)
+        length = response.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise StorageError(f"{self.where}/{name}: the server does not say its size")
+        return int(length)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        if not len(buffer):
+            return 0
+        headers = {"Range": f"bytes={start}-{start + len(buffer) - 1}"}
+        response = self._request("GET", name, headers)
+        if response.status != 206:
+            self.close()
+            if response.status == 416:
+                return 0
+            raise self._refusal(name, response)
+        try:
+            done = self._receive(response, start, buffer)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
+        return done
+
+    def close(self) -> None:
+        """Hang up; the next read connects again."""
+        self._connection.close()
+
+    def _request(self, method: str, name: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        path = f"{self._path}/{urllib.parse.quote(name, safe='')}"
+        for last_try in (self._connection.sock is None, True):
+            try:
+                self._connection.request(method, path, headers=self._headers | headers)
+                return self._connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if last_try:
+                    raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _receive(response: http.client.HTTPResponse, start: int, buffer: memoryview) -> int:
+        length = response.length
+        given = response.headers.get("Content-Range", "")
+        if length is None or length > len(buffer) or not given.startswith(f"bytes {start}-"):
+            raise http.client.HTTPException("the answer is not the range that was asked for")
+        done = 0
+        while done < length:
+            count = response.readinto(buffer[done:length])
+            if not count:
+                raise http.client.HTTPException(f"the answer broke off after {done} bytes")
+            done += count
+        return done
+
+    def _refusal(self, name: str, response: http.client.HTTPResponse) -> Exception:
+        if response.status == 404:
+            return FileNotFoundError(errno.ENOENT, "no such file", f"{self.where}/{name}")
+        return StorageError(
+            f"{self.where}/{name}: the server answered {response.status} {response.reason}"
+        )
