@@ -11,7 +11,6 @@ import array
 import copy
 import itertools
 import json
-import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,8 @@ from elasticzero.checkpoint.manifest import (
     ShardFile,
     TensorSpec,
     itemsize,
+    reason,
+    strict_json,
 )
 from elasticzero.checkpoint.storage import Bytes, Readable, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
@@ -39,6 +40,7 @@ HEADER_LIMIT_BYTES = 100_000_000
 READ_BYTES = 4 << 20
 """Read in one go and then checked, while the processor's cache still has it."""
 SUMS_LIMIT_BYTES = 1 << 28
+_MAX_BLOCK_BYTES = 1 << 26
 _SUMS_HEADER = struct.Struct("<8sIIQ16s")
 _SUMS_MAGIC = b"EZSUMS\r\n"
 _SUMS_VERSION = 1
@@ -188,10 +190,15 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
         data = read_small(storage, name, SUMS_LIMIT_BYTES)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{where} is missing") from None
+    return parse_sums(data, where)
+
+
+def parse_sums(data: bytes, where: str) -> Sums:
+    """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong in `where`."""
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes")
     magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
-    if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= 1 << 30:
+    if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= _MAX_BLOCK_BYTES:
         raise CheckpointDamaged(f"{where} is not a checksum file of version {_SUMS_VERSION}")
     count = -(-size // block_bytes)
     if len(data) != _SUMS_HEADER.size + 8 * count:
@@ -308,6 +315,9 @@ class BlockReader:
             return self._storage.read_into(self._name, start, view) == len(view)
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} is missing; use another step") from None
+        except StorageError as error:
+            stop = start + len(view)
+            raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error
 
     def _check(self, block: int, view: memoryview) -> None:
         if not self._vouched(block, view):
@@ -318,7 +328,9 @@ class BlockReader:
             )
 
     def _vouched(self, block: int, view: memoryview) -> bool:
-        return bool(xxhash.xxh3_64_intdigest(view) == self._sums.blocks[block])
+        found = xxhash.xxh3_64()
+        found.update(view)  # of all xxhash's ways the one that always lets other threads run
+        return bool(found.intdigest() == self._sums.blocks[block])
 
 
 class ShardReader:
@@ -385,12 +397,12 @@ def parse_header(
     """(metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not one."""
     base = 8 + len(text)
     try:
-        table = json.loads(text.decode())
+        table = strict_json(text)
         metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
         entries = {}
         for name, value in table.items():
-            spec = TensorSpec(value["dtype"], tuple(int(size) for size in value["shape"]))
-            start, stop = (base + int(offset) for offset in value["data_offsets"])
+            spec = TensorSpec(value["dtype"], tuple(_whole(size) for size in value["shape"]))
+            start, stop = (base + _whole(offset) for offset in value["data_offsets"])
             if stop - start != spec.nbytes or start < base:
                 raise ValueError(f"tensor {name!r} has {stop - start} bytes, not {spec.nbytes}")
             entries[name] = Entry(spec.dtype, spec.shape, start, stop)
@@ -402,6 +414,11 @@ def parse_header(
         if ends != file_bytes:
             raise ValueError(f"its tensors end at byte {ends} of {file_bytes}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
-        raise CheckpointDamaged(f"{where}: its header is wrong: {reason}") from None
+        raise CheckpointDamaged(f"{where}: its header is wrong: {reason(error)}") from None
     return metadata, entries
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r:.40} is not a whole number")
+    return value
