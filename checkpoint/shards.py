@@ -194,7 +194,7 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
 
 
 def parse_sums(data: bytes, where: str) -> Sums:
-    """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong in `where`."""
+    """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with it."""
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes")
     magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
