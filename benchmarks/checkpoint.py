@@ -4,9 +4,9 @@
                                     [--cases stall,write,load,reshard,offline,memory,plan]
                                     [--cold] [--record]
 
-The state is a model in single precision with Adam's two moments, dealt by rows to 2 ranks, which are
-processes of this machine. Reads come from the page cache; with --cold, files on a disk are dropped
-from it before each load.
+The state is a model in single precision with Adam's two moments, dealt by rows to 2 ranks, which
+are processes of this machine. Reads come from the page cache; with --cold, files on a disk are
+dropped from it before each load.
 """
 
 from __future__ import annotations
@@ -253,14 +253,11 @@ def targets_table(rows: list[Row]) -> str:
             measured = target.measured(ours, peer)
             fastest = min(peer.seconds) / min(ours.seconds)
             fastest = fastest if target.at_least else 1 / fastest
-            name = (
-                f"{target.peer} s / {target.ours} s"
-                if target.at_least
-                else f"{target.ours} s / {target.peer} s"
-            )
+            sides = (target.peer, target.ours) if target.at_least else (target.ours, target.peer)
+            verdict = "met" if target.met(measured) else "NOT met"
             lines.append(
-                f"| {target.case} | {place} | {in_words(size)} | {name} | {target} "
-                f"| {measured:.2f} | {fastest:.2f} | {'met' if target.met(measured) else 'NOT met'} |"
+                f"| {target.case} | {place} | {in_words(size)} | {' s / '.join(sides)} s | {target} "
+                f"| {measured:.2f} | {fastest:.2f} | {verdict} |"
             )
     return "\n".join(lines)
 
