@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import http.client
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from elasticzero.checkpoint.storage import explain
 from elasticzero.errors import StorageError, UserError
 
 
 class HttpStorage:
-    """One step's files behind an agent's HTTP server; read only, for one thread."""
+    """One step's files behind an agent's HTTP server; read only. Each thread that reads has a
+    connection to itself meanwhile."""
 
     def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
         """`base_url`: the address of the step, `http://host:port/snapshots/<generation>/<step>`."""
@@ -21,49 +24,70 @@ class HttpStorage:
         self.where = base_url.rstrip("/")
         self._path = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._connection = http.client.HTTPConnection(
-            parts.hostname, parts.port or 80, timeout=timeout_s
-        )
+        self._server = (parts.hostname, parts.port or 80)
+        self._timeout_s = timeout_s
+        self._idle: list[http.client.HTTPConnection] = []
 
     def size(self, name: str) -> int:
-        response = self._request("HEAD", name, {})
-        response.read()
-        if response.status != 200:
-            raise self._refusal(name, response)
-        length = response.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise StorageError(f"{self.where}/{name}: the server does not say its size")
-        return int(length)
+        with self._connected() as connection:
+            response = self._request(connection, "HEAD", name, {})
+            response.read()
+            if response.status != 200:
+                raise self._refusal(name, response)
+            length = response.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                raise StorageError(f"{self.where}/{name}: the server does not say its size")
+            return int(length)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> int:
         if not len(buffer):
             return 0
         headers = {"Range": f"bytes={start}-{start + len(buffer) - 1}"}
-        response = self._request("GET", name, headers)
-        if response.status != 206:
-            self.close()
+        with self._connected() as connection:
+            response = self._request(connection, "GET", name, headers)
             if response.status == 416:
+                connection.close()
                 return 0
-            raise self._refusal(name, response)
-        try:
-            done = self._receive(response, start, buffer)
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
-        return done
+            if response.status != 206:
+                raise self._refusal(name, response)
+            try:
+                return self._receive(response, start, buffer)
+            except (OSError, http.client.HTTPException) as error:
+                raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
 
     def close(self) -> None:
         """Hang up; the next read connects again."""
-        self._connection.close()
+        while self._idle:
+            self._idle.pop().close()
 
-    def _request(self, method: str, name: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+        """A connection for one request; kept for the next if all goes well."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = http.client.HTTPConnection(*self._server, timeout=self._timeout_s)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+
+    def _request(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        name: str,
+        headers: dict[str, str],
+    ) -> http.client.HTTPResponse:
         path = f"{self._path}/{urllib.parse.quote(name, safe='')}"
-        for last_try in (self._connection.sock is None, True):
+        for last_try in (connection.sock is None, True):
             try:
-                self._connection.request(method, path, headers=self._headers | headers)
-                return self._connection.getresponse()
+                connection.request(method, path, headers=self._headers | headers)
+                return connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                self.close()
+                connection.close()
                 if last_try:
                     raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
         raise AssertionError("unreachable")

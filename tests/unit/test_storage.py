@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -174,6 +175,16 @@ def test_reads_share_one_connection_and_survive_its_end(server: Server) -> None:
         storage.size("gone")
     storage.close()
     assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    storage.close()
+
+
+def test_threads_read_at_once_over_connections_of_their_own(server: Server) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, TOKEN)
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(lambda at: read(storage, "file", at, 100), range(0, 10_000, 50)))
+    assert parts == [CONTENT[at : at + 100] for at in range(0, 10_000, 50)]
+    assert len(server.connections) <= 4
     storage.close()
 
 
