@@ -256,8 +256,8 @@ def targets_table(rows: list[Row]) -> str:
             sides = (target.peer, target.ours) if target.at_least else (target.ours, target.peer)
             verdict = "met" if target.met(measured) else "NOT met"
             lines.append(
-                f"| {target.case} | {place} | {in_words(size)} | {' s / '.join(sides)} s | {target} "
-                f"| {measured:.2f} | {fastest:.2f} | {verdict} |"
+                f"| {target.case} | {place} | {in_words(size)} | {' s / '.join(sides)} s "
+                f"| {target} | {measured:.2f} | {fastest:.2f} | {verdict} |"
             )
     return "\n".join(lines)
 
