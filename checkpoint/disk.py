@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elasticzero.checkpoint.storage import Bytes, explain
+from elasticzero.checkpoint.syscalls import NOT_TO_BE_HAD, rename_new, reserve, start_writeback
 from elasticzero.errors import StorageError
 
-_WRITE_BUFFER_BYTES = 1 << 20
+_SMALL_BYTES = 256 << 10
+"""Chunks below this are put together before they are written."""
+_WRITEBACK_BYTES = 8 << 20
+"""The disk begins with each so many bytes at once, not only at the fsync: of 512 MiB on one NVMe
+disk that took 0.15 s instead of 0.26 s."""
 
 
 class DiskStorage:
-    """One step's directory on a file system."""
+    """One step's directory on a file system.
+
+    A file is opened anew for each range: that takes microseconds beside the reading, and a file
+    that was replaced meanwhile is seen.
+    """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         """`durable=False`, for shared memory, leaves out every fsync."""
@@ -27,7 +38,7 @@ class DiskStorage:
 
     def size(self, name: str) -> int:
         with self._complaining("look at", name):
-            return (self.path / name).stat().st_size
+            return os.stat(self.path / name).st_size
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> int:
         with self._complaining("read", name):
@@ -44,27 +55,21 @@ class DiskStorage:
                 os.close(fd)
 
     def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
-        staged = self.path / f".{name}.partial"
-        with self._complaining("write", name):
-            try:
-                self._write_file(staged, chunks)
-                os.replace(staged, self.path / name)
-            finally:
-                staged.unlink(missing_ok=True)
+        with self._complaining("write", name), self._staged(name) as staged:
+            self._write_file(staged, chunks, size)
+            os.replace(staged, self.path / name)
             self._sync_directory()
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        staged = self.path / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
-        with self._complaining("create", name):
-            try:
-                self._write_file(staged, [data])
-                os.link(staged, self.path / name)
-            except FileExistsError:
-                return False
-            finally:
-                staged.unlink(missing_ok=True)
+        """As the protocol says, by a hard link; else by Linux's exclusive rename; and on a file
+        system that has neither, by a look and a rename under a lock file. A process killed while
+        it has that lock leaves it behind: the error then names it.
+        """
+        with self._complaining("create", name), self._staged(name) as staged:
+            self._write_file(staged, [data], len(data))
+            created = _name_new(staged, self.path / name)
             self._sync_directory()
-            return True
+            return created
 
     def names(self) -> list[str]:
         with self._complaining("list", "its files"):
@@ -77,13 +82,32 @@ class DiskStorage:
         with self._complaining("remove", name), suppress(FileNotFoundError):
             os.unlink(self.path / name)
 
-    def _write_file(self, path: Path, chunks: Iterable[Bytes]) -> None:
-        with open(path, "wb", buffering=_WRITE_BUFFER_BYTES) as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
+    @contextmanager
+    def _staged(self, name: str) -> Iterator[Path]:
+        """A name of this writer alone, gone afterwards."""
+        staged = self.path / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
+        try:
+            yield staged
+        finally:
+            with suppress(OSError):
+                os.unlink(staged)
+
+    def _write_file(self, path: Path, chunks: Iterable[Bytes], size: int | None) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o666)
+        try:
+            if size:
+                reserve(fd, size)
+            done = started = 0
+            for chunk in _joined(chunks):
+                done += _write_all(fd, chunk)
+                if self._durable and done - started >= _WRITEBACK_BYTES:
+                    start_writeback(fd, started, done - started)
+                    started = done
             if self._durable:
-                os.fsync(file.fileno())
+                os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def _sync_directory(self) -> None:
         if self._durable:
@@ -91,12 +115,8 @@ class DiskStorage:
 
     @contextmanager
     def _complaining(self, verb: str, name: str) -> Iterator[None]:
-        try:
+        with _complaining(f"cannot {verb} {name} in {self.where}"):
             yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StorageError(f"cannot {verb} {name} in {self.where}: {explain(error)}") from error
 
 
 class DiskDirectory:
@@ -110,22 +130,20 @@ class DiskDirectory:
         return str(self.path)
 
     def names(self) -> list[str]:
-        try:
+        with _complaining(f"cannot list {self.path}"), suppress(FileNotFoundError):
             return sorted(os.listdir(self.path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"cannot list {self.path}: {explain(error)}") from error
+        return []
+
+    def files(self) -> dict[str, dict[str, float]]:
+        return {name: times for name in self.names() if (times := _times(self.path / name))}
 
     def step(self, name: str) -> DiskStorage:
         return DiskStorage(self.path / name)
 
     def make(self, name: str) -> DiskStorage:
         path = self.path / name
-        try:
+        with _complaining(f"cannot make the directory {path}"):
             _make_directories(path)
-        except OSError as error:
-            raise StorageError(f"cannot make the directory {path}: {explain(error)}") from error
         return DiskStorage(path)
 
     def remove(self, name: str) -> None:
@@ -146,12 +164,89 @@ class DiskDirectory:
                 probe.unlink()
 
 
+def _joined(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+    """The same bytes, small chunks put together and large ones as they are."""
+    small = bytearray()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        if small and len(small) + len(view) > _SMALL_BYTES:
+            yield memoryview(small)
+            small = bytearray()
+        if len(view) > _SMALL_BYTES:
+            yield view
+        else:
+            small += view
+    if small:
+        yield memoryview(small)
+
+
+def _write_all(fd: int, view: memoryview) -> int:
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+    return done
+
+
+def _name_new(staged: Path, target: Path) -> bool:
+    """Give a file its name unless that is taken: then False."""
+    try:
+        os.link(staged, target)
+        return True
+    except FileExistsError:
+        # The server of a shared file system may have made the link, and its answer was lost.
+        return os.stat(staged).st_nlink == 2
+    except OSError as error:
+        if error.errno not in NOT_TO_BE_HAD:
+            raise
+    try:
+        rename_new(staged, target)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NOT_TO_BE_HAD:
+            raise
+    return _rename_locked(staged, target)
+
+
+def _rename_locked(staged: Path, target: Path) -> bool:
+    lock = target.with_name(f".{target.name}.lock")
+    try:
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
+    except FileExistsError:
+        if target.exists():
+            return False
+        raise StorageError(
+            f"{lock} stands: another save is at this step, or one was killed there; "
+            "if none is running, remove that file"
+        ) from None
+    try:
+        if target.exists():
+            return False
+        os.rename(staged, target)
+        return True
+    finally:
+        os.unlink(lock)
+
+
+def _times(path: Path) -> dict[str, float]:
+    """When each file in a directory was last written; nothing where it is none."""
+    found = {}
+    with _complaining(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(path):
+            with suppress(FileNotFoundError):
+                status = os.lstat(path / name)
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = status.st_mtime
+    return found
+
+
 def _make_directories(path: Path) -> None:
     """Make a directory and those above it, each with a durable name."""
-    missing = [p for p in (path, *path.parents) if not p.is_dir()]
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_directory(new.parent)
+    missing = [place for place in (path, *path.parents) if not place.is_dir()]
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        sync_directory(place.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -159,5 +254,18 @@ def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a directory that has no fsync
+            raise
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _complaining(what: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{what}: {explain(error)}") from error

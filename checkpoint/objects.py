@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import Any
 
 from elasticzero.checkpoint.storage import Bytes, explain
@@ -96,6 +97,19 @@ class ObjectDirectory:
                 return []
         return sorted(_base(entry) for entry in found)
 
+    def files(self) -> dict[str, dict[str, float]]:
+        with _complaining(f"cannot list {self.where}"):
+            try:
+                listed = self._fs.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        found: dict[str, dict[str, float]] = {}
+        for path, entry in listed.items():
+            step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
+            if slash and "/" not in name:
+                found.setdefault(step, {})[name] = _written_s(entry)
+        return found
+
     def step(self, name: str) -> ObjectStorage:
         return ObjectStorage(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
 
@@ -146,6 +160,19 @@ def file_system(url: str) -> tuple[Any, str]:
             f"or install the package for {scheme}://"
         ) from None
     return fs, root.rstrip("/")
+
+
+def _written_s(entry: Mapping[str, Any]) -> float:
+    """When a file was last written, in seconds; packages spell it in several ways. 0 where none is known: then nothing is old."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
 
 
 def _base(entry: dict[str, Any]) -> str:

@@ -70,6 +70,11 @@ class Directory(Protocol):
         """The names of all steps and of whatever else is there, sorted; none if it is not there."""
         ...
 
+    def files(self) -> dict[str, dict[str, float]]:
+        """When each file of each step was last written, in seconds by the storage's own clock: by
+        the step's name, then the file's."""
+        ...
+
     def step(self, name: str) -> Storage:
         """The files of one step, there or not."""
         ...

@@ -1,0 +1,64 @@
+"""Three calls of Linux that Python's `os` does not have; each says where it is not to be had."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_FALLOC_KEEP_SIZE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+NOT_TO_BE_HAD = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What a kernel or a file system says of a call that it does not have."""
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file, atomically, unless `target` stands: then `FileExistsError`."""
+    _call(
+        "renameat2",
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(source)),
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(target)),
+        ctypes.c_uint(_RENAME_NOREPLACE),
+    )
+
+
+def reserve(fd: int, size: int) -> None:
+    """Take a file's space on the disk now, so that a full one is noticed before the writing."""
+    mode, start = ctypes.c_int(_FALLOC_KEEP_SIZE), ctypes.c_int64(0)
+    _try("fallocate", ctypes.c_int(fd), mode, start, ctypes.c_int64(size))
+
+
+def start_writeback(fd: int, start: int, size: int) -> None:
+    """Have the kernel begin to write a range to the disk; does not wait for it."""
+    at, count = ctypes.c_int64(start), ctypes.c_int64(size)
+    flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
+    _try("sync_file_range", ctypes.c_int(fd), at, count, flags)
+
+
+def _try(name: str, *arguments: object) -> None:
+    try:
+        _call(name, *arguments)
+    except OSError as error:
+        if error.errno not in (*NOT_TO_BE_HAD, errno.ESPIPE, errno.ENODEV):
+            raise
+
+
+def _call(name: str, *arguments: object) -> None:
+    function = getattr(_libc(), name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if function(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
