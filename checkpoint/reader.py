@@ -185,8 +185,7 @@ class Checkpoint:
         while True:
             shard = self._shard(part.rank)
             try:
-                own = shard.twin()
-                count = sum(_fill(own, copy, tensor, staging) for copy, tensor in part.fills)
+                count = _fill_all(shard.twin(), part.fills, staging)
             except (StorageError, CheckpointDamaged):
                 if not self._give_up(part.rank, shard):
                     raise
@@ -307,14 +306,27 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
     return head, rest
 
 
-def _fill(shard: ShardReader, copy: Copy, tensor: torch.Tensor, staging: _Staging) -> int:
-    """Put a copy's elements in their place in `tensor`; returns their bytes."""
-    start, count, width = copy.offset_in_wanted, len(copy.span_in_shard), tensor.element_size()
+def _fill_all(shard: ShardReader, fills: list[_Fill], staging: _Staging) -> int:
+    """Put every copy's elements in their place; returns their bytes."""
+    straight = []
+    size = 0
+    for copy, tensor in fills:
+        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+        size += count * tensor.element_size()
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            part = tensor.detach().reshape(-1)[start : start + count]
+            straight.append((copy.name, copy.span_in_shard, byte_view(part)))
+        else:
+            _fill_staged(shard, copy, tensor, staging)
+    shard.fill(straight)
+    return size
+
+
+def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, staging: _Staging) -> None:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
-    if flat is not None and tensor.device.type == "cpu":
-        shard.read_into(copy.name, copy.span_in_shard, byte_view(flat[start : start + count]))
-        return count * width
+    width = tensor.element_size()
     size = STAGING_BYTES // width
+    start, count = copy.offset_in_wanted, len(copy.span_in_shard)
     for done in range(0, count, size):
         step = min(size, count - done)
         staged = staging.first(step * width)
@@ -325,7 +337,6 @@ def _fill(shard: ShardReader, copy: Copy, tensor: torch.Tensor, staging: _Stagin
             flat[start + done : start + done + step].copy_(values)
         else:
             _scatter(tensor.detach(), start + done, values)
-    return count * width
 
 
 def _first_byte(shard: ShardReader, copy: Copy) -> int:
