@@ -46,6 +46,7 @@ from elasticzero.errors import (
     ElasticZeroError,
     ExitCode,
     OperatorError,
+    StorageError,
     UserError,
     is_final,
     is_peer_error,
@@ -289,13 +290,14 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
     if isinstance(error, KeyboardInterrupt):
         leave(ExitCode.INTERRUPTED)
     from_agent = link.aborted is not None
+    unread = (CheckpointDamaged, StorageError)
     message = Failed(
         step=standing.step,
         blame=_blame(error, from_agent=from_agent),
         message=one_line(error),
         traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
-        bad_step=standing.bad_step if isinstance(error, CheckpointDamaged) else None,
+        bad_step=standing.bad_step if isinstance(error, unread) else None,
     )
     link.send(message)
     if message.blame == "peer":

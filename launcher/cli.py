@@ -76,6 +76,12 @@ RUN_OPTIONS = (
         int,
         metavar="N",
     ),
+    Option(
+        ("--strict-checkpoint",),
+        "end the job when a checkpoint is damaged, instead of going on from the one before",
+        False,
+        is_switch=True,
+    ),
     Option(("--log-dir",), "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log", metavar="DIR"),
     Option(("--tee",), "repeat workers' output here too", False, is_switch=True),
     Option(
@@ -318,6 +324,7 @@ def _run(args: argparse.Namespace) -> int:
         max_nodes=most,
         strategy=args.strategy,
         max_restarts=args.max_restarts,
+        strict_checkpoint=args.strict_checkpoint,
         join_timeout_s=args.join_timeout,
         settle_s=args.settle,
         lease_ttl_s=float(args.lease_ttl),

@@ -25,7 +25,9 @@ world: the oldest registration):
      the alarm.
  L4  a round is open: once every member answered, or is silent past alive_s, and those alive have
      stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
- L5  a node waits and there is room: let the world grow (by A8).
+ L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its
+     reason; write `done` instead where --strict-checkpoint is given, or no checkpoint is good.
+ L6  a node waits and there is room: let the world grow (by A8).
 Invariant: nothing is written about a generation other than the one that `world` names, and every
 write is conditioned on that document's revision.
 """

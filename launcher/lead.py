@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from elasticzero.channel import FLAG_GROW
+from elasticzero.channel import FLAG_GROW, Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -90,13 +90,16 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
     members = line_up(None, list(view.members.values()), (), limits.max_nodes)
     resume = choose_resume(None, {}, view.storage_step)
+    if (refused := _refused(view, resume, limits)) is not None:
+        return refused
     first = World(
         generation=1,
         token=view.token,
         members=members,
         strategy=limits.strategy,
         resume=resume,
-        reason=f"{len(members)} node{'s' * (len(members) > 1)} came together",
+        reason=f"{len(members)} node{'s' * (len(members) > 1)} came together"
+        + _passed_over(view, resume),
     )
     return Decision((WriteWorld(first),), first.reason)
 
@@ -117,13 +120,17 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     members = line_up(None, list(view.members.values()), (), limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
+    resume = choose_resume(world, {}, view.storage_step)
+    if (refused := _refused(view, resume, limits)) is not None:
+        return refused
     following = World(
         generation=world.generation + 1,
         token=view.token,
         members=members,
         strategy=world.strategy,
-        resume=choose_resume(world, {}, view.storage_step),
-        reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came",
+        resume=resume,
+        reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came"
+        + _passed_over(view, resume),
         fruitless=world.fruitless,
     )
     return Decision((WriteWorld(following),), following.reason)
@@ -194,6 +201,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     reports = {m.node: answers[m.node] for m in answered if m.node not in late}
     cause = root_cause(reports)
     resume = choose_resume(world, reports, view.storage_step)
+    if (refused := _refused(view, resume, limits)) is not None:
+        return refused
     fruitless = _fruitless(world, resume.step, cause, silent)
     if cause is not None and (cause[1].final or fruitless > limits.max_restarts):
         node, failure = cause
@@ -216,6 +225,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
     reason = _why(view, world, members, silent, cause)
+    if cause is None or cause[1].bad_step is None:
+        reason += _passed_over(view, resume)
     following = World(
         generation=world.generation + 1,
         token=view.token,
@@ -226,6 +237,34 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         fruitless=fruitless,
     )
     return Decision((WriteWorld(following, _gone(view, world, members)),), reason)
+
+
+def _refused(view: View, resume: Resume, limits: Limits) -> Decision | None:
+    """The end of a job that would have to begin behind a damaged checkpoint, where that is not
+    allowed, or where there is no good one; None: it may go on from `resume`."""
+    damage = view.damage
+    if damage is None or (resume.step >= damage.step and resume.tier != "fresh"):
+        return None
+    if resume.tier == "fresh":
+        then = "no other is good; mend it, or give an empty --checkpoint-dir to begin anew"
+    elif limits.strict_checkpoint:
+        then = (
+            f"--strict-checkpoint forbids going on from step {resume.step}; mend it, or run again "
+            "with --restart and without --strict-checkpoint"
+        )
+    else:
+        return None
+    reason = f"the checkpoint of step {damage.step} is damaged: {damage.reason}; {then}"
+    done = Done(outcome="failed", step=resume.step, reason=reason)
+    return Decision((WriteDone(done),), reason)
+
+
+def _passed_over(view: View, resume: Resume) -> str:
+    """The end of a world's reason, where a damaged checkpoint is passed over."""
+    damage = view.damage
+    if damage is None or resume.step >= damage.step:
+        return ""
+    return f"; the checkpoint of step {damage.step} is damaged: {damage.reason}"
 
 
 def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, ...]:

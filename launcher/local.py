@@ -202,6 +202,8 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.tee or not args.log_dir:
         words.append("--tee")
+    if args.strict_checkpoint:
+        words.append("--strict-checkpoint")
     if args.module:
         words.append("--module")
     return [*words, args.script, *args.arguments]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elasticzero.channel import CheckpointWritten
-from elasticzero.checkpoint.commit import newest_good
+from elasticzero.checkpoint.commit import fault, steps
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.errors import StoreUnavailable
@@ -30,7 +30,7 @@ from elasticzero.launcher.observe import (
     reports_of,
 )
 from elasticzero.launcher.store import Store
-from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Holding, Member, Report
 
 STORAGE_LOOK_S = 0.3
@@ -63,8 +63,11 @@ class Lookout:
         self._my_reports: dict[int, Report] = {}
         self.bad_steps: set[int] = set()
         """Checkpoints found damaged."""
+        self._found: dict[int, str] = {}
+        """What workers said of them."""
         self._storage_looked_s = 0.0
         self._newest_step: int | None = None
+        self._damage: Damage | None = None
         self._looked_for_oldest_s = 0.0
         self._oldest = False
 
@@ -127,7 +130,8 @@ class Lookout:
         )
         leads = is_leader(view) or (outside and self._oldest)
         if leads and (world is None or opened or outside):
-            view = replace(view, storage_step=self._storage_step(view, now_s))
+            step, damage = self._storage(view, now_s)
+            view = replace(view, storage_step=step, damage=damage)
         self._follow(view, index, leads, now_s, limits)
         return view
 
@@ -184,19 +188,27 @@ class Lookout:
             for held in self._snapshots.held()
         )
 
-    def _storage_step(self, view: View, now_s: float) -> int | None:
-        """The newest good checkpoint, not older than STORAGE_LOOK_S."""
+    def _storage(self, view: View, now_s: float) -> tuple[int | None, Damage | None]:
+        """The newest good checkpoint, and what is wrong with the newest of all; not older than
+        STORAGE_LOOK_S."""
         if self._checkpoint_dir is None:
-            return None
+            return None, None
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
-        bad = {f.bad_step for f in failures if f.bad_step is not None}
-        if bad <= self.bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
-            return self._newest_step
+        bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
+        if bad.keys() <= self.bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
+            return self._newest_step, self._damage
         self._storage_looked_s = now_s
-        self.bad_steps |= bad
-        found = newest_good(open_directory(self._checkpoint_dir), excluding=self.bad_steps)
-        self._newest_step = found
-        return found
+        self.bad_steps |= bad.keys()
+        self._found |= bad
+        self._newest_step = self._damage = None
+        for info in steps(open_directory(self._checkpoint_dir)):
+            known = info.step in self.bad_steps
+            why = self._found[info.step] if known else fault(info.storage)
+            if why is None:
+                self._newest_step = info.step
+                break
+            self._damage = self._damage or Damage(info.step, why)
+        return self._newest_step, self._damage
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

@@ -32,8 +32,19 @@ class Limits:
     save_s: float = 120.0
     """A worker that has not written its snapshot by then is killed."""
     lease_ttl_s: float = 5.0
+    strict_checkpoint: bool = False
+    """A damaged checkpoint ends the job; else the newest good one is used."""
     handover_s: float = 60.0
     """A leaving node serves its snapshots at most so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A committed checkpoint that cannot be used."""
+
+    step: int
+    reason: str
+    """Which file, and which of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +116,8 @@ class View:
     workers: Workers = Workers()
     holdings: tuple[Holding, ...] = ()
     storage_step: int | None = None
+    damage: Damage | None = None
+    """Of the newest committed checkpoint."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
     """Members of the world without a registration, since when."""
     store: StoreHealth = StoreHealth()

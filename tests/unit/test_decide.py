@@ -21,7 +21,7 @@ from elasticzero.launcher.actions import (
 )
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.lead import is_leader
-from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
 
 NOW = 100.0
@@ -204,13 +204,48 @@ TABLE = [
     ("useless to try again", blamed(final=True), [WriteDone]),
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
-    # L5
+    # L6
     ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_GROW)]),
     ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),
     ("no room", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0), []),
     ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, restored=False)), []),
     ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
 ]  # fmt: skip
+
+
+DAMAGE = Damage(20, "/c/step-000000000020/rank-00000: bytes 0 to 8 differ")
+BAD = {"storage_step": 10, "damage": DAMAGE}
+FOUND = blamed(blame="checkpoint", bad_step=20)
+NOTHING_HELD = says("stopped", A, final_step=20)
+FOUND = v(FOUND, holdings=(), my_report=NOTHING_HELD, reports=FOUND.reports | {"a": NOTHING_HELD})
+L5 = [
+    # what is seen; what is done; what is done with --strict-checkpoint
+    ("at the start", v(ALONE, members=named(A, B, C), **BAD), WriteWorld, WriteDone),
+    ("nothing older is good", v(ALONE, members=named(A, B, C), damage=DAMAGE), WriteDone, WriteDone),
+    ("found by the workers", v(FOUND, **BAD), WriteWorld, WriteDone),
+    ("memory is as far", v(ENDED, **BAD), WriteWorld, WriteWorld),
+    ("the whole world is gone", v(SPARE, **BAD), WriteWorld, WriteDone),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("view", "usually", "strictly"), [row[1:] for row in L5], ids=[row[0] for row in L5]
+)
+def test_a_damaged_checkpoint(view, usually, strictly):
+    for strict, wanted in ((False, usually), (True, strictly)):
+        decision = decide(view, NOW, replace(LIMITS, strict_checkpoint=strict))
+        (action,) = decision.actions
+        assert isinstance(action, wanted), decision
+        if isinstance(action, WriteDone):
+            assert action.done.outcome == "failed" and action.done.reason == decision.reason
+            assert decision.reason.startswith(
+                f"the checkpoint of step 20 is damaged: {DAMAGE.reason}; "
+            )
+        elif action.world.resume.step < 20:
+            assert action.world.resume.step == 10
+            assert (
+                "step 20 is damaged" in decision.reason or "rank 0 on b failed" in decision.reason
+            )
 
 
 @pytest.mark.parametrize(

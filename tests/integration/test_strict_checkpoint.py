@@ -1,0 +1,87 @@
+"""A job that finds its newest checkpoint damaged: it goes on from the one before, and says so; with
+--strict-checkpoint it ends."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elasticzero.checkpoint.commit import read_manifest
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.errors import ExitCode
+from tests.integration.clusters import REGRESSION, elasticzero, events_in
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, BEFORE = 21, 14
+"""The last step of the script given below, and the checkpoint before it."""
+
+
+def run_local(tmp_path: Path, run: str, *words: str, epochs: int) -> tuple[int, str]:
+    """Exit code and output of two nodes, from nothing to the end."""
+    finished = subprocess.run(
+        elasticzero(
+            *("local", "--nodes", "2", "--settle", "0.5", "--log-dir", str(tmp_path / run)),
+            *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "7"),
+            *("--job", run, *words, str(REGRESSION)),
+            *("--epochs", str(epochs), "--global-batch", "48"),
+        ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return finished.returncode, finished.stdout
+
+
+def damage(step: Path, how: str) -> str:
+    """Harm rank 1's file; its name."""
+    file = read_manifest(DiskStorage(step)).files[1]
+    data = bytearray((step / file.name).read_bytes())
+    if how == "a flipped bit":
+        data[-3] ^= 1
+    else:
+        del data[-9:]
+    (step / file.name).write_bytes(data)
+    return file.name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a job that ended well."""
+    root = tmp_path_factory.mktemp("first")
+    code, output = run_local(root, "first", epochs=3)
+    assert code == 0, output
+    steps = sorted(path.name for path in (root / "checkpoints").iterdir())
+    assert steps[-2:] == [step_directory(BEFORE), step_directory(STEPS)]
+    return root / "checkpoints"
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a file cut off"])
+def test_a_damaged_checkpoint_is_passed_over_or_ends_the_job(
+    trained: Path, tmp_path: Path, how: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "checkpoints")
+    name = damage(tmp_path / "checkpoints" / step_directory(STEPS), how)
+    words = "bytes 0 to " if how == "a flipped bit" else "has "
+
+    code, output = run_local(tmp_path, "strict", "--strict-checkpoint", epochs=4)
+    assert code == ExitCode.FAILED, output
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: the checkpoint of step {STEPS} is damaged: "), output
+    assert name in line and words in line and f"going on from step {BEFORE}; mend it" in line
+    assert "without --strict-checkpoint" in line
+    assert not list((tmp_path / "checkpoints").glob(f"step-*{STEPS + 7}"))
+
+    code, output = run_local(tmp_path, "usual", epochs=4)
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if f"step {BEFORE} from storage" in line]
+    assert name in line and words in line, output
+    worlds = [
+        event for event in events_in(tmp_path / "usual" / "usual") if event["event"] == "world"
+    ]
+    assert any(name in event["reason"] for event in worlds)
