@@ -1,0 +1,95 @@
+"""Verified reads of many pieces of one file at once, against slices of its bytes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticzero.checkpoint import shards
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.manifest import ShardFile
+from elasticzero.checkpoint.shards import BlockReader
+from elasticzero.errors import CheckpointDamaged
+from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
+
+BLOCK = 64
+Piece = tuple[int, int]
+"""First byte and number of bytes."""
+
+
+def written(folder: str) -> tuple[DiskStorage, str, bytes]:
+    """A shard file in blocks of 64 bytes: 8 KiB of head, then 803 bytes."""
+    draft = draft_of(simple_layout(world_size=1, numel=50))
+    storage = DiskStorage(Path(folder), durable=False)
+    with patch.object(shards, "BLOCK_BYTES", BLOCK):
+        write_ranks(storage, draft, elements(draft.layout.tensors))
+    name = draft.file_name(0)
+    return storage, name, (Path(folder) / name).read_bytes()
+
+
+def filled(storage: DiskStorage, name: str, pieces: list[Piece]) -> list[bytes]:
+    reader = BlockReader(storage, ShardFile(name, 0, None))
+    buffers = [(start, bytearray(count)) for start, count in pieces]
+    with patch.object(shards, "READ_BYTES", 2 * BLOCK):
+        reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
+    return [bytes(buffer) for _, buffer in buffers]
+
+
+@st.composite
+def neighbours(draw: st.DrawFn, size: int) -> list[Piece]:
+    """Pieces one after the other, with a gap or an overlap here and there."""
+    at = draw(st.integers(0, size))
+    pieces = []
+    for count in draw(st.lists(st.sampled_from([0, 1, 7, 20, 32, 63, 64, 65, 150]), max_size=30)):
+        at = min(max(0, at + draw(st.sampled_from([0, 0, 0, 0, 0, 1, 40, -5]))), size)
+        pieces.append((at, min(count, size - at)))
+        at += pieces[-1][1]
+    return pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_pieces_are_filled_and_no_damaged_byte_gets_through(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage, name, content = written(folder)
+        pieces = data.draw(neighbours(len(content)))
+        if data.draw(st.booleans()):
+            pieces = data.draw(st.permutations(pieces))
+        assert filled(storage, name, pieces) == [content[a : a + count] for a, count in pieces]
+        bad = data.draw(st.integers(0, len(content) - 1))
+        touched = {b for a, n in pieces for b in range(a // BLOCK, -(-(a + n) // BLOCK)) if n}
+        changed = bytearray(content)
+        changed[bad] ^= 4
+        (Path(folder) / name).write_bytes(changed)
+        if bad // BLOCK in touched:
+            start = bad // BLOCK * BLOCK
+            stop = min(start + BLOCK, len(content))
+            with pytest.raises(CheckpointDamaged, match=f"bytes {start} to {stop} are not what"):
+                filled(storage, name, pieces)
+        else:
+            filled(storage, name, pieces)
+
+
+def test_a_block_that_two_tensors_share_is_read_once(tmp_path: Path) -> None:
+    storage, name, content = written(str(tmp_path))
+    reads: list[tuple[int, int]] = []
+
+    class Counted:
+        where = storage.where
+        size = storage.size
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+            reads.append((start, len(buffer)))
+            return storage.read_into(name, start, buffer)
+
+    reader = BlockReader(Counted(), ShardFile(name, 0, None))
+    reads.clear()
+    buffers = [(128, bytearray(100)), (228, bytearray(28)), (256, bytearray(10))]
+    reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
+    assert reads == [(128, 64), (192, 36), (228, 28), (256, 64)]
+    assert b"".join(buffer for _, buffer in buffers) == content[128:266]
