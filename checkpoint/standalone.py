@@ -31,7 +31,7 @@ from elasticzero.errors import (
 from elasticzero.spans import EMPTY, Rule, Span
 from elasticzero.values import decode_value, encode_value, encoded_items
 
-_TREE = "$tree"
+TREE = "$tree"
 """Where the manifest's state keeps the nesting; absent where tensors are all there is."""
 
 
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state` that the checkpoint was saved with; `path` as in `load`."""
     manifest = commit.read_manifest(commit.resolve(path))
-    return {key: value for key, value in manifest.state.items() if key != _TREE}
+    return {key: value for key, value in manifest.state.items() if key != TREE}
 
 
 def _savable(
@@ -144,10 +144,10 @@ def _savable(
         _check_kept(name, tensor)
     if not isinstance(step, int) or step < 0:
         raise UserError(f"checkpoint.save: step is {step!r}; it must be a whole number from 0 on")
-    if _TREE in (state or {}):
-        raise UserError(f"checkpoint.save: the key {_TREE!r} of `state` is taken")
+    if TREE in (state or {}):
+        raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
     nested = tree != _flat(named)
-    return named, {**(state or {}), **({_TREE: tree} if nested else {})}
+    return named, {**(state or {}), **({TREE: tree} if nested else {})}
 
 
 def _check_kept(name: str, tensor: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ def _flat(names: Iterable[str]) -> dict[str, Any]:
 
 def _first_level(manifest: Manifest) -> dict[Any, Any]:
     """What was saved, by its first keys, each value encoded."""
-    tree = manifest.state.get(_TREE)
+    tree = manifest.state.get(TREE)
     return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
 
 
