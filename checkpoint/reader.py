@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -269,22 +270,21 @@ def _cut(shard: ShardReader, fills: list[_Fill]) -> Iterator[list[_Fill]]:
     """Parts of about `PART_BYTES` in the file's order, cut where a checksum block ends."""
     part: list[_Fill] = []
     size = 0
+    limit = sys.maxsize
     for copy, tensor in sorted(fills, key=lambda fill: _first_byte(shard, fill[0])):
-        width, rest = tensor.element_size(), copy
-        while size + len(rest.span_in_shard) * width > PART_BYTES:
+        rest, width = copy, tensor.element_size()
+        while rest.span_in_shard:
             start = _first_byte(shard, rest)
-            stop = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
-            count = (stop - start) // width
-            if count >= len(rest.span_in_shard):
-                break
-            head, rest = _split(rest, count)
-            yield [*part, (head, tensor)]
-            part, size = [], 0
-        part.append((rest, tensor))
-        size += len(rest.span_in_shard) * width
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
+            stop = start + len(rest.span_in_shard) * width
+            if limit == sys.maxsize and size + stop - start > PART_BYTES:
+                limit = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
+            head, rest = _split(rest, (min(stop, max(start, limit)) - start) // width)
+            if head.span_in_shard:
+                part.append((head, tensor))
+                size += len(head.span_in_shard) * width
+            if rest.span_in_shard:
+                yield part
+                part, size, limit = [], 0, sys.maxsize
     if part:
         yield part
 
