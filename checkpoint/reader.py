@@ -173,20 +173,20 @@ class Checkpoint:
 
     def _read_parts(self, work: _Work) -> None:
         """One lane: part after part until none is left or another lane has failed."""
-        staging = _Staging()
+        lane = _Lane()
         try:
             while (part := work.take()) is not None:
-                self._read_part(part, staging)
+                self._read_part(part, lane)
         except BaseException:
             work.stop()
             raise
 
-    def _read_part(self, part: _Part, staging: _Staging) -> None:
+    def _read_part(self, part: _Part, lane: _Lane) -> None:
         """Fill from one rank's shard; from its next source when one fails on the way."""
         while True:
             shard = self._shard(part.rank)
             try:
-                count = _fill_all(shard.twin(), part.fills, staging)
+                count = _fill_all(lane.own(shard), part.fills, lane)
             except (StorageError, CheckpointDamaged):
                 if not self._give_up(part.rank, shard):
                     raise
@@ -253,14 +253,22 @@ class _Work:
         self._stopped = True
 
 
-class _Staging:
-    """One lane's host buffer, made when it is first needed."""
+class _Lane:
+    """What one thread keeps from part to part."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
+        self._shard: ShardReader | None = None
+        self._twin: ShardReader | None = None
 
-    def first(self, size: int) -> torch.Tensor:
-        """Its first `size` bytes, at most `STAGING_BYTES`."""
+    def own(self, shard: ShardReader) -> ShardReader:
+        """A reader of the shard that only this lane uses."""
+        if self._twin is None or self._shard is not shard:
+            self._shard, self._twin = shard, shard.twin()
+        return self._twin
+
+    def staging(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory, at most `STAGING_BYTES`."""
         if self._buffer is None:
             self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
         return self._buffer[:size]
@@ -306,7 +314,7 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
     return head, rest
 
 
-def _fill_all(shard: ShardReader, fills: list[_Fill], staging: _Staging) -> int:
+def _fill_all(shard: ShardReader, fills: list[_Fill], lane: _Lane) -> int:
     """Put every copy's elements in their place; returns their bytes."""
     straight = []
     size = 0
@@ -317,19 +325,19 @@ def _fill_all(shard: ShardReader, fills: list[_Fill], staging: _Staging) -> int:
             part = tensor.detach().reshape(-1)[start : start + count]
             straight.append((copy.name, copy.span_in_shard, byte_view(part)))
         else:
-            _fill_staged(shard, copy, tensor, staging)
+            _fill_staged(shard, copy, tensor, lane)
     shard.fill(straight)
     return size
 
 
-def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, staging: _Staging) -> None:
+def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, lane: _Lane) -> None:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
     width = tensor.element_size()
     size = STAGING_BYTES // width
     start, count = copy.offset_in_wanted, len(copy.span_in_shard)
     for done in range(0, count, size):
         step = min(size, count - done)
-        staged = staging.first(step * width)
+        staged = lane.staging(step * width)
         at = copy.span_in_shard.start + done
         shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
         values = staged.view(tensor.dtype)
