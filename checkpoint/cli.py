@@ -1,4 +1,7 @@
-"""`elasticzero checkpoint`: list, inspect, verify, reshard, export. Imports no torch."""
+"""`elasticzero checkpoint`: look at checkpoints, change their shape, take them elsewhere.
+
+Imports no torch, but where a conversion of dtypes or torch's own format asks for it.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +10,136 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from elasticzero.checkpoint import commit, convert, verify
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elasticzero.checkpoint import commit, copying, huggingface, listing, reshard, verify
+from elasticzero.checkpoint.casting import DTYPES
+from elasticzero.checkpoint.compare import Comparison, compare
+from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.storage import Directory, open_directory
+from elasticzero.checkpoint.tables import counted, size_text
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
-from elasticzero.records import encode
 
+_T = TypeVar("_T")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DIFFERENT = 1
+"""`diff`'s exit code where there is a difference, as other programs of that name have it."""
+_MOST_LINES = 20
+"""Of one kind of difference that `diff` prints; `--json` has all."""
+_ONE_STEP = "checkpoint directory (its newest good step), or one step's; a path or a URL"
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
     the exit code."""
-    command = subparsers.add_parser(
-        "list",
-        help="the steps in a directory, and which are whole by sizes (`verify` reads the bytes)",
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
+        added = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(run_command=run)
+        added.add_argument("--json", action="store_true", help="for scripts")
+        return added
+
+    added = command(
+        "list", _list, "the steps in a directory, and which are whole by sizes (verify reads bytes)"
     )
-    command.add_argument("directory", help="checkpoint directory")
-    command.add_argument("--json", action="store_true", help="for scripts")
-    command.set_defaults(run_command=_list)
+    added.add_argument("directory", help="checkpoint directory; a path or a URL")
+    added = command("inspect", _inspect, "what a checkpoint holds")
+    added.add_argument("path", help=_ONE_STEP)
+    added = command("verify", _verify, "read every byte and compare its checksum")
+    added.add_argument("path", help="checkpoint directory (every step in it), or one step's")
+    _add_reshard(command("reshard", _reshard, "write a checkpoint for another world size"))
+    added = command(
+        "diff", _diff, "whether two checkpoints hold the same state, whatever their shapes"
+    )
+    added.add_argument("a", help=_ONE_STEP)
+    added.add_argument("b", help="the other")
+    added.add_argument("--model-only", action="store_true", help="compare the model's tensors only")
+    _add_effort(added, workers=False)
+    _add_export(command("export", _export, "write a checkpoint for other programs"))
+    _add_import(command("import", _import, "write what other programs saved as a checkpoint"))
 
-    command = subparsers.add_parser("inspect", help="what a checkpoint holds")
-    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
-    command.add_argument("--json", action="store_true", help="for scripts")
-    command.set_defaults(run_command=_inspect)
 
-    command = subparsers.add_parser("verify", help="read every byte and compare its checksum")
-    command.add_argument("path", help="checkpoint directory (every step in it), or one step's")
-    command.add_argument("--json", action="store_true", help="for scripts")
-    command.set_defaults(run_command=_verify)
-
-    command = subparsers.add_parser("reshard", help="write a checkpoint for another world size")
-    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
+def _add_reshard(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help=_ONE_STEP)
     command.add_argument("target", help="checkpoint directory to write the step into")
     command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
-    command.add_argument("--strategy", choices=convert.STRATEGIES, help="deal tensors as this does")
-    command.set_defaults(run_command=_reshard)
+    command.add_argument("--strategy", choices=reshard.STRATEGIES, help="deal tensors as this does")
+    _add_dtype(command)
+    _add_effort(command)
 
-    command = subparsers.add_parser("export", help="write the model for other programs")
-    command.add_argument("path", help="checkpoint directory (its newest good step), or one step's")
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help=_ONE_STEP)
     command.add_argument("target", help="new directory")
-    command.add_argument("--format", choices=("hf",), default="hf", help="Hugging Face safetensors")
+    command.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        default="hf",
+        help="hf: Hugging Face safetensors (default); dcp: torch.distributed.checkpoint",
+    )
     command.add_argument(
         "--max-shard-size",
         type=_bytes,
-        default=convert.DEFAULT_MAX_SHARD_BYTES,
         metavar="SIZE",
-        help="largest file, such as 500MB or 2GiB (default: 5GB)",
+        help="hf: largest file, such as 500MB or 2GiB (default: 5GB)",
     )
-    command.set_defaults(run_command=_export)
+    command.add_argument("--config", type=Path, help="hf: the model's config.json, put beside")
+    command.add_argument(
+        "--what",
+        choices=("model", "all"),
+        default="model",
+        help="dcp: the model's tensors (default), or all state",
+    )
+    _add_dtype(command)
+    _add_effort(command)
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help="what to import: a directory, or a safetensors file")
+    command.add_argument("target", help="checkpoint directory to write a step into")
+    command.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        required=True,
+        help="hf: Hugging Face safetensors; dcp: torch.distributed.checkpoint",
+    )
+    command.add_argument("--step", type=int, default=0, metavar="N", help="default: 0")
+    command.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
+    )
+    command.add_argument("--strategy", choices=reshard.STRATEGIES, help="deal tensors as this does")
+    command.add_argument("--model-only", action="store_true", help="dcp: leave all else out")
+    _add_dtype(command)
+    _add_effort(command)
+
+
+def _add_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="convert the model's floating-point tensors (needs torch); optimizer state and "
+        "masters stay as they are",
+    )
+
+
+def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> None:
+    command.add_argument(
+        "--buffer-size",
+        type=_bytes,
+        default=copying.DEFAULT_BUFFER_BYTES,
+        metavar="SIZE",
+        help="memory for data on its way, all threads together (default: 64MiB); more helps where "
+        "many ranks wrote",
+    )
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    if workers:
+        command.add_argument(
+            "--workers", type=int, metavar="N", help="threads (default: one a core)"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,84 +157,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     directory = _existing(args.directory)
-    rows = [_listed(info) for info in commit.steps(directory)]
+    rows = [listing.row_of(info) for info in commit.steps(directory)]
     left = [info.name for info in commit.uncommitted(directory)]
     if args.json:
         print(json.dumps({"steps": rows, "uncommitted": left}))
-        return 0
-    if not rows:
-        print(f"{directory.where} holds no checkpoint")
     else:
-        columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
-        table = [[str(row.get(column, "-")) for column in columns] for row in rows]
-        for row, line in zip(rows, table, strict=True):
-            line[6] = _size(row["bytes"]) if "bytes" in row else "-"
-            line[7] = "whole" if row["whole"] else f"DAMAGED: {row['reason']}"
-        _print_table(columns, table)
-    for name in left:
-        print(f"{name}: never committed (a save that failed, or is going on)")
+        print(listing.steps_text(directory.where, rows, left), end="")
     return 0
-
-
-def _listed(info: commit.StepInfo) -> dict[str, Any]:
-    storage = info.storage
-    reason = commit.fault(storage)
-    row: dict[str, Any] = {"step": info.step, "path": storage.where, "whole": reason is None}
-    if reason is not None:
-        row["reason"] = reason
-    try:
-        manifest = commit.read_manifest(storage)
-        changed = (Path(storage.where) / MANIFEST_NAME).stat().st_mtime
-    except (ElasticZeroError, OSError):
-        return row
-    return row | {
-        "written": datetime.fromtimestamp(changed).isoformat(" ", "seconds"),
-        "generation": manifest.generation,
-        "strategy": manifest.strategy,
-        "ranks": manifest.layout.world_size,
-        "tensors": len(manifest.layout.tensors),
-        "bytes": sum(file.bytes for file in manifest.files),
-    }
 
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = commit.resolve(args.path)
-    path, manifest = storage.where, commit.read_manifest(storage)
-    if args.json:
-        print(json.dumps({"path": path, **encode(manifest)}))
-        return 0
-    print(path)
-    print(
-        f"step {manifest.step}, written by generation {manifest.generation} "
-        f"({manifest.strategy}, {_counted(manifest.layout.world_size, 'rank')}, "
-        f"token {manifest.token})\n"
-    )
-    files = [[file.name, _size(file.bytes)] for file in manifest.files]
-    _print_table(("file", "size"), files)
-    print()
-    _print_table(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest))
-    kinds: dict[str, tuple[int, int]] = {}
-    for name, spec in manifest.layout.tensors.items():
-        count, total = kinds.get(name.split("/")[0], (0, 0))
-        kinds[name.split("/")[0]] = (count + 1, total + spec.nbytes)
-    print()
-    _print_table(
-        ("kind", "tensors", "size"), [[k, str(n), _size(b)] for k, (n, b) in kinds.items()]
-    )
-    if manifest.state:
-        print(f"\nstate: {', '.join(manifest.state)} (`--json` shows it)")
+    seen = listing.look(storage)
+    print(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
     return 0
-
-
-def _tensor_rows(manifest: Manifest) -> list[list[str]]:
-    rows = []
-    for group in manifest.layout.groups:
-        for index, name in enumerate(group.tensors):
-            spec = manifest.layout.tensors[name]
-            dealt = f"rank {group.ranks[index]}" if group.rule == "whole" else group.rule
-            shape = "x".join(map(str, spec.shape)) or "scalar"
-            rows.append([name, spec.dtype, shape, _size(spec.nbytes), dealt])
-    return rows
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -179,21 +192,121 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _reshard(args: argparse.Namespace) -> int:
     source = commit.resolve(args.path)
-    written = convert.reshard(source, open_directory(args.target), args.world_size, args.strategy)
-    manifest = commit.read_manifest(written)
-    total = sum(file.bytes for file in manifest.files)
-    print(
-        f"{written.where}: {_counted(args.world_size, 'rank')}, {_size(total)}, from {source.where}"
-    )
-    return 0
+    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+
+    def work(effort: copying.Effort) -> copying.Copied:
+        return reshard.reshard(source, open_directory(args.target), shape, effort)
+
+    hint = "finished rank files stay in {}, and the same command goes on from there"
+    return _told_copied(_working(args, work, hint.format(args.target)), args, source.where)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    a, b = commit.resolve(args.a), commit.resolve(args.b)
+
+    def work(effort: copying.Effort) -> Comparison:
+        return compare(a, b, model_only=args.model_only, effort=effort)
+
+    result = _working(args, work, "the two were not compared to the end")
+    if args.json:
+        print(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
+    else:
+        print(_comparison_text(result, a.where, b.where), end="")
+    return 0 if result.same else _DIFFERENT
+
+
+def _comparison_text(result: Comparison, a: str, b: str) -> str:
+    if result.same:
+        return f"the same: {counted(result.equal_tensors, 'tensor')}, in {a} and {b}\n"
+    kinds = [
+        [f"only in A: {name}" for name in result.only_a],
+        [f"only in B: {name}" for name in result.only_b],
+        [f"{name}: {left} in A, {right} in B" for name, left, right in result.specs],
+        [
+            f"{d.name}: {d.count} of {d.of} elements differ, the first is {d.first}"
+            for d in result.tensors
+        ],
+        [f"state differs: {path}" for path in result.state],
+    ]
+    lines = [f"A: {a}", f"B: {b}"]
+    for kind in kinds:
+        lines += kind[:_MOST_LINES]
+        if len(kind) > _MOST_LINES:
+            lines.append(f"... and {len(kind) - _MOST_LINES} more such lines (`--json` has all)")
+    lines.append(f"different; {counted(result.equal_tensors, 'tensor')} are the same")
+    return "\n".join(lines) + "\n"
 
 
 def _export(args: argparse.Namespace) -> int:
     source = commit.resolve(args.path)
-    done = convert.export_hf(source, Path(args.target), args.max_shard_size)
+
+    def work(effort: copying.Effort) -> huggingface.Exported:
+        if args.format == "dcp":
+            from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
+
+            _refuse(args, "dcp", "max_shard_size", "config")
+            wanted = Wishes(everything=args.what == "all", dtype=args.dtype)
+            return export_dcp(source, args.target, wanted, effort)
+        if args.what == "all":
+            raise UserError("--what all is not for --format hf, which holds models only")
+        most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
+        wishes = huggingface.Wishes(max_shard_bytes=most, dtype=args.dtype, config=args.config)
+        return huggingface.export_hf(source, args.target, wishes, effort)
+
+    done = _working(args, work, "nothing of the export is left")
+    if args.json:
+        print(json.dumps({**asdict(done), "source": source.where}))
+        return 0
     print(
-        f"{done.path}: {_counted(done.tensors, 'tensor')}, {_size(done.bytes)}, in "
-        f"{_counted(len(done.files), 'file')}, from {source.where}"
+        f"{done.where}: {counted(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
+        f"{counted(len(done.files), 'file')}, from {source.where}"
+    )
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+
+    def work(effort: copying.Effort) -> copying.Copied:
+        if args.format == "dcp":
+            from elasticzero.checkpoint.dcp_import import open_dcp
+
+            foreign = open_dcp(args.path, model_only=args.model_only)
+        else:
+            foreign = huggingface.open_hf(args.path)
+        return reshard.adopt(foreign, open_directory(args.target), args.step, shape, effort)
+
+    return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
+
+
+def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
+    """Raise `UserError` for options that a format does not have."""
+    if given := [name for name in names if getattr(args, name) is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
+
+
+def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], left: str) -> _T:
+    """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
+    stream = None if args.quiet else sys.stderr
+    workers = getattr(args, "workers", None)
+    with Progress(stream) as progress:
+        effort = copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
+        try:
+            return work(effort)
+        except KeyboardInterrupt:
+            print(f"interrupted: {left}", file=sys.stderr)
+            raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+
+
+def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:
+    if args.json:
+        print(json.dumps({**asdict(done), "source": source}))
+        return 0
+    extra = f" ({counted(done.kept, 'rank')} of them written before)" if done.kept else ""
+    extra = " (it stood there already)" if done.already else extra
+    print(
+        f"{done.where}: {counted(done.world_size, 'rank')}, {size_text(done.bytes)}, "
+        f"from {source}{extra}"
     )
     return 0
 
@@ -214,27 +327,6 @@ def _bytes(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a size of at least one byte is wanted")
     return value
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
-def _size(count: float) -> str:
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(line.rstrip())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""Writing a step from a source: ranks in parallel, memory bounded, safe to interrupt.
+
+A step that is written again under the same token goes on where it stopped: a rank's file that has
+its checksum file beside it is whole and durable, and is not written again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, TensorSpec
+from elasticzero.checkpoint.progress import Progress
+from elasticzero.checkpoint.shards import read_sums, shard_header, shard_specs, write_shard
+from elasticzero.checkpoint.source import OpenSource, Source
+from elasticzero.checkpoint.storage import Directory, Storage, open_directory, open_storage
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
+from elasticzero.spans import Span
+
+DEFAULT_BUFFER_BYTES = 64 << 20
+LEAST_BUFFER_BYTES = 4 << 20
+"""What one worker needs."""
+_MOST_WORKERS = 8
+
+Job = Callable[[Source], None]
+"""Reads what it needs from a source of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of this machine a copy may take."""
+
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    """For all workers together."""
+    workers: int | None = None
+    """Threads; None: one for each core, at most 8."""
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        if self.buffer_bytes < LEAST_BUFFER_BYTES:
+            raise UserError(
+                f"a buffer of {self.buffer_bytes} bytes is too small: give 4 MiB or more"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"{self.workers} workers: give 1 or more")
+
+    def lanes(self, jobs: int) -> int:
+        """How many threads to use for so many jobs."""
+        wanted = self.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+        return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
+
+
+class _Stopped(Exception):
+    """Another job failed, or the user wants no more."""
+
+
+class _Watched:
+    """A source whose reading is counted and can be stopped."""
+
+    def __init__(self, inner: Source, progress: Progress, stop: threading.Event) -> None:
+        self._inner = inner
+        self._progress = progress
+        self._stop = stop
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._inner.specs
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        for chunk in self._inner.chunks(name, span):
+            if self._stop.is_set():
+                raise _Stopped
+            yield chunk
+            self._progress.add(len(chunk))
+
+
+def run_jobs(jobs: Sequence[Job], open_source: OpenSource, effort: Effort) -> None:
+    """Run the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
+    chunk and the failure is raised."""
+    lanes = effort.lanes(len(jobs))
+    stop = threading.Event()
+
+    def run(job: Job) -> None:
+        job(_Watched(open_source(effort.buffer_bytes // lanes), effort.progress, stop))
+
+    with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-copy") as pool:
+        running = [pool.submit(run, job) for job in jobs]
+        try:
+            for done in as_completed(running):
+                done.result()
+        except BaseException:
+            stop.set()
+            for future in running:
+                future.cancel()
+            raise
+
+
+@contextmanager
+def new_directory(url: str) -> Iterator[Storage]:
+    """A new or empty directory to write files into; where that fails it is again as it was."""
+    storage = open_storage(url)
+    if storage.names():
+        raise UserError(f"{storage.where} is not empty: give a new directory")
+    parent, _, name = storage.where.rpartition("/")
+    directory = open_directory(parent or "/")
+    is_new = name not in directory.names()
+    directory.make(name)
+    try:
+        yield storage
+    except BaseException:
+        with suppress(ElasticZeroError, OSError):
+            for written in storage.names():
+                storage.remove(written)
+            if is_new:
+                directory.remove(name)
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A step that stands now."""
+
+    where: str
+    step: int
+    world_size: int
+    bytes: int
+    """Of all rank files."""
+    kept: int = 0
+    """Rank files that an earlier, interrupted run had finished."""
+    already: bool = False
+    """All of it stood there before."""
+
+
+def write_step(
+    directory: Directory,
+    draft: Manifest,
+    open_source: OpenSource,
+    effort: Effort,
+    *,
+    resumable: bool = False,
+) -> Copied:
+    """Write every rank's file of a step from a source, then commit it.
+
+    `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: its token
+    says all that the bytes depend on; then finished files stay when the user interrupts. A failure
+    leaves nothing. Raises `UserError` if another checkpoint of that step stands in the directory.
+    """
+    commit.check_writable(directory)
+    storage = commit.prepare(directory, draft.step)
+    if commit.stands(storage):
+        return _standing(storage, draft)
+    digest = draft.layout.digest()
+    world = draft.layout.world_size
+    names = set(storage.names())
+    missing = [rank for rank in range(world) if not _finished(storage, names, draft, rank, digest)]
+    effort.progress.expect(
+        sum(spec.nbytes for rank in missing for spec in shard_specs(draft, rank).values())
+    )
+    try:
+        run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, effort)
+        if not commit.commit(storage, draft, wait_s=0.0):
+            return _standing(storage, draft)
+    except BaseException as error:
+        if not (resumable and isinstance(error, KeyboardInterrupt)):
+            for rank in range(world):
+                commit.discard(directory, draft, rank)
+        raise
+    _tidy(storage, draft)
+    return _copied(storage, kept=world - len(missing))
+
+
+def _rank_job(storage: Storage, draft: Manifest, rank: int) -> Job:
+    def job(source: Source) -> None:
+        spans = draft.layout.spans(rank)
+        names = shard_specs(draft, rank)
+        chunks = (chunk for name in names for chunk in source.chunks(name, spans[name]))
+        write_shard(storage, draft, rank, chunks)
+
+    return job
+
+
+def _finished(
+    storage: Storage, names: set[str], draft: Manifest, rank: int, layout_digest: str
+) -> bool:
+    """Whether an earlier run wrote this rank's file, all of it."""
+    name = draft.file_name(rank)
+    if not {name, name + SUMS_SUFFIX} <= names:
+        return False
+    try:
+        sums = read_sums(storage, name)
+    except CheckpointDamaged:
+        return False
+    expected = shard_header(draft, rank)[1]
+    return sums.layout_digest == layout_digest and sums.size == expected == storage.size(name)
+
+
+def _standing(storage: Storage, draft: Manifest) -> Copied:
+    """The step that stands already, if it is the draft's; else `UserError`."""
+    if commit.read_manifest(storage).token != draft.token:
+        raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
+    return _copied(storage, already=True)
+
+
+def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied:
+    manifest = commit.read_manifest(storage)
+    return Copied(
+        where=storage.where,
+        step=manifest.step,
+        world_size=manifest.layout.world_size,
+        bytes=sum(file.bytes for file in manifest.files),
+        kept=kept,
+        already=already,
+    )
+
+
+def _tidy(storage: Storage, draft: Manifest) -> None:
+    """Remove what runs of this token that were killed left half-written, as far as possible."""
+    files = {draft.file_name(rank) for rank in range(draft.layout.world_size)}
+    with suppress(ElasticZeroError, OSError):
+        for name in storage.names():
+            if draft.token in name and name.removesuffix(SUMS_SUFFIX) not in files:
+                storage.remove(name)
