@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from checkpoint_plan import Growth, growth
 from checkpoint_plan import table as growth_table
@@ -99,7 +100,17 @@ TARGETS = (
     Target("reshard", OURS, "dcp.load", 1.0),
     Target("offline", f"{OURS} checkpoint reshard", "cp", 0.8),
 )
-MEMORY_LIMITS = {"save": 1.0, "load": 1.0}
+MEMORY = (
+    "save",
+    "save in the background",
+    "dcp.save",
+    "dcp.async_save",
+    "safetensors save",
+    "load",
+    "dcp.load",
+    "safetensors load",
+)
+"""What checkpoint_memory.py does, each in fresh processes."""
 
 
 class Place:
@@ -133,12 +144,12 @@ class Place:
 
     def memory(self, what: str) -> Memory:
         """How far a fresh process of one rank grows."""
-        (found,) = self._launch(RANKS, [what], rounds=1)
-        return Memory(what=what, bytes=found["bytes"], shard_bytes=found["shard_bytes"])
+        (found,) = self._launch(RANKS, [what], script="checkpoint_memory.py")
+        return Memory(**found)
 
     def _ranks(self, world: int, cases: list[str]) -> Iterator[Row]:
         seconds: dict[tuple[str, str], list[float]] = {}
-        for found in self._launch(world, cases, self._options.rounds) if cases else ():
+        for found in self._launch(world, cases) if cases else ():
             key = (found["case"], found["variant"])
             seconds.setdefault(key, []).append(found["seconds"])
             said = f"{self.where} {in_words(self.size)}: {key[0]}: {key[1]}"
@@ -155,7 +166,9 @@ class Place:
             seconds=tuple(round(s, 6) for s in times),
         )
 
-    def _launch(self, world: int, cases: list[str], rounds: int) -> list[dict]:
+    def _launch(
+        self, world: int, cases: list[str], script: str = "checkpoint_ranks.py"
+    ) -> list[dict[str, Any]]:
         """What rank 0 prints, a document a line; ends the run if a rank fails."""
         order = {
             "world": world,
@@ -163,14 +176,14 @@ class Place:
             "place": str(self.path),
             "shared": str(self.shared),
             "bytes": self.size,
-            "rounds": rounds,
+            "rounds": self._options.rounds,
             "cases": cases,
             "cold": self._options.cold,
         }
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, HERE / "checkpoint_ranks.py", json.dumps(order | {"rank": rank})],
+                [sys.executable, HERE / script, json.dumps(order | {"rank": rank})],
                 stdout=subprocess.PIPE if rank == 0 else None,
                 env=environment,
                 text=True,
@@ -332,6 +345,8 @@ def main() -> None:
         for size in map(size_of, options.sizes.split(",")):
             with Place(where, size, options) as place:
                 rows += place.rows(options.cases)
+                if "memory" in options.cases and not memory:
+                    memory = [place.memory(what) for what in MEMORY]
     plans = growth() if "plan" in options.cases else []
     for shown in (rows and table(rows), rows and targets_table(rows)):
         print(shown or "", end="\n\n")

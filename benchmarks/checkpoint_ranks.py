@@ -372,17 +372,27 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def main() -> None:
+def start() -> Order:
+    """What the command line orders; the ranks have found each other."""
     fields = json.loads(sys.argv[1])
     order = Order(**fields | {"cases": tuple(fields["cases"])})
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{order.meet}", rank=order.rank, world_size=order.world
     )
-    Rank(order).run()
+    return order
+
+
+def finish() -> None:
+    """End at once: destroying a gloo group can hang."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def main() -> None:
+    Rank(start()).run()
+    finish()
 
 
 if __name__ == "__main__":

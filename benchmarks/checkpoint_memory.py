@@ -1,0 +1,97 @@
+"""How far a rank's memory grows during one save or load; a part of benchmarks/checkpoint.py.
+
+Counted is what the process allocates (not files that it maps, which the kernel can drop) and what
+lies in the snapshots' shared memory, sampled every 2 ms from before the first allocation on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint_ranks import Rank, Variant, finish, start
+
+SAMPLE_S = 0.002
+
+
+def private_bytes() -> int:
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("RssAnon:") + 1]) << 10
+
+
+def shared_bytes(folder: Path) -> int:
+    """Of all files in a folder; a file with several names counts once."""
+    found = {}
+    for path in folder.rglob("*"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+class Peak:
+    """The most memory in use while it is entered."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self._folder, self._world = folder, world
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory")
+        self._before = self._most = self._now()
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._most = max(self._most, self._now())
+
+    @property
+    def growth(self) -> int:
+        return self._most - self._before
+
+    def _now(self) -> int:
+        return private_bytes() + shared_bytes(self._folder) // self._world
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self._most = max(self._most, self._now())
+
+
+def variants(rank: Rank) -> Mapping[str, Callable[[], Variant]]:
+    """By what they do: loads fill tensors that are there."""
+    return {
+        "save": lambda: rank.write()["elasticzero, straight"],
+        "save in the background": lambda: rank.write()["elasticzero, from shared memory"],
+        "dcp.save": lambda: rank.write()["dcp.save"],
+        "dcp.async_save": lambda: rank.stall()["dcp.async_save"],
+        "safetensors save": lambda: rank.write()["safetensors"],
+        "load": lambda: rank.load()["elasticzero"],
+        "dcp.load": lambda: rank.load()["dcp.load"],
+        "safetensors load": lambda: rank.load()["safetensors"],
+    }
+
+
+def main() -> None:
+    order = start()
+    rank = Rank(order)
+    (what,) = order.cases
+    if "load" in what:
+        rank.files()
+    variant = variants(rank)[what]()
+    with Peak(Path(order.shared), order.world) as peak, variant() as work:
+        work()
+    grown = torch.tensor([peak.growth])
+    dist.all_reduce(grown, dist.ReduceOp.MAX)
+    rank.tell({"what": what, "bytes": int(grown), "shard_bytes": rank.bytes})
+    finish()
+
+
+if __name__ == "__main__":
+    main()
