@@ -1,35 +1,88 @@
-"""Checkpoints in object stores and other places that fsspec reaches by URL."""
+"""Checkpoints in object stores and other places that fsspec reaches by URL.
+
+Each package behind fsspec finds its credentials and its server as it always does: for S3 in the
+environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), AWS's own files or fsspec's.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from elasticzero.checkpoint import multipart
 from elasticzero.checkpoint.storage import Bytes, explain
-from elasticzero.errors import StorageError, UserError
+from elasticzero.errors import ElasticZeroError, StorageError, UserError
 
 _READ_BYTES = 16 << 20
-_OBJECT_STORES = frozenset(
-    {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}
-)
+_FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 """Where directories are only parts of names."""
+_WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+"""Where a file that is opened to be written appears whole, when it is closed."""
+_TRANSIENT_NAMES = frozenset(
+    {"HTTPClientError", "ConnectionError", "ClientError", "ResponseParserError", "IncompleteRead"}
+)
+"""Of botocore's, aiohttp's and http.client's exceptions, which are no `OSError`."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a moment later: throttled, timed out, broken off."""
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    status = _status(error)
+    if status is not None:
+        return status in (408, 409, 429) or status >= 500
+    return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
+
+
+RETRY = Retrying(
+    retry=retry_if_exception(is_transient),
+    stop=stop_after_attempt(8) | stop_after_delay(60),
+    wait=wait_random_exponential(multiplier=0.2, max=10),
+    sleep=time.sleep,
+    reraise=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """One of fsspec's file systems, asked again where that may help."""
+
+    fs: Any
+    retry: Retrying = RETRY
+
+    def call(self, method: str, *arguments: object, **options: object) -> Any:
+        return self.retry(getattr(self.fs, method), *arguments, **options)
+
+    def speaks(self, protocols: frozenset[str]) -> bool:
+        own = self.fs.protocol
+        return not protocols.isdisjoint({own} if isinstance(own, str) else own)
 
 
 class ObjectStorage:
     """One step's files under a URL."""
 
-    def __init__(self, fs: Any, root: str, where: str) -> None:
-        """`fs`: of fsspec; `root`: the step's path in it."""
+    def __init__(self, remote: Remote, root: str, where: str) -> None:
+        """`root`: the step's path in `remote`."""
         self.where = where
-        self._fs = fs
+        self._remote = remote
         self._root = root
 
     def size(self, name: str) -> int:
         with self._complaining("look at", name):
-            found = self._fs.info(self._path(name))
+            found = self._remote.call("info", self._path(name))
         if found["type"] != "file":
             raise FileNotFoundError(f"{self.where}/{name}")
         return int(found["size"])
@@ -38,8 +91,7 @@ class ObjectStorage:
         done = 0
         while done < len(buffer):
             stop = min(len(buffer), done + _READ_BYTES)
-            with self._complaining("read", name):
-                data = self._fs.cat_file(self._path(name), start=start + done, end=start + stop)
+            data = self._range(name, start + done, start + stop)
             buffer[done : done + len(data)] = data
             done += len(data)
             if done < stop:
@@ -47,111 +99,141 @@ class ObjectStorage:
         return done
 
     def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
-        data = b"".join(chunks)
-        with self._complaining("write", name):
-            self._fs.pipe_file(self._path(name), data)
+        remote, path = self._remote, self._path(name)
+        with self._complaining("write", name, or_missing=True):
+            if remote.speaks(frozenset({"s3", "s3a"})):
+                multipart.upload(remote.fs, path, chunks, size, remote.retry)
+            elif remote.speaks(_WHOLE_AT_CLOSE):
+                self._stream(path, chunks)
+            else:
+                staged = self._path(f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial")
+                try:
+                    self._stream(staged, chunks)
+                    remote.fs.mv(staged, path)
+                finally:
+                    with suppress(FileNotFoundError):
+                        remote.fs.rm_file(staged)
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        with self._complaining("create", name):
+        """As the protocol says where the store has a conditional put: S3 by `If-None-Match`, Google
+        by generation, `memory://` within its one process.
+
+        Elsewhere it is a look and then a write: of two that create the same file within that
+        moment the later wins, and both believe they did.
+        """
+        path, tries = self._path(name), 0
+
+        def create() -> None:
+            nonlocal tries
+            tries += 1
+            if self._remote.fs.exists(path):
+                raise FileExistsError(path)
+            self._remote.fs.pipe_file(path, data, mode="create")
+
+        with self._complaining("create", name, or_missing=True):
             try:
-                self._fs.pipe_file(self._path(name), data, mode="create")
+                self._remote.retry(create)
+                return True
             except FileExistsError:
-                return False
-        return True
+                pass
+            except Exception as error:
+                if _status(error) != 412:
+                    raise
+        # Where only the answer was lost, the second try finds what the first one has created.
+        return tries > 1 and self._range(name, 0, len(data) + 1) == data
 
     def names(self) -> list[str]:
         with self._complaining("list", "its files"):
-            try:
-                found = self._fs.ls(self._root, detail=True, refresh=True)
-            except FileNotFoundError:
-                return []
-        return sorted(_base(entry) for entry in found if entry["type"] == "file")
+            return _listed(self._remote, self._root, ("file",))
 
     def remove(self, name: str) -> None:
         with self._complaining("remove", name), suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+            self._remote.call("rm_file", self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def _range(self, name: str, start: int, stop: int) -> bytes:
+        with self._complaining("read", name):
+            try:
+                data: bytes = self._remote.call("cat_file", self._path(name), start=start, end=stop)
+            except Exception as error:
+                if _status(error) != 416:  # the file ends before `start`
+                    raise
+                return b""
+        return data
+
+    def _stream(self, path: str, chunks: Iterable[Bytes]) -> None:
+        file = self._remote.fs.open(path, "wb", block_size=multipart.PART_BYTES)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+                file.closed = True  # or else fsspec sends what it has when the object goes
+            raise
+        file.close()
+
     @contextmanager
-    def _complaining(self, verb: str, name: str) -> Iterator[None]:
-        with _complaining(f"cannot {verb} {name} in {self.where}"):
+    def _complaining(self, verb: str, name: str, *, or_missing: bool = False) -> Iterator[None]:
+        with _complaining(f"cannot {verb} {name} in {self.where}", or_missing=or_missing):
             yield
 
 
 class ObjectDirectory:
     """A checkpoint directory under a URL."""
 
-    def __init__(self, fs: Any, root: str, where: str) -> None:
-        """`fs`: of fsspec; `root`: the directory's path in it."""
+    def __init__(self, remote: Remote, root: str, where: str) -> None:
+        """`root`: the directory's path in `remote`."""
         self.where = where
-        self._fs = fs
+        self._remote = remote
         self._root = root
 
     def names(self) -> list[str]:
         with _complaining(f"cannot list {self.where}"):
-            try:
-                found = self._fs.ls(self._root, detail=True, refresh=True)
-            except FileNotFoundError:
-                return []
-        return sorted(_base(entry) for entry in found)
+            return _listed(self._remote, self._root, ("file", "directory"))
 
     def files(self) -> dict[str, dict[str, float]]:
-        with _complaining(f"cannot list {self.where}"):
-            try:
-                listed = self._fs.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
         found: dict[str, dict[str, float]] = {}
-        for path, entry in listed.items():
-            step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
-            if slash and "/" not in name:
-                found.setdefault(step, {})[name] = _written_s(entry)
+        with _complaining(f"cannot list {self.where}"), suppress(FileNotFoundError):
+            for path, entry in self._remote.call("find", self._root, detail=True).items():
+                step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
+                if slash and "/" not in name:
+                    found.setdefault(step, {})[name] = _written_s(entry)
         return found
 
     def step(self, name: str) -> ObjectStorage:
-        return ObjectStorage(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
+        return ObjectStorage(self._remote, f"{self._root}/{name}", f"{self.where}/{name}")
 
     def make(self, name: str) -> ObjectStorage:
-        storage = self.step(name)
-        if not self._has_no_directories():
-            with _complaining(f"cannot make the directory {storage.where}"):
-                self._fs.makedirs(f"{self._root}/{name}", exist_ok=True)
-        return storage
+        if not self._remote.speaks(_FLAT):
+            with _complaining(f"cannot make the directory {self.where}/{name}"):
+                self._remote.call("makedirs", f"{self._root}/{name}", exist_ok=True)
+        return self.step(name)
 
     def remove(self, name: str) -> None:
-        if not self._has_no_directories():
+        if not self._remote.speaks(_FLAT):
             with suppress(OSError):
-                self._fs.rmdir(f"{self._root}/{name}")
+                self._remote.fs.rmdir(f"{self._root}/{name}")
 
     def check_writable(self) -> None:
         probe = f"{self._root}/.writable-{os.getpid()}-{os.urandom(4).hex()}"
-        with _complaining(f"the checkpoint directory {self.where} cannot be written"):
-            if not self._has_no_directories():
-                self._fs.makedirs(self._root, exist_ok=True)
-            try:
-                self._fs.pipe_file(probe, b"-")
-            except FileNotFoundError as error:
-                raise OSError(str(error)) from error
-            self._fs.rm_file(probe)
-
-    def _has_no_directories(self) -> bool:
-        protocols = self._fs.protocol
-        return not _OBJECT_STORES.isdisjoint(
-            {protocols} if isinstance(protocols, str) else protocols
-        )
+        problem = f"the checkpoint directory {self.where} cannot be written"
+        with _complaining(problem, or_missing=True):
+            if not self._remote.speaks(_FLAT):
+                self._remote.call("makedirs", self._root, exist_ok=True)
+            self._remote.call("pipe_file", probe, b"-")
+            self._remote.call("rm_file", probe)
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """(fsspec's file system, the path in it) of a URL."""
-    try:
-        import fsspec  # type: ignore[import-untyped]
-    except ImportError:
-        raise UserError(f"{url!r} needs the package fsspec: pip install fsspec") from None
+def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
+    """(fsspec's file system, the path in it) of a URL; raises `UserError`."""
     scheme = url.split("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        import fsspec  # type: ignore[import-untyped]
+
+        fs, root = fsspec.core.url_to_fs(url, **_options(scheme, fsspec.config.conf))
     except ImportError as error:
         raise UserError(f"{url!r} cannot be used: {error}") from None
     except ValueError as error:
@@ -159,11 +241,34 @@ def file_system(url: str) -> tuple[Any, str]:
             f"{url!r} is no place that fsspec knows ({error}): give a path, file://, s3://, gs://, "
             f"or install the package for {scheme}://"
         ) from None
-    return fs, root.rstrip("/")
+    if scheme in ("s3", "s3a"):
+        fs.retries = 1  # `retry` does that, here and in botocore below
+    return Remote(fs, retry), root.rstrip("/")
+
+
+def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """What we want of a file system; it also keeps our instance apart from the script's own."""
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        own = configured.get(scheme, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **own}
+    return options
+
+
+def _listed(remote: Remote, root: str, kinds: Iterable[str]) -> list[str]:
+    try:
+        entries = remote.call("ls", root, detail=True, refresh=True)
+    except FileNotFoundError:
+        return []
+    paths = (str(entry["name"]).rstrip("/") for entry in entries if entry["type"] in kinds)
+    return sorted(path.rsplit("/", 1)[-1] for path in paths if path.strip("/") != root.strip("/"))
 
 
 def _written_s(entry: Mapping[str, Any]) -> float:
-    """When a file was last written, in seconds; packages spell it in several ways. 0 where none is known: then nothing is old."""
+    """When a file was last written, in seconds; packages spell it in several ways.
+
+    0 where none is known: then no file is older than another.
+    """
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         if isinstance(value, str):
@@ -175,15 +280,35 @@ def _written_s(entry: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _base(entry: dict[str, Any]) -> str:
-    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, or None; packages keep it in several places."""
+    for link in (error, error.__cause__):
+        response = getattr(link, "response", None)
+        if isinstance(response, Mapping):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status if isinstance(status, int) else None
+        for name in ("status", "status_code", "code"):
+            if isinstance(value := getattr(link, name, None), int):
+                return value
+    return None
 
 
 @contextmanager
-def _complaining(what: str) -> Iterator[None]:
+def _complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
+    """Errors of the system and of the packages as `StorageError`.
+
+    Python's own, but for `OSError`, are somebody's mistake and stay. `or_missing`: what is not
+    there is a `StorageError` too.
+    """
     try:
         yield
-    except (FileNotFoundError, StorageError):
+    except ElasticZeroError:
         raise
+    except FileNotFoundError as error:
+        if not or_missing:
+            raise
+        raise StorageError(f"{what}: {explain(error)}") from error
     except Exception as error:
+        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+            raise
         raise StorageError(f"{what}: {explain(error)}") from error

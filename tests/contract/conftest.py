@@ -6,12 +6,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
+import fsspec
 import pytest
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
 from elasticzero.launcher.store import Store, job_prefix
+from tests.contract.s3_server import Proxy, proxied, running_server
 
 _jobs = itertools.count()
 
@@ -46,3 +48,26 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], Store]]:
 @pytest.fixture
 def store(connect: Callable[[], Store]) -> Store:
     return connect()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Proxy]:
+    """A proxy before an S3 server process that all tests of a run share."""
+    with running_server() as port, proxied(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(s3_server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """The server as the environment names it, with an empty bucket `bucket`."""
+    s3_server.reset()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fs = fsspec.filesystem("s3", use_listings_cache=False)
+    if fs.exists("bucket"):
+        fs.rm("bucket", recursive=True)
+    fs.mkdir("bucket")
+    s3_server.seen.clear()
+    return s3_server
