@@ -119,7 +119,7 @@ def write_shard(
     name = manifest.file_name(rank)
     head, expected = shard_header(manifest, rank)
     sums = BlockSums()
-    storage.write(name, sums.watch(itertools.chain([head], chunks)))
+    storage.write(name, sums.watch(itertools.chain([head], chunks)), size=expected)
     if sums.size != expected:
         storage.remove(name)
         raise ValueError(f"{name}: {sums.size} bytes were given, and {expected} belong there")
