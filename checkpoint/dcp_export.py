@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -23,8 +24,8 @@ from elasticzero.checkpoint.manifest import Manifest, TensorSpec
 from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.standalone import TREE
-from elasticzero.checkpoint.storage import Readable
-from elasticzero.errors import UserError
+from elasticzero.checkpoint.storage import Readable, explain
+from elasticzero.errors import StorageError, UserError
 from elasticzero.spans import Span
 from elasticzero.values import decode_value, tensor_names
 
@@ -76,12 +77,23 @@ def export_dcp(
         def job(opened: Source) -> None:
             planner = _Planner(lambda tensor: _read(opened, placeholders.name_of(tensor)))
             writer = FileSystemWriter(path)
-            with warnings.catch_warnings(category=UserWarning, action="ignore"):
-                save_by_torch(state_dict, storage_writer=writer, planner=planner, no_dist=True)
+            try:
+                with warnings.catch_warnings(category=UserWarning, action="ignore"):
+                    save_by_torch(state_dict, storage_writer=writer, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                raise _cause(error, path) from None
 
         run_jobs([job], open_source, effort)
         files = tuple(name for name in storage.names() if name.endswith(".distcp"))
     return Exported(where=storage.where, files=files, tensors=len(specs), bytes=total)
+
+
+def _cause(error: CheckpointException, path: Path) -> BaseException:
+    """What went wrong inside of torch's writer, which wraps every exception."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, OSError):
+        return StorageError(f"cannot write to {path}: {explain(cause)}")
+    return cause
 
 
 class _Placeholders:

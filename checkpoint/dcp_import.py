@@ -50,16 +50,18 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
     ours = _our_state(storage, contents)
     names = _names(contents.tensors) | dict(_named_paths(ours.get(TREE), ()))
     names = {path: name for path, name in names.items() if path in contents.tensors}
-    aliases = {(MODEL, alias) for alias in ours.get("aliases", ())}
-    names = {path: name for path, name in names.items() if path not in aliases}
+    if ours:
+        names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
     if model_only:
         names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
-        state = {key: ours[key] for key in ("aliases",) if key in ours}
-    else:
-        values = {} if ours else {p: _load(storage, i) for p, i in contents.values.items()}
-        state = ours or _state(names, values, contents)
     if not names:
         raise UserError(f"{storage.where} holds no tensors{' of a model' if model_only else ''}")
+    if ours and not model_only:
+        state = ours
+    else:
+        values = {} if model_only else contents.values
+        state = _state(names, {path: _load(storage, item) for path, item in values.items()})
+        state |= {key: ours[key] for key in ("aliases",) if key in ours}
     tensors = {name: contents.tensors[path] for path, name in names.items()}
     specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
     return Foreign(
@@ -79,6 +81,15 @@ def _our_state(storage: Readable, contents: Contents) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         pass
     raise CheckpointDamaged(f"{storage.where}: the state that an export wrote makes no sense")
+
+
+def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
+    """Whether an export put a tensor here that stands elsewhere too: for torch's state dicts."""
+    if TREE in ours:
+        return False
+    return path[:2] == (OPTIMIZER, GROUPS) or (
+        path[0] == MODEL and "/".join(map(str, path[1:])) in ours.get("aliases", ())
+    )
 
 
 def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
@@ -124,9 +135,7 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError(f"{name!r} is the key of a dict")
 
 
-def _state(
-    names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any], contents: Contents
-) -> dict[str, Any]:
+def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     """What is no tensor, and the nesting, as `checkpoint.save` keeps it; the optimizer's groups
     also as a session keeps them."""
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
@@ -138,7 +147,7 @@ def _state(
                 f"{next(iter(found))!r} is a tensor inside a value that torch saved as one piece: "
                 "it cannot be imported; `--model-only` leaves it out"
             )
-    tree = _nested({path: leaves[path] for path in [*contents.tensors, *values] if path in leaves})
+    tree = _nested(leaves)
     state: dict[str, Any] = {TREE: tree}
     optimizer = tree.get(OPTIMIZER)
     groups = optimizer.get(GROUPS) if isinstance(optimizer, dict) else None
@@ -228,6 +237,8 @@ def _load(storage: Readable, item: Item) -> Any:
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
     window = _Window(storage, item)
     try:
+        if storage.size(item.file) < item.start + item.bytes:
+            raise CheckpointDamaged(f"{where}: the file ends before")
         with zipfile.ZipFile(window) as archive:
             if bad := archive.testzip():
                 raise CheckpointDamaged(f"{where}: {bad} is not what was written (its CRC differs)")
