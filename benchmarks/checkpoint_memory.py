@@ -35,25 +35,21 @@ def shared_bytes(folder: Path) -> int:
 
 
 class Peak:
-    """The most memory in use while it is entered."""
+    """The growth of memory from its making to `end`."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self._folder, self._world = folder, world
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory")
         self._before = self._most = self._now()
-
-    def __enter__(self) -> Peak:
         self._thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._most = max(self._most, self._now())
-
-    @property
-    def growth(self) -> int:
+    def end(self) -> int:
+        """The most bytes in use at once, above those at the beginning."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            self._most = max(self._most, self._now())
         return self._most - self._before
 
     def _now(self) -> int:
@@ -85,9 +81,12 @@ def main() -> None:
     if "load" in what:
         rank.files()
     variant = variants(rank)[what]()
-    with Peak(Path(order.shared), order.world) as peak, variant() as work:
+    peak = Peak(Path(order.shared), order.world)
+    with variant() as work:
         work()
-    grown = torch.tensor([peak.growth])
+        if "load" in what:
+            peak.end()  # what follows is the look at what was loaded
+    grown = torch.tensor([peak.end()])
     dist.all_reduce(grown, dist.ReduceOp.MAX)
     rank.tell({"what": what, "bytes": int(grown), "shard_bytes": rank.bytes})
     finish()
