@@ -242,9 +242,9 @@ def _export(args: argparse.Namespace) -> int:
 
     def work(effort: copying.Effort) -> huggingface.Exported:
         if args.format == "dcp":
+            _refuse(args, "dcp", "max_shard_size", "config")
             from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
 
-            _refuse(args, "dcp", "max_shard_size", "config")
             wanted = Wishes(everything=args.what == "all", dtype=args.dtype)
             return export_dcp(source, args.target, wanted, effort)
         if args.what == "all":

@@ -14,7 +14,7 @@ import safetensors.numpy
 from elasticzero.checkpoint.cli import main
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec, step_directory
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 
 LAYOUT = simple_layout()
@@ -179,6 +179,16 @@ def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
         (["reshard", "{}/ckpt", "{}/new", "--world-size", "0"], 64, "0 ranks"),
         (["reshard", "{}/ckpt", "{}/ckpt", "--world-size", "1"], 64, "its own directory"),
         (["export", "{}/ckpt", "{}/ckpt"], 64, "is not empty"),
+        (["export", "{}/ckpt", "{}/x", "--what", "all"], 64, "--what all is not for --format hf"),
+        (
+            ["export", "{}/ckpt", "{}/x", "--format", "dcp", "--max-shard-size", "1GB"],
+            64,
+            "--max-shard-size is not for --format dcp",
+        ),
+        (["import", "{}/ckpt", "{}/x", "--format", "hf"], 64, "holds no safetensors files"),
+        (["import", "{}/ckpt", "{}/x", "--format", "dcp"], 64, ".metadata does not exist"),
+        (["diff", "{}/ckpt", "{}/nowhere"], 64, "does not exist"),
+        (["diff", "{}/ckpt", "{}/ckpt", "--buffer-size", "1KB"], 64, "too small"),
     ],
 )
 def test_bad_input_is_one_line_and_a_code(
@@ -200,6 +210,80 @@ def test_a_size_that_is_none(directory: Path, capsys: Output, size: str) -> None
     assert "size" in capsys.readouterr().err
 
 
+def test_reshard_for_scripts_and_again(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    order = ["reshard", str(directory), str(tmp_path / "new"), "--world-size", "3", "--json", "-q"]
+    order += ["--buffer-size", "8MiB", "--workers", "2"]
+    for already in (False, True):
+        assert main(order) == 0
+        output = capsys.readouterr()
+        told = json.loads(output.out)
+        assert (told["step"], told["world_size"], told["already"]) == (20, 3, already)
+        assert told["where"] == str(tmp_path / "new" / step_directory(20))
+        assert output.err == ""
+    assert main(order[:5]) == 0
+    assert capsys.readouterr().out.endswith("(it stood there already)\n")
+
+
+def test_diff(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    assert main(["reshard", str(directory), str(tmp_path / "b"), "--world-size", "5"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(directory), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.startswith("the same: 3 tensors, in ")
+    spoiled = CONTENTS | {"model/b": b"x" * 8 + CONTENTS["model/b"][8:]}
+    write_step(tmp_path / "c", draft_of(LAYOUT, step=20, state={"epoch": 2}), spoiled)
+    assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 1
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "model/b: 1 of 1000 elements differ, the first is 0",
+        "state differs: epoch",
+        "different; 2 tensors are the same",
+    ]
+    assert main(["diff", "--json", str(tmp_path / "b"), str(tmp_path / "c")]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["same"], told["state"]) == (False, ["epoch"])
+    assert told["tensors"] == [{"name": "model/b", "first": 0, "count": 1, "of": 1000}]
+
+
+def test_import(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    hf, target = str(tmp_path / "hf"), str(tmp_path / "new")
+    assert main(["export", str(directory), hf, "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == ["model.safetensors"]
+    order = ["import", hf, target, "--format", "hf", "--world-size", "2", "--strategy", "zero3"]
+    assert main([*order, "--step", "5"]) == 0
+    where = Path(target) / step_directory(5)
+    assert capsys.readouterr().out == f"{where}: 2 ranks, 23.6 KiB, from {hf}\n"
+    assert main(["diff", "--model-only", target, str(directory)]) == 0
+
+
+def test_torchs_own_format(directory: Path, tmp_path: Path, capsys: Output) -> None:
+    dcp, target = str(tmp_path / "dcp"), str(tmp_path / "new")
+    assert main(["export", str(directory), dcp, "--format", "dcp", "--what", "all"]) == 0
+    assert "3 tensors, 15.6 KiB, in 1 file, from" in capsys.readouterr().out
+    assert main(["import", dcp, target, "--format", "dcp", "--world-size", "3"]) == 0
+    assert main(["diff", str(directory), target]) == 0
+
+
+def test_many_differences_are_summed_up(tmp_path: Path, capsys: Output) -> None:
+    for name, count in (("a", 60), ("b", 30)):
+        tensors = {f"model/{i:02d}": TensorSpec("U8", (2,)) for i in range(count)}
+        layout = Layout(world_size=1, tensors=tensors, groups=(Group("even", tuple(tensors)),))
+        write_step(tmp_path / name, draft_of(layout), elements(tensors))
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:4] == ["only in A: model/30", "only in A: model/31"]
+    assert lines[-2:] == [
+        "... and 10 more such lines (`--json` has all)",
+        "different; 30 tensors are the same",
+    ]
+
+
+def test_help_shows_every_command(capsys: Output) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for name in ("list", "inspect", "verify", "reshard", "diff", "export", "import"):
+        assert f"\n    {name} " in text
+
+
 def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
     orders = [
         ["list", str(directory)],
@@ -207,11 +291,13 @@ def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
         ["verify", str(directory)],
         ["reshard", str(directory), str(tmp_path / "new"), "--world-size", "3"],
         ["export", str(directory), str(tmp_path / "hf")],
+        ["import", str(tmp_path / "hf"), str(tmp_path / "back"), "--format", "hf"],
+        ["diff", str(directory), str(tmp_path / "new")],
     ]
     script = (
         "import sys; from elasticzero.checkpoint.cli import main\n"
         f"codes = [main(order) for order in {orders!r}]\n"
-        "assert codes == [0] * 5, codes\n"
+        "assert codes == [0] * 7, codes\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
