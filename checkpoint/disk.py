@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elasticzero.checkpoint.storage import Bytes, explain
+from elasticzero.checkpoint.storage import Bytes, explain, holds
 from elasticzero.checkpoint.syscalls import NOT_TO_BE_HAD, rename_new, reserve, start_writeback
 from elasticzero.errors import StorageError
 
@@ -69,7 +69,7 @@ class DiskStorage:
             self._write_file(staged, [data], len(data))
             created = _name_new(staged, self.path / name)
             self._sync_directory()
-            return created
+        return created or holds(self, name, data)
 
     def names(self) -> list[str]:
         with self._complaining("list", "its files"):
@@ -193,8 +193,7 @@ def _name_new(staged: Path, target: Path) -> bool:
         os.link(staged, target)
         return True
     except FileExistsError:
-        # The server of a shared file system may have made the link, and its answer was lost.
-        return os.stat(staged).st_nlink == 2
+        return False
     except OSError as error:
         if error.errno not in NOT_TO_BE_HAD:
             raise

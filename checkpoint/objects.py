@@ -23,7 +23,7 @@ from tenacity import (
 )
 
 from elasticzero.checkpoint import multipart
-from elasticzero.checkpoint.storage import Bytes, explain
+from elasticzero.checkpoint.storage import Bytes, explain, holds
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
 
 _READ_BYTES = 16 << 20
@@ -121,11 +121,9 @@ class ObjectStorage:
         Elsewhere it is a look and then a write: of two that create the same file within that
         moment the later wins, and both believe they did.
         """
-        path, tries = self._path(name), 0
+        path = self._path(name)
 
         def create() -> None:
-            nonlocal tries
-            tries += 1
             if self._remote.fs.exists(path):
                 raise FileExistsError(path)
             self._remote.fs.pipe_file(path, data, mode="create")
@@ -139,8 +137,7 @@ class ObjectStorage:
             except Exception as error:
                 if _status(error) != 412:
                     raise
-        # Where only the answer was lost, the second try finds what the first one has created.
-        return tries > 1 and self._range(name, 0, len(data) + 1) == data
+        return holds(self, name, data)
 
     def names(self) -> list[str]:
         with self._complaining("list", "its files"):

@@ -46,7 +46,10 @@ class Storage(Readable, Protocol):
         ...
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """Create the file whole and durable, unless one of that name stands there: then False."""
+        """Create the file whole and durable; False if one of that name with other bytes stands.
+
+        Where one with just these bytes stands already this is a success: an answer was lost.
+        """
         ...
 
     def names(self) -> list[str]:
@@ -90,6 +93,15 @@ class Directory(Protocol):
     def check_writable(self) -> None:
         """Make the directory if need be and try that it can be written, or raise `StorageError`."""
         ...
+
+
+def holds(storage: Readable, name: str, data: bytes) -> bool:
+    """Whether a file has exactly these bytes."""
+    found = bytearray(len(data) + 1)
+    try:
+        return found[: storage.read_into(name, 0, memoryview(found))] == data
+    except FileNotFoundError:
+        return False
 
 
 def open_directory(url: str | os.PathLike[str]) -> Directory:

@@ -115,7 +115,8 @@ def test_a_file_that_is_not_there(storage: Storage) -> None:
 def test_only_the_first_creates(storage: Storage) -> None:
     assert storage.create_exclusive("file", b"first")
     assert not storage.create_exclusive("file", b"second")
-    assert not storage.create_exclusive("file", b"first")
+    assert not storage.create_exclusive("file", b"firs")
+    assert storage.create_exclusive("file", b"first")
     assert read_small(storage, "file", 99) == b"first"
     assert storage.names() == ["file"]
 

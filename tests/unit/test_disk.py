@@ -1,0 +1,166 @@
+"""Files on a disk: full ones, those without hard links, and URLs that mean one or mean none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from elasticzero.checkpoint import disk as disk_module
+from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.storage import open_directory, open_storage, read_small
+from elasticzero.errors import StorageError, UserError
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+
+
+def without_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_links(monkeypatch)
+    monkeypatch.setattr(disk_module, "rename_new", failing(errno.EINVAL))
+
+
+@pytest.fixture(params=["link", "rename", "lock"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStorage]:
+    """On a file system with hard links, one with exclusive renames, one with neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        {"link": lambda _: None, "rename": without_links, "lock": without_either}[request.param](
+            patch
+        )
+        yield DiskStorage(tmp_path)
+
+
+def test_only_the_first_creates(disk: DiskStorage) -> None:
+    assert disk.create_exclusive("file", b"first")
+    assert not disk.create_exclusive("file", b"second")
+    assert read_small(disk, "file", 99) == b"first"
+    assert disk.names() == ["file"]
+
+
+def test_a_lock_that_a_killed_process_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_either(monkeypatch)
+    (tmp_path / ".file.lock").write_bytes(b"")
+    disk = DiskStorage(tmp_path)
+    with pytest.raises(StorageError, match=r"\.file\.lock stands: .* remove that file"):
+        disk.create_exclusive("file", b"first")
+    assert disk.names() == [".file.lock"]
+
+
+def test_a_link_that_fails_otherwise_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", failing(errno.EIO))
+    with pytest.raises(StorageError, match=r"cannot create file in .*: Input/output error"):
+        DiskStorage(tmp_path).create_exclusive("file", b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_many_small_chunks_and_few_large_ones_come_in_their_order(tmp_path: Path) -> None:
+    sizes = [1, 0, 100, 300_000, 5, 262_144, 262_145, 7, 262_140, 262_140, 9 << 20, 3]
+    chunks = [os.urandom(size) for size in sizes]
+    for durable in (True, False):
+        disk = DiskStorage(tmp_path, durable=durable)
+        disk.write("file", iter(chunks), size=sum(sizes))
+        assert read_small(disk, "file", 1 << 30) == b"".join(chunks)
+
+
+def test_a_full_disk_is_noticed_before_the_bytes_are_asked_for(tmp_path: Path) -> None:
+    asked = []
+
+    def chunks() -> Iterator[bytes]:
+        asked.append(True)
+        yield b"x"
+
+    disk = DiskStorage(tmp_path)
+    with pytest.raises(StorageError, match=r"cannot write file .*(No space left|too large)"):
+        disk.write("file", chunks(), size=1 << 62)
+    assert not asked
+    assert disk.names() == []
+
+
+def test_a_size_that_is_too_large_does_not_lengthen_the_file(tmp_path: Path) -> None:
+    disk = DiskStorage(tmp_path)
+    disk.write("file", [b"abc"], size=1000)
+    assert disk.size("file") == 3
+
+
+def test_a_step_is_made_in_a_directory_that_many_make_at_once(tmp_path: Path) -> None:
+    directory = DiskDirectory(tmp_path / "new" / "place")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: directory.make("step").path, range(16)))
+    assert made == [tmp_path / "new" / "place" / "step"] * 16
+    assert made[0].is_dir()
+
+
+def test_what_is_no_file_is_not_listed_among_the_steps(tmp_path: Path) -> None:
+    directory = DiskDirectory(tmp_path)
+    directory.make("a").write("file", [b"x"])
+    (tmp_path / "a" / "folder").mkdir()
+    (tmp_path / "a" / "link").symlink_to("nowhere")
+    (tmp_path / "notes").write_bytes(b"x")
+    (tmp_path / "empty").mkdir()
+    assert {step: list(files) for step, files in directory.files().items()} == {"a": ["file"]}
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    disk = DiskStorage(tmp_path / "file")
+    for use in (disk.names, lambda: disk.write("x", [b""]), lambda: disk.size("x")):
+        with pytest.raises(StorageError, match=f"{tmp_path}/file: Not a directory"):
+            use()
+
+
+def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
+    for given, meant in (
+        (tmp_path, tmp_path),
+        (str(tmp_path), tmp_path),
+        ("here/../there/", Path.cwd() / "there"),
+        ("file:///a%20b/c", "/a b/c"),
+        ("file://localhost/c", "/c"),
+        ("~/c", Path.home() / "c"),
+        ("memory://a/b/", "memory://a/b"),
+    ):
+        assert open_directory(given).where == str(meant)
+        assert open_storage(given).where == str(meant)
+        assert open_directory(given).step("s").where == f"{meant}/s"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file://other/x", "on another machine"),
+        ("nonsense://bucket", "nonsense"),
+        ("gs://bucket", "gcsfs"),
+    ],
+)
+def test_urls_that_mean_none_are_refused(url: str, reason: str) -> None:
+    for opens in (open_directory, open_storage):
+        with pytest.raises(UserError, match=reason) as caught:
+            opens(url)
+        assert repr(url) in str(caught.value)
+
+
+def test_a_disk_needs_no_fsspec() -> None:
+    code = (
+        "import sys; from elasticzero.checkpoint import commit, retention; "
+        "from elasticzero.checkpoint.storage import open_directory; "
+        "open_directory('/tmp').names(); "
+        "sys.exit('fsspec' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
