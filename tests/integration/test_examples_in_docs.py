@@ -1,0 +1,57 @@
+"""The scripts in docs/checkpoints.md, as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from elasticzero import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "checkpoints.md"
+
+
+def scripts(directory: Path) -> list[str]:
+    """Write every example under its name; the names."""
+    found = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for name, text in found:
+        (directory / name).write_text(text)
+    return [name for name, _ in found]
+
+
+def run(directory: Path, *words: str) -> str:
+    known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    finished = subprocess.run(
+        [sys.executable, *words],
+        cwd=directory,
+        env=os.environ | known,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    assert scripts(tmp_path) == ["plain.py", "fsdp.py", "infer.py"]
+    assert "epoch 3, loss" in run(tmp_path, "plain.py")
+    assert "epoch 6, loss" in run(tmp_path, "plain.py")
+    for ranks, step in (("2", 3), ("3", 6)):
+        run(
+            tmp_path,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            "fsdp.py",
+        )
+        saved = checkpoint.load(tmp_path / "sharded")
+        assert saved["step"] == step
+        assert {float(each["step"]) for each in saved["optimizer"]["state"].values()} == {step}
+    assert "output: " in run(tmp_path, "infer.py")
