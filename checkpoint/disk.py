@@ -135,7 +135,8 @@ class DiskDirectory:
         return []
 
     def files(self) -> dict[str, dict[str, float]]:
-        return {name: times for name in self.names() if (times := _times(self.path / name))}
+        found = {name: _times(self.path / name) for name in self.names()}
+        return {name: times for name, times in found.items() if times is not None}
 
     def step(self, name: str) -> DiskStorage:
         return DiskStorage(self.path / name)
@@ -228,8 +229,8 @@ def _rename_locked(staged: Path, target: Path) -> bool:
         os.unlink(lock)
 
 
-def _times(path: Path) -> dict[str, float]:
-    """When each file in a directory was last written; nothing where it is none."""
+def _times(path: Path) -> dict[str, float] | None:
+    """When each file in a directory was last written; None where it is none."""
     found = {}
     with _complaining(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
@@ -237,7 +238,8 @@ def _times(path: Path) -> dict[str, float]:
                 status = os.lstat(path / name)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status.st_mtime
-    return found
+        return found
+    return None
 
 
 def _make_directories(path: Path) -> None:

@@ -115,19 +115,25 @@ class _Broom:
         """Remove files that no manifest names, where nobody can still be writing them."""
         storage = self._directory.step(name)
         with self.noting():
-            loose = [f for f, at_s in times.items() if self._is_dead(step, f, at_s)]
-            tokens = {token for f in times if (token := _token_of_file(f)) is not None}
-            if MANIFEST_NAME in times and len(tokens) > 1:
+            tokens = {file: token for file in times if (token := _token_of_file(file)) is not None}
+            named = None
+            if MANIFEST_NAME in times and (
+                len(set(tokens.values())) > 1 or any(map(_staged, times))
+            ):
                 named = _token_of_step(storage)
                 if named is None:
                     return
-                loose = [f for f in loose if _token_of_file(f) != named or _is_staged(f)]
             elif MANIFEST_NAME in times:
-                loose = [f for f in loose if _is_staged(f)]
-            for file in loose:
+                return
+            loose = [file for file in tokens if tokens[file] != named or _staged(file)]
+            dead = [file for file in loose if self._is_dead(step, tokens[file], times[file])]
+            # A manifest is staged after its shards: while those live it may be about to stand.
+            alone = len(dead) == len(loose)
+            dead += [file for file in times if _staged(file) and file not in tokens and alone]
+            for file in dead:
                 storage.remove(file)
                 self.tidied.files.append(f"{name}/{file}")
-            if loose and len(loose) == len(times):
+            if len(dead) == len(times) and (dead or step < self._committed.step):
                 self._directory.remove(name)
 
     @contextmanager
@@ -140,11 +146,8 @@ class _Broom:
         except OSError as error:
             self.tidied.problems.append(f"{self._directory.where}: {explain(error)}")
 
-    def _is_dead(self, step: int, file: str, written_s: float) -> bool:
-        """Whether a file belongs to a save that is over, if no manifest names it."""
-        token = _token_of_file(file)
-        if token is None:
-            return _is_staged(file) and self.now_s - written_s > HOUR_S
+    def _is_dead(self, step: int, token: str, written_s: float) -> bool:
+        """Whether a file of this token belongs to a save that is over."""
         if token == self._committed.token:
             return step < self._committed.step
         generation = token_generation(token)
@@ -204,6 +207,6 @@ def _token_of_file(name: str) -> str | None:
     return match[1] if match else None
 
 
-def _is_staged(name: str) -> bool:
+def _staged(name: str) -> bool:
     """Whether a writer gave the file this name until it would be whole."""
     return name.startswith(".") and name.endswith(".partial")

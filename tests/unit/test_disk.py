@@ -115,7 +115,8 @@ def test_what_is_no_file_is_not_listed_among_the_steps(tmp_path: Path) -> None:
     (tmp_path / "a" / "link").symlink_to("nowhere")
     (tmp_path / "notes").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
-    assert {step: list(files) for step, files in directory.files().items()} == {"a": ["file"]}
+    found = {step: list(files) for step, files in directory.files().items()}
+    assert found == {"a": ["file"], "empty": []}
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -148,6 +148,11 @@ def test_leftovers_of_older_generations_and_steps_go(tmp_path: Path) -> None:
     partial = f".{draft(9, 2).file_name(1)}.123-ab12cd34.partial"
     (tmp_path / step_directory(9) / partial).write_bytes(b"x")
     left.append(f"{step_directory(9)}/{partial}")
+    for step in (1, 7, 9):
+        staged = f".{MANIFEST_NAME}.123-ab12cd34.partial"
+        (tmp_path / step_directory(step) / staged).write_bytes(b"x")
+        left.append(f"{step_directory(step)}/{staged}")
+    (tmp_path / step_directory(3)).mkdir()
     tidied = run(tmp_path, draft(7))
     assert sorted(tidied.files) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == [step_directory(1), step_directory(7)]
@@ -182,10 +187,10 @@ def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
     for step in (2, 3):
         age(tmp_path, step, HOUR_S + 60)
     age(tmp_path, 1, DAY_S + 60)
-    assert len(run(tmp_path, draft(7)).files) == 4 + 1
-    assert len(names(tmp_path, 2)) == 4
+    assert len(run(tmp_path, draft(7)).files) == 4
+    assert len(names(tmp_path, 2)) == 4 + 1
     age(tmp_path, 2, DAY_S)
-    assert len(run(tmp_path, draft(7), Keep(last=1)).files) == 4
+    assert len(run(tmp_path, draft(7), Keep(last=1)).files) == 4 + 1
     assert os.listdir(tmp_path) == [step_directory(7)]
 
 
