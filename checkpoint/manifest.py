@@ -278,9 +278,14 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file: an object whose last key is the digest of what is before
+    """The bytes of the manifest's file."""
+    return with_digest(encode(manifest))
+
+
+def with_digest(value: Mapping[str, Any]) -> bytes:
+    """A manifest's file from its JSON: an object whose last key is the digest of what is before
     it."""
-    text = json.dumps(encode(manifest), separators=(",", ":")).encode()[:-1]
+    text = json.dumps(value, separators=(",", ":")).encode()[:-1]
     return text + b',"digest":"%s"}\n' % _digest(text)
 
 

@@ -76,7 +76,7 @@ class Slots:
         self._slots: list[Slot] = []
 
     def reserve(self, size: int) -> list[Slot]:
-        """Allocate the free ones of both slots for shards of `size` bytes, and give them.
+        """Allocate and map the free ones of both slots for shards of `size` bytes, and give them.
 
         Raises `StorageError` when the memory is not there.
         """
@@ -84,8 +84,7 @@ class Slots:
             self._slots.append(self._open(len(self._slots)))
         free = [slot for slot in self._slots if slot.free()]
         for slot in free:
-            if slot.bytes < size:
-                self._resize(slot, size)
+            self._resize(slot, size)
         return free
 
     def take(self, size: int, *, extra: bool = False) -> Slot:
@@ -115,7 +114,7 @@ class Slots:
             slot.resize(size)
         except OSError as error:
             raise StorageError(
-                f"{size >> 20} MiB of shared memory for a snapshot cannot be had in "
+                f"{(size >> 20) + 1} MiB of shared memory for a snapshot cannot be had in "
                 f"{self._folder}: {explain(error)}"
             ) from error
 

@@ -30,9 +30,10 @@ from elasticzero.checkpoint.manifest import (
     step_directory,
     step_of,
     to_json,
+    with_digest,
 )
 from elasticzero.checkpoint.shards import BlockSums
-from elasticzero.checkpoint.slots import drop_extra
+from elasticzero.checkpoint.slots import SLOTS, drop_extra
 from elasticzero.errors import ElasticZeroError
 from elasticzero.records import encode
 
@@ -106,6 +107,16 @@ class SnapshotStore:
         of = (shard.rank, shard.world_size)
         return (path / snapshot_manifest_name(*of)).exists() or (path / draft_name(*of)).exists()
 
+    def sealed(self, shard: ShardName) -> bool:
+        """Whether a shard is whole: this node's own with its checksums, or a replica."""
+        name = snapshot_manifest_name(shard.rank, shard.world_size)
+        return (self.path(shard.generation, shard.step) / name).exists()
+
+    def drop_draft(self, shard: ShardName) -> None:
+        """Give up a shard that cannot be sealed."""
+        path = self.path(shard.generation, shard.step)
+        (path / draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
+
     def write_draft(self, manifest: Manifest, rank: int) -> None:
         """Say that a rank's shard is written: the last thing its writer does."""
         storage = self.open(manifest.generation, manifest.step)
@@ -137,8 +148,8 @@ class SnapshotStore:
         files = [ShardFile(name, 0, None) for name in names]
         files[shard.rank] = file
         value["files"] = encode(files)
-        text = json.dumps(value, separators=(",", ":")).encode()
-        storage.write(snapshot_manifest_name(*of), [text])
+        value.pop("digest")
+        storage.write(snapshot_manifest_name(*of), [with_digest(value)])
         storage.remove(draft_name(*of))
 
     @contextmanager
@@ -165,8 +176,9 @@ class SnapshotStore:
         drop_extra(self.root)
 
     def clear(self) -> None:
-        """Remove everything; the root itself stays."""
-        for name in _names(self.root):
+        """Remove every snapshot and slot; the root itself stays."""
+        generations = [f"gen-{generation}" for generation in self._generations()]
+        for name in (*generations, SLOTS, HELD):
             shutil.rmtree(self.root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:

@@ -72,6 +72,8 @@ class Assignment:
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
+    snapshot_every: int | None = None
+    """Steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
     connect_timeout_s: float = 30.0
@@ -149,14 +151,55 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWritten:
-    """Worker to agent: this rank's part of a checkpoint is on storage."""
+class Captured:
+    """Worker to agent: this rank's shard of a step's state stands in shared memory, unsealed."""
 
     step: int
-    seconds: float
-    bytes: int
-    committed: bool
-    """This rank wrote the manifest: the checkpoint exists."""
+    generation: int
+    rank: int
+    world_size: int
+    """Of the snapshot: 1 with rank 0 for a complete one."""
+    seconds: float = 0.0
+    """How long training waited for it."""
+    bytes: int = 0
+    replicate: bool = False
+    """A buddy's replica belongs to it."""
+    checkpoint: bool = False
+    """It is to become a checkpoint."""
+    direct: bool = False
+    """Memory was short: the shard was written to storage instead, and there is no snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Worker to agent: the checkpoint of this step could not be written on another node."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    """Worker to agent, of rank 0: snapshots are taken every so many steps from now on."""
+
+    every: int
+    stall_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Agent to worker: this node holds its part of a snapshot, or (`error`) cannot."""
+
+    step: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Agent to worker: the save of this step is over: the checkpoint stands, or (`error`) not."""
+
+    step: int
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,17 +212,6 @@ class Stopping:
     complete: bool
     """True: this worker alone holds the whole state (DDP, or a world of one)."""
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Worker to agent: the snapshot stands in shared memory."""
-
-    step: int
-    generation: int
-    rank: int
-    world_size: int
-    """Of the snapshot: 1 with rank 0 for a complete one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +248,12 @@ Message = (
     | Stepped
     | Logged
     | Busy
-    | CheckpointWritten
+    | Captured
+    | GiveUp
+    | Paced
+    | Kept
+    | Saved
     | Stopping
-    | Held
     | Finished
     | Failed
 )

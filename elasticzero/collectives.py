@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.errors import RetryError
+from elasticzero.pacing import Word
 
 RETRY_CONNECT_S = 0.02
 PROBE_S = 2.0
@@ -187,33 +188,53 @@ def _abort_nccl() -> None:
 
 
 class ControlWord:
-    """Flags that all ranks see at the same boundary: started at one, read at the next.
+    """What all ranks know alike at the same boundary: started at one, read at the next.
 
-    One small all_reduce(MAX) a step, one entry a flag, which nobody waits for while it runs.
+    One small all_reduce(MAX) a step, which nobody waits for while it runs.
     """
 
     def __init__(self, world: Groups | None) -> None:
         self._group = world.control if world is not None and world.place.world_size > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    def exchange(self, flags: int, *, last: bool = False) -> int:
-        """The flags raised anywhere by the boundary before this one; sends this rank's.
+    def exchange(self, mine: Word, *, last: bool = False) -> Word | None:
+        """What counts of all ranks' words of the boundary before this one, None at the first; sends
+        this rank's.
 
         last: no boundary follows, so nothing is sent.
         """
         if self._group is None:
-            return flags
-        agreed = 0
+            return mine
+        agreed: Word | None = None
         if self._pending is not None:
-            word, work = self._pending
+            numbers, work = self._pending
             self._pending = None
             work.wait()
-            agreed = sum(
-                f for f, raised in zip(CONTROL_FLAGS, word.tolist(), strict=True) if raised
-            )
-        if not last and not agreed:
-            word = torch.tensor([int(bool(flags & flag)) for flag in CONTROL_FLAGS])
-            work = dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            self._pending = (word, work)
+            agreed = _word(numbers.tolist())
+        if not last and not (agreed is not None and agreed.flags):
+            numbers = torch.tensor(_numbers(mine))
+            pending = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert pending is not None
+            self._pending = (numbers, pending)
         return agreed
+
+
+def _numbers(word: Word) -> list[int]:
+    """A word as numbers of which the greatest count: each flag for itself, the least negated."""
+    flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
+    least = [-int(word.ready), -word.kept, -word.saved]
+    return [*flags, *least, word.unkept, word.unsaved, word.every]
+
+
+def _word(numbers: list[int]) -> Word:
+    flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
+    ready, kept, saved, unkept, unsaved, every = numbers[len(CONTROL_FLAGS) :]
+    return Word(
+        flags=flags,
+        ready=bool(ready),
+        kept=-kept,
+        saved=-saved,
+        unkept=unkept,
+        unsaved=unsaved,
+        every=every,
+    )

@@ -81,6 +81,18 @@ class Metrics:
             self.recovery_seconds.labels(phase)
 
     def _checkpoints(self) -> None:
+        self.capture_seconds = self._histogram(
+            "capture_seconds",
+            "Seconds that training waited while a worker's state was copied to shared memory.",
+            _RECOVERY_BUCKETS_S,
+        )
+        self.capture_bytes = self._counter(
+            "capture_bytes_total", "Bytes of state that workers copied to shared memory."
+        )
+        self.snapshot_step = self._gauge(
+            "snapshot_last_step",
+            "Step of the last snapshot of which this node holds all that it is to hold.",
+        )
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds", "Seconds to write this node's part of one.", _CHECKPOINT_BUCKETS_S
         )
@@ -123,15 +135,17 @@ class Metrics:
         self.data_wait_seconds.labels(rank).observe(data_wait_s)
         self.samples.labels(rank).inc(samples)
 
-    def observe_checkpoint(
-        self, *, step: int, seconds: float, written_bytes: int, committed: bool
-    ) -> None:
-        """A worker's part of a checkpoint is written; committed: and the whole exists now."""
+    def observe_capture(self, seconds: float, captured_bytes: int) -> None:
+        """A worker's state was copied to shared memory."""
+        self.capture_seconds.observe(seconds)
+        self.capture_bytes.inc(captured_bytes)
+
+    def observe_checkpoint(self, *, step: int, seconds: float, written_bytes: int) -> None:
+        """This node's part of a checkpoint is written, and the checkpoint stands."""
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.inc(written_bytes)
-        if committed:
-            self.checkpoint_step.set(step)
-            self.checkpoint_timestamp.set(time.time())
+        self.checkpoint_step.set(step)
+        self.checkpoint_timestamp.set(time.time())
 
     def forget_workers(self) -> None:
         """Drop the gauges of workers that are gone, so that none shows a value that is not so."""

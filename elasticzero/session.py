@@ -14,48 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elasticzero.channel import (
-    FLAG_GROW,
-    FLAG_LEAVE,
-    FLAG_STOP,
-    Busy,
-    CheckpointWritten,
-    Finished,
-    Logged,
-    Restored,
-    Stepped,
-)
+from elasticzero.boundary import Boundary
+from elasticzero.captures import Captures
+from elasticzero.channel import Busy, Finished, Logged, Restored, Stepped
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Order, Plan, Position
-from elasticzero.errors import (
-    CheckpointDamaged,
-    ElasticZeroError,
-    RetryError,
-    StorageError,
-    UserError,
-    is_peer_error,
-    one_line,
-)
+from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
 from elasticzero.loader import Progress, Reading, Walk, length_of
 from elasticzero.parallel import OptimizerFactory, Setting, create
-from elasticzero.saving import Keeper
 from elasticzero.state import NamedModel, SmallState, Stateful
-from elasticzero.worker import (
-    AgentLink,
-    GenerationEnded,
-    Standing,
-    enter_world,
-    run_interruptibly,
-    stop,
-)
+from elasticzero.worker import AgentLink, Standing, enter_world, stop
 
 S = TypeVar("S", bound=Stateful)
-FLAG_REASONS = {
-    FLAG_LEAVE: "a node leaves",
-    FLAG_GROW: "the world grows",
-    FLAG_STOP: "the job is stopped",
-}
 
 
 def run(train: Callable[[Session], None]) -> None:
@@ -94,7 +65,7 @@ class Session:
         self._assignment = link.assignment
         self._groups: Groups | None = None
         self._control = ControlWord(None)
-        self._keeper: Keeper | None = None
+        self._at: Boundary | None = None
         self._saving = True
         self._clean = False
         self._applied = False
@@ -143,7 +114,7 @@ class Session:
         Use what this returns and no more the model that was given. strategy: ddp, zero1, zero2 or
         zero3; by default the launcher's.
         """
-        if self._keeper is not None:
+        if self._at is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
         if not any(True for _ in model.parameters()):
             raise UserError("session.prepare was given a model without parameters")
@@ -165,27 +136,29 @@ class Session:
         small = SmallState(self.device)
         small.buffers, small.aliases = named.buffers, named.aliases
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
-        self._keeper = Keeper(self._assignment, name, laid, small)
-        self._keeper.saving &= self._saving
+        captures = Captures(
+            self._link, name, laid.share, replicated=laid.replicated, saving=self._saving
+        )
+        self._at = Boundary(self._link, self._control, laid, small, captures)
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
         """Keep the state of anything with `state_dict` and `load_state_dict`; returns it."""
-        keeper = self._prepared("track")
-        if keeper.copy is not None:
+        at = self._prepared("track")
+        if at.copy is not None:
             raise UserError("session.track comes before session.restore")
-        keeper.small.track(name, thing)
+        at.small.track(name, thing)
         return thing
 
     def restore(self) -> None:
         """Put the state in place that this generation starts from: another node's or this one's
         memory, a checkpoint, or the fresh model as it is."""
-        keeper = self._prepared("restore")
-        if keeper.copy is not None:
+        at = self._prepared("restore")
+        if at.copy is not None:
             raise UserError("session.restore was called twice")
         self._link.check()
         began_s, connected_s = time.monotonic(), self._connected_s
-        copy, bytes_read = keeper.restore()
+        copy, bytes_read = at.restore()
         self._step, self._position, self._clean = copy.step, copy.position, True
         self._link.send(
             Restored(
@@ -275,7 +248,7 @@ class Session:
         weight: what the mean is over, in place of the number of samples (tokens, say); then give
         it for every micro-batch.
         """
-        keeper, progress = self._prepared("backward"), self._progress
+        at, progress = self._prepared("backward"), self._progress
         batch, part = progress.current("backward")
         if progress.backward:
             raise UserError("session.backward was called twice for one micro-batch")
@@ -288,7 +261,7 @@ class Session:
             amount = 0.0
         if weight is not None:
             progress.weights = (progress.weights or 0.0) + amount
-        keeper.strategy.backward(loss, amount / len(batch))
+        at.strategy.backward(loss, amount / len(batch))
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
@@ -309,10 +282,12 @@ class Session:
         strategy.apply()
         self._applied = True
         self._step += 1
+        step_s = time.monotonic() - progress.began_s
+        self._prepared("step").captures.stepped(step_s)
         self._link.send(
             Stepped(
                 step=self._step,
-                step_s=time.monotonic() - progress.began_s,
+                step_s=step_s,
                 data_wait_s=progress.data_wait_s,
                 samples=len(batch),
                 total=progress.total(self._step, self._next_position.steps),
@@ -347,12 +322,12 @@ class Session:
         In eval mode, without gradients; training goes on as if it had not been. The result does
         not depend on the world.
         """
-        keeper = self._prepared("evaluate")
+        at = self._prepared("evaluate")
         reading = Reading(dataset=dataset, device=self.device, collate_fn=collate_fn)
         place = (self.rank, self.world_size)
         with (
             self.busy("evaluating"),
-            evaluating(keeper.strategy.model, keeper.small.buffers, self.world_size),
+            evaluating(at.strategy.model, at.small.buffers, self.world_size),
         ):
             return evaluate(reading, fn, batch_size, place, self._link.check)
 
@@ -371,51 +346,26 @@ class Session:
         finally:
             self._link.send(Busy(doing=None))
 
-    def _prepared(self, call: str) -> Keeper:
-        if self._keeper is None:
+    def _prepared(self, call: str) -> Boundary:
+        if self._at is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
-        return self._keeper
+        return self._at
 
     def _boundary(self, *, last: bool = False) -> None:
-        """Between two steps: the state is whole and copied, flags are exchanged, a due checkpoint
-        is written. Raises `GenerationEnded` when a flag was raised, or the generation is over; the
-        state is clean then too."""
-        keeper = self._prepared("batches")
+        """Between two steps. Raises `GenerationEnded` when a flag was raised, or the generation is
+        over; the state is clean then too."""
+        boundary = self._prepared("batches")
         stepped, self._applied = self._applied, False
-        lost: RuntimeError | None = None
         if stepped:
             self._position = self._next_position
-            lost = self._sync_buffers(keeper)
-        keeper.capture(self._step, self._position)
+        lost = boundary.reach(self._step, self._position, stepped=stepped)
         self._clean = True
         self._link.check()
         if lost is not None:
             raise lost
-        flags = self._control.exchange(self._link.flags, last=last)
-        if flags:
-            if flags & FLAG_STOP:
-                self._write_checkpoint(keeper)
-            raise GenerationEnded(" and ".join(r for f, r in FLAG_REASONS.items() if flags & f))
         every = self._assignment.checkpoint_every
-        if last or (stepped and every > 0 and self._step % every == 0):
-            self._write_checkpoint(keeper)
-
-    def _sync_buffers(self, keeper: Keeper) -> RuntimeError | None:
-        """Take rank 0's buffers; returns the error that tells of a peer's end.
-
-        This rank's own are then left, and stand for the step as well as any: a snapshot with all
-        state in it keeps one rank's, and of a divided one rank 0's are kept.
-        """
-        buffers = keeper.small.buffers
-        if self.world_size == 1 or not buffers or self._link.aborted is not None:
-            return None
-        try:
-            sync_buffers(buffers)
-        except RuntimeError as error:
-            if not is_peer_error(error) and self._link.aborted is None:
-                raise
-            return error
-        return None
+        due = last or (stepped and every > 0 and self._step % every == 0)
+        boundary.meet(due=due, last=last)
 
     def _settle(self) -> None:
         """Take the boundary of a loop that the script left by `break`."""
@@ -423,42 +373,18 @@ class Session:
             self._boundary(last=True)
         self._progress = Progress()
 
-    def _write_checkpoint(self, keeper: Keeper, *, final: bool = False) -> None:
-        """Save this boundary's state if it is not saved. One that fails is told in one line, and
-        raised if it is the final one; training can go on from the one before."""
-        work = keeper.checkpoint(self._groups.greatest if self._groups is not None else int)
-        if work is None:
-            return
-        try:
-            with self.busy("writing a checkpoint"):
-                written = run_interruptibly(work, self._link.check, "checkpoint")
-        except (StorageError, CheckpointDamaged, RetryError) as error:
-            if final:
-                raise
-            if not isinstance(error, RetryError):
-                text = f"the checkpoint of step {self._step} was not saved: {one_line(error)}"
-                print(text, file=sys.stderr, flush=True)
-            return
-        self._link.send(
-            CheckpointWritten(
-                step=self._step,
-                seconds=written.seconds,
-                bytes=written.bytes,
-                committed=written.committed,
-            )
-        )
-
     def _standing(self) -> Standing:
         """What the stop protocol is to say and save."""
-        resume, keeper = self._assignment.resume, self._keeper
-        copy = keeper.copy if keeper is not None else None
-        clean = self._clean and copy is not None
+        resume, boundary = self._assignment.resume, self._at
+        copy = boundary.copy if boundary is not None else None
+        clean = self._clean and boundary is not None and copy is not None
+        kept = clean and boundary is not None and boundary.captures.can_stop_with_state()
         return Standing(
             step=copy.step if clean and copy is not None else self._step,
-            clean=clean,
-            complete=keeper is not None and keeper.strategy.replicated,
+            clean=kept,
+            complete=boundary is not None and boundary.strategy.replicated,
             bad_step=resume.step if resume.tier == "storage" and copy is None else None,
-            save=keeper.snapshot if keeper is not None and clean else None,
+            save=boundary.snapshot if boundary is not None and kept else None,
             shut=self._groups.shut if self._groups is not None else lambda: None,
         )
 
@@ -474,16 +400,22 @@ class Session:
         """All ranks save at the same steps or none does, whatever each node was told."""
         given = self._assignment
         every = groups.greatest(given.checkpoint_every if given.rank == 0 else 0)
-        self._assignment = replace(given, checkpoint_every=every)
+        wished = -1 if given.snapshot_every is None else given.snapshot_every
+        snapshots = groups.greatest(wished if given.rank == 0 else -1)
+        self._assignment = replace(
+            given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
+        )
+        self._link.assignment = self._assignment
         self._saving = not groups.greatest(int(given.checkpoint_dir is None))
         if given.checkpoint_dir is not None and not self._saving:
             print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
 
     def _end(self) -> None:
         """After the training function: save what is not saved, and wait until all ranks have."""
-        if self._keeper is not None and self._keeper.copy is not None:
+        if self._at is not None and self._at.copy is not None:
             self._settle()
-            self._write_checkpoint(self._keeper, final=True)
+            with self.busy("writing the last checkpoint"):
+                self._at.captures.finish(self._at.copy)
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))
         self._link.check()

@@ -5,8 +5,8 @@ Rules of the end of a generation, whatever its cause:
      peers notice at once; then say `Failed`, and whose fault it is. A boundary with a raised flag
      needs neither.
  S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
- S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say `Held`;
-     if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
+ S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
+     `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
  S4  Exit at once; nothing of the script runs any more.
 """
 
@@ -30,14 +30,16 @@ from elasticzero.channel import (
     Abort,
     Assignment,
     Attached,
+    Captured,
     Channel,
     ChannelClosed,
     Failed,
-    Held,
+    Kept,
     Message,
     Request,
     Resume,
     Save,
+    Saved,
     Stopping,
 )
 from elasticzero.collectives import Groups, Place, connect, device_of
@@ -77,6 +79,12 @@ class AgentLink:
         self.assignment = assignment
         self.flags = 0
         self.aborted: str | None = None
+        self.kept = self.unkept = -1
+        """Newest step whose snapshot this node holds, or could not."""
+        self.saved = self.unsaved = -1
+        """Newest step whose save is over on this node, and over without a checkpoint."""
+        self.save_error: str | None = None
+        """Why the newest of those without a checkpoint has none."""
         self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._channel = channel
         self._shut: Callable[[], None] = lambda: None
@@ -136,6 +144,14 @@ class AgentLink:
                     self._shut()
                 case Save():
                     self.saves.put(message)
+                case Kept(step=step, error=None):
+                    self.kept = step
+                case Kept(step=step):
+                    self.unkept = step
+                case Saved(step=step, error=error):
+                    if error is not None:
+                        self.unsaved, self.save_error = step, error
+                    self.saved = step
                 case _:
                     pass
 
@@ -241,7 +257,7 @@ class Standing:
     """This worker alone holds the whole state."""
     bad_step: int | None = None
     """The checkpoint it was to go on from, on storage."""
-    save: Callable[[], Held] | None = None
+    save: Callable[[], Captured] | None = None
     """Writes the snapshot."""
     shut: Callable[[], None] = lambda: None
     """Breaks the group's connections."""

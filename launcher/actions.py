@@ -54,6 +54,16 @@ class WriteDone:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveHeld:
+    """Make a checkpoint of a snapshot whose workers are gone: write these ranks' shards."""
+
+    generation: int
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     code: ExitCode
 
@@ -67,6 +77,7 @@ Action = (
     | PutReport
     | WriteWorld
     | WriteDone
+    | SaveHeld
     | Leave
 )
 

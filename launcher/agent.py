@@ -13,12 +13,22 @@ import shutil
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elasticzero.channel import Assignment, ChannelClosed
-from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.channel import (
+    Assignment,
+    Captured,
+    ChannelClosed,
+    GiveUp,
+    Kept,
+    Message,
+    Saved,
+)
+from elasticzero.checkpoint.manifest import Manifest
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.storage import Directory
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.launcher.actions import (
     Action,
@@ -28,6 +38,7 @@ from elasticzero.launcher.actions import (
     Leave,
     PutReport,
     RaiseAlarm,
+    SaveHeld,
     Start,
     StopWorkers,
     WriteDone,
@@ -47,6 +58,7 @@ from elasticzero.launcher.observe import (
     members_of,
     reports_of,
 )
+from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
 from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, View, Workers
@@ -54,6 +66,7 @@ from elasticzero.launcher.workers import Gang
 from elasticzero.launcher.world import (
     Done,
     World,
+    charge,
     check_invariants,
     to_bytes,
 )
@@ -90,6 +103,8 @@ class AgentOptions:
     """In shared memory; this agent's own."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
+    snapshot_every: int | None = None
+    """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
     tee: str = "none"
     """Which workers' output is repeated on the terminal: none, first or all of the node."""
 
@@ -114,6 +129,8 @@ class Agent:
         self._lookout = Lookout(
             store, self._observer, membership, self.snapshots, options.checkpoint_dir
         )
+        self.saver = Saver(self.snapshots, options.checkpoint_dir, self._tidy, self.wake)
+        self._saved_held: tuple[int, int] | None = None
         self._leaving = False
         self._backoff_until_s = 0.0
         self.view: View | None = None
@@ -171,7 +188,10 @@ class Agent:
         self._hear(now_s)
         self._leaving |= self.options.node in self._observer.control().drain
         workers = self._gang.view(now_s) if self._gang is not None else Workers()
-        return self._lookout.view(workers, self._leaving, now_s, self.options.limits)
+        if not workers.running:
+            workers = replace(workers, sealing=self.saver.unsealed())
+        view = self._lookout.view(workers, self._leaving, now_s, self.options.limits)
+        return replace(view, saving=self.saver.saving, saved_held=self._saved_held)
 
     def _keep_registered(self, now_s: float) -> None:
         world, revision = self._observer.world()
@@ -195,8 +215,31 @@ class Agent:
         if self._gang is not None:
             heard = self._gang.hear(now_s, ended)
             self.telling.heard(self._gang, heard, now_s)
-            self._lookout.heard(message for _, message in heard)
+            for _, message in heard:
+                match message:
+                    case Captured():
+                        self.saver.captured(message)
+                    case GiveUp(step=step):
+                        self.saver.give_up(step)
+                    case _:
+                        pass
             self._gang.end_the_deaf(now_s)
+        self._hear_saver()
+
+    def _hear_saver(self) -> None:
+        """Pass on to the workers what became of their captures."""
+        for news in self.saver.news():
+            match news:
+                case Kept():
+                    message: Message = news
+                    self.telling.kept(news)
+                case SaveOver():
+                    message = Saved(step=news.step, error=news.error)
+                    self.telling.saved(news)
+                    if news.committed:
+                        self._lookout.saved(news.step)
+            if self._gang is not None:
+                self._gang.tell(message)
 
     def _replace_server(self) -> None:
         """The fork server died, and its workers with it."""
@@ -242,6 +285,9 @@ class Agent:
                 self._look_again_and_write(now_s)
             case WriteDone(done):
                 self._write_done(view, done)
+            case SaveHeld(generation, step, world_size, ranks):
+                self._saved_held = (generation, step)
+                self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
             case Leave(code):
                 self.telling.leaves(decision.reason)
                 self.exit_code = code
@@ -309,11 +355,13 @@ class Agent:
                 snapshot_root=str(options.snapshot_dir),
                 checkpoint_dir=options.checkpoint_dir,
                 checkpoint_every=options.checkpoint_every,
-                bad_steps=tuple(sorted(self._lookout.bad_steps)),
+                snapshot_every=options.snapshot_every,
+                bad_steps=world.bad_steps,
                 connect_timeout_s=connect_s,
             )
             for local_rank in range(member.nproc)
         ]
+        self.saver.begin(_post(world, index))
         gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
         self._gang = gang
         self.telling.starting(world, index, now_s)
@@ -340,6 +388,10 @@ class Agent:
         self.telling.retired(gang)
         self._gang = None
 
+    def _tidy(self, directory: Directory, committed: Manifest) -> list[str]:
+        """After a commit; what is to be said of it."""
+        return []
+
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""
         return self.telling.status(self.view, self._leaving)
@@ -355,7 +407,23 @@ class Agent:
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_gang()
         self._server.close()
+        self.saver.close()
         self._membership.close()
         self.telling.close(self.exit_code)
         if self._owns_memory:
             shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)
+
+
+def _post(world: World, index: int) -> Post:
+    """This node's part in keeping and saving the state of a generation."""
+    other = charge(index, len(world.members))
+    return Post(
+        generation=world.generation,
+        token=world.token,
+        world_size=world.world_size,
+        ranks=world.ranks(index),
+        charge=None
+        if other is None
+        else Charge(address=world.members[other].address, ranks=world.ranks(other)),
+        bad_steps=frozenset(world.bad_steps),
+    )

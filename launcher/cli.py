@@ -70,6 +70,13 @@ RUN_OPTIONS = (
         metavar="N",
     ),
     Option(
+        ("--snapshot-every",),
+        "steps between snapshots in the nodes' memory; 0: none; auto: as often as 1 % of the time "
+        "allows",
+        "auto",
+        metavar="N",
+    ),
+    Option(
         ("--max-restarts",),
         "failures in a row without progress before giving up",
         3,
@@ -284,6 +291,15 @@ def check_name(text: str, what: str) -> str:
     return text
 
 
+def _snapshot_every(text: str) -> int | None:
+    """Steps, or None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
+    return int(text)
+
+
 def _run(args: argparse.Namespace) -> int:
     from elasticzero.checkpoint.commit import check_writable
     from elasticzero.checkpoint.storage import open_directory
@@ -346,6 +362,7 @@ def _run(args: argparse.Namespace) -> int:
         snapshot_dir=runner.snapshot_directory(job, node),
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
+        snapshot_every=_snapshot_every(args.snapshot_every),
         tee="all" if args.tee or not args.log_dir else "none",
     )
     endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []

@@ -12,7 +12,9 @@ Rules of every agent, the first that applies:
      whom `world` names has been registered for a TTL.
  A4  a worker failed: raise the alarm.
  A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill.
- A6  the round is open and all workers have stopped: report `stopped` with what memory holds.
+ A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
+     what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
+     it holds of it, and stay until that is done.
  A7  all workers finished: report `finished`.
  A8  leaving, or the leader of a world that shall change, with workers training: ask them to stop
      at a boundary; workers that cannot be asked are stopped by the alarm.
@@ -44,9 +46,19 @@ from elasticzero.launcher.actions import (
     RaiseAlarm,
     Start,
     StopWorkers,
+    WriteDone,
+    WriteWorld,
     wait,
 )
-from elasticzero.launcher.lead import ask, conclude, first_world, is_leader, lead, take_over
+from elasticzero.launcher.lead import (
+    ask,
+    conclude,
+    first_world,
+    is_leader,
+    lead,
+    save_held,
+    take_over,
+)
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
 
@@ -149,16 +161,18 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
     if view.alarm is None and now_s - opened_s >= limits.alive_s:
         alarm = Alarm(node=view.me.node, kind="silence", reason="not every node has answered")
         return Decision((RaiseAlarm(alarm),), "asking who is alive")
-    if workers.running:
+    if workers.running or workers.sealing:
         return _stopping(view, now_s, limits)
     stopped = _report(view, "stopped", "stopped, and said what memory holds")
     if stopped.actions:
         return stopped
+    decision = wait("stopped; waiting for the next generation")
     if view.leaving and _nobody_goes_on(view, world, now_s, limits):
-        return Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
-    if is_leader(view) and view.members is not None:
-        return conclude(view, world, now_s, limits)
-    return wait("stopped; waiting for the next generation")
+        decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
+    elif is_leader(view) and view.members is not None:
+        decision = conclude(view, world, now_s, limits)
+    going = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
+    return decision if going else save_held(view, world, now_s, limits) or decision
 
 
 def _stopping(view: View, now_s: float, limits: Limits) -> Decision:

@@ -15,6 +15,7 @@ from elasticzero.launcher.actions import (
     Decision,
     Leave,
     RaiseAlarm,
+    SaveHeld,
     WriteDone,
     WriteWorld,
     wait,
@@ -34,6 +35,8 @@ from elasticzero.launcher.world import (
 
 NAMES_SHOWN = 8
 MOST_PAUSE_S = 10.0
+SAVE_AFTER_ALIVE = 2
+"""A round that lasts so many times the time to answer is one in which nobody goes on."""
 GONE_AT_ONCE = 100
 """So many registrations can end in the transaction that writes a world; others lapse."""
 
@@ -100,6 +103,7 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         resume=resume,
         reason=f"{len(members)} node{'s' * (len(members) > 1)} came together"
         + _passed_over(view, resume),
+        bad_steps=view.bad_steps,
     )
     return Decision((WriteWorld(first),), first.reason)
 
@@ -132,6 +136,7 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came"
         + _passed_over(view, resume),
         fruitless=world.fruitless,
+        bad_steps=view.bad_steps,
     )
     return Decision((WriteWorld(following),), following.reason)
 
@@ -235,8 +240,33 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         resume=resume,
         reason=reason,
         fruitless=fruitless,
+        bad_steps=view.bad_steps,
     )
     return Decision((WriteWorld(following, _gone(view, world, members)),), reason)
+
+
+def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
+    """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
+    round lasts because nobody can go on; None: nothing.
+
+    Of several that hold a shard the first in the world's order writes it.
+    """
+    if not view.can_save or now_s - (view.round_s or now_s) < SAVE_AFTER_ALIVE * limits.alive_s:
+        return None
+    reports = {n: r for n, r in _answers(view).items() if r.phase == "stopped"}
+    resume = choose_resume(world, reports, view.storage_step)
+    if resume.tier != "ram" or not resume.step:
+        return None
+    order = {member.node: index for index, member in enumerate(world.members)}
+    writers: dict[int, str] = {}
+    for source in sorted(resume.sources, key=lambda source: order[source.node]):
+        writers.setdefault(source.rank, source.node)
+    mine = tuple(rank for rank, node in writers.items() if node == view.me.node)
+    reason = f"nobody can go on: saving step {resume.step} from memory"
+    if view.saved_held == (resume.generation, resume.step) or not mine:
+        return wait(reason) if view.saving else None
+    action = SaveHeld(resume.generation, resume.step, len(writers), mine)
+    return Decision((action,), reason)
 
 
 def _refused(view: View, resume: Resume, limits: Limits) -> Decision | None:

@@ -193,6 +193,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "strategy",
         "checkpoint_dir",
         "checkpoint_every",
+        "snapshot_every",
         "max_restarts",
     ):
         value = getattr(args, name)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from elasticzero.channel import CheckpointWritten
 from elasticzero.checkpoint.commit import fault, steps
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
@@ -79,11 +78,10 @@ class Lookout:
         """This agent's report of a generation was put."""
         self._my_reports = {generation: report}
 
-    def heard(self, messages: Iterable[object]) -> None:
-        """What workers said: a checkpoint that is written anew is damaged no more."""
-        for message in messages:
-            if isinstance(message, CheckpointWritten) and message.committed:
-                self.bad_steps.discard(message.step)
+    def saved(self, step: int) -> None:
+        """A checkpoint was written: it is damaged no more, and may be the newest."""
+        self.bad_steps.discard(step)
+        self._storage_looked_s = 0.0
 
     def view(self, workers: Workers, leaving: bool, now_s: float, limits: Limits) -> View:
         """All that this agent sees now; also follows what its role wants it to see next."""
@@ -93,6 +91,7 @@ class Lookout:
         index = world.find(me.node, me.incarnation) if world is not None else None
         generation = world.generation if world is not None else 0
         mine = workers.generation == generation
+        stopped = not workers.running and not workers.sealing
         alarm = observer.alarm(generation)
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
         outside = world is not None and index is None
@@ -119,14 +118,16 @@ class Lookout:
             done=observer.done(),
             leaving=leaving,
             workers=workers,
-            holdings=self._holdings(generation) if opened and not workers.running else (),
+            holdings=self._holdings(generation) if opened and stopped else (),
             missing_since_s=self._missing.update(missing, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
                 well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
                 confirmed_s=self._membership.confirmed_s,
             ),
-            token=secrets.token_hex(8),
+            can_save=self._checkpoint_dir is not None,
+            bad_steps=tuple(sorted(self.bad_steps)),
+            token=f"g{generation + 1:06d}-{secrets.token_hex(8)}",
         )
         leads = is_leader(view) or (outside and self._oldest)
         if leads and (world is None or opened or outside):

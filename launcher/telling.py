@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from elasticzero.channel import (
     Attached,
-    CheckpointWritten,
+    Captured,
     Failed,
-    Held,
+    Kept,
     Logged,
+    Paced,
     Restored,
     Stepped,
     Stopping,
@@ -21,6 +22,7 @@ from elasticzero.channel import (
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.events import EventLog
+from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import View, Workers
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
 from elasticzero.launcher.world import Done, World
@@ -58,7 +60,12 @@ class Telling:
         self._world: World | None = None
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
-        self._last: dict[str, Any] = {"step": 0, "loss": None, "checkpoint_step": None}
+        self._last: dict[str, Any] = {
+            "step": 0,
+            "loss": None,
+            "checkpoint_step": None,
+            "snapshot_step": None,
+        }
         self._waiting_since_s: float | None = None
         self._said_trouble_s = 0.0
         self._done: Done | None = None
@@ -196,21 +203,14 @@ class Telling:
                         self._metrics.loss.labels(str(local)).set(message.scalars["loss"])
                         self._last["loss"] = message.scalars["loss"]
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
-                case CheckpointWritten():
-                    self._metrics.observe_checkpoint(
-                        step=message.step,
-                        seconds=message.seconds,
-                        written_bytes=message.bytes,
-                        committed=message.committed,
-                    )
-                    if message.committed:
-                        self._last["checkpoint_step"] = message.step
-                        self._say_checkpoint(message)
-                        self.note("checkpoint", **_plain(message))
-                case Stopping() | Held():
-                    self.note(
-                        type(message).__name__.lower(), **_plain(message) | {"rank": worker.rank}
-                    )
+                case Captured():
+                    self._metrics.observe_capture(message.seconds, message.bytes)
+                    self.note("captured", **_plain(message))
+                case Paced():
+                    self._say_pace(message)
+                    self.note("paced", **_plain(message))
+                case Stopping():
+                    self.note("stopping", **_plain(message) | {"rank": worker.rank})
                 case Failed():
                     self.note("failed", rank=worker.rank, **_plain(message))
                 case Ended(code):
@@ -219,10 +219,40 @@ class Telling:
                     self._metrics.workers_running.set(running)
         self._tee(gang, last=False)
 
-    def _say_checkpoint(self, message: CheckpointWritten) -> None:
+    def kept(self, news: Kept) -> None:
+        """This node holds its part of a snapshot, or could not."""
+        self.note("kept", **_plain(news))
+        if news.error is None:
+            self._last["snapshot_step"] = news.step
+            self._metrics.snapshot_step.set(news.step)
+        else:
+            say(self._options.node, f"the snapshot of step {news.step} is not kept: {news.error}")
+
+    def saved(self, over: SaveOver) -> None:
+        """A save has ended here."""
+        self.note("saved", **_plain(over))
+        for text in over.notes:
+            say(self._options.node, text)
+        if over.error is not None:
+            text = f"the checkpoint of step {over.step} was not saved: {over.error}"
+            say(self._options.node, text)
+            return
+        self._last["checkpoint_step"] = over.step
+        self._metrics.observe_checkpoint(
+            step=over.step,
+            seconds=over.seconds,
+            written_bytes=over.bytes,
+        )
+        if over.committed:
+            text = f"checkpoint of step {over.step} written in {over.seconds:.2f} s"
+            say(self._options.node, text)
+            self.note("checkpoint", **_plain(over))
+
+    def _say_pace(self, message: Paced) -> None:
         say(
             self._options.node,
-            f"checkpoint of step {message.step} written in {message.seconds:.2f} s",
+            f"snapshots every {message.every} step{'s' * (message.every > 1)}: one takes "
+            f"{message.stall_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
         )
 
     def _recovery(self, phase: str, seconds: float) -> None:

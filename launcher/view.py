@@ -73,6 +73,8 @@ class Workers:
     aborted_s: float | None = None
     """When they were told to stop where they are."""
     killed: bool = False
+    sealing: bool = False
+    """A shard of theirs in memory is not sealed yet."""
     stepped_s: float = 0.0
     """When the last step was finished; 0 if none was."""
     step: int = 0
@@ -115,6 +117,14 @@ class View:
     leaving: bool = False
     workers: Workers = Workers()
     holdings: tuple[Holding, ...] = ()
+    saving: bool = False
+    """A save of this node is not over."""
+    saved_held: tuple[int, int] | None = None
+    """Generation and step of the snapshot that this node was last told to save from memory."""
+    can_save: bool = False
+    """There is a checkpoint directory."""
+    bad_steps: tuple[int, ...] = ()
+    """Checkpoints found damaged."""
     storage_step: int | None = None
     damage: Damage | None = None
     """Of the newest committed checkpoint."""

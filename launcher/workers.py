@@ -140,6 +140,10 @@ class Gang:
             failure=self.failure,
         )
 
+    def tell(self, message: Message) -> None:
+        """Pass a message on to every worker."""
+        self._send_all(message)
+
     def ask(self, flags: int) -> None:
         """Have the workers raise `flags` in the control word."""
         self._view = replace(self._view, asked=self._view.asked | flags)

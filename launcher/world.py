@@ -57,6 +57,8 @@ class World:
     """One sentence: why this world was made."""
     fruitless: int = 0
     """Failures in a row that did not get past the step they started from."""
+    bad_steps: tuple[int, ...] = ()
+    """Checkpoints found damaged: a save of such a step replaces what stands there."""
 
     def names(self, member: Member) -> bool:
         """Whether this very registration has a place here."""
@@ -76,6 +78,11 @@ class World:
     def first_rank(self, index: int) -> int:
         """Rank of the first worker of the member at `index`."""
         return sum(member.nproc for member in self.members[:index])
+
+    def ranks(self, index: int) -> tuple[int, ...]:
+        """Ranks of the workers of the member at `index`."""
+        first = self.first_rank(index)
+        return tuple(range(first, first + self.members[index].nproc))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +179,23 @@ def world_from_bytes(data: bytes) -> World:
         for rank, node, address in value["resume"]["sources"]
     ]
     return decode(World, value, "world")
+
+
+def buddy(index: int, count: int) -> int | None:
+    """Index of the member that keeps replicas of what the member at `index` holds, of `count`.
+
+    Members keep each other's in pairs; of an odd number the last three do so in a ring, and one
+    alone has nobody. So two lost nodes lose a shard only if they are a pair, or in the ring.
+    """
+    if count < 2:
+        return None
+    ring = count - 3 if count % 2 else count
+    return index ^ 1 if index < ring else ring + (index - ring + 1) % 3
+
+
+def charge(index: int, count: int) -> int | None:
+    """Index of the member whose replicas the member at `index` keeps."""
+    return next((other for other in range(count) if buddy(other, count) == index), None)
 
 
 def choose_resume(

@@ -18,9 +18,9 @@ from elasticzero.channel import (
     FLAG_GROW,
     FLAG_LEAVE,
     Abort,
+    Captured,
     Failed,
     Finished,
-    Held,
     Request,
     Restored,
     Resume,
@@ -78,7 +78,7 @@ def test_a_drain_hands_over_in_memory_without_losing_a_step(
     assert {stop.complete for stop in stops} == {strategy == "ddp"}
     assert stops[0].reason == "a node leaves"
     if strategy != "ddp":
-        assert {(w.last(Held).rank, w.last(Held).world_size) for w in first.workers} == {
+        assert {(w.last(Captured).rank, w.last(Captured).world_size) for w in first.workers} == {
             (0, 3), (1, 3), (2, 3)
         }  # fmt: skip
     resume = first.resume()
@@ -112,7 +112,7 @@ def test_half_precision_keeps_its_masters_over_a_drain(
     first.until(first.reached(4))
     first.workers[0].channel.send(Request(flags=FLAG_LEAVE))
     first.until(first.ended)
-    assert all(w.all(Held) for w in first.workers), first.logs()
+    assert all(w.all(Captured) for w in first.workers), first.logs()
     directory = tmp_path / "checkpoints"
     second = start(
         pool, tmp_path, 2, told, generation=2, resume=first.resume(), checkpoint_dir=str(directory)

@@ -16,9 +16,8 @@ from elasticzero.channel import (
     FLAG_STOP,
     Abort,
     Attached,
-    CheckpointWritten,
+    Captured,
     Failed,
-    Held,
     Logged,
     Request,
     Resume,
@@ -28,6 +27,7 @@ from elasticzero.channel import (
 from elasticzero.checkpoint import commit, verify
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.storage import open_directory
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
 from tests.integration.training_harness import Pool
@@ -94,7 +94,7 @@ def test_an_abort_while_connecting_is_obeyed_at_once(pool: Pool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_stop_leaves_a_checkpoint_and_the_snapshots(
+def test_snapshots_become_a_checkpoint_though_their_workers_are_gone(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -105,9 +105,11 @@ def test_a_stop_leaves_a_checkpoint_and_the_snapshots(
     running.until(running.ended)
     assert [w.exit_code for w in running.workers] == [0, 0], running.logs()
     step = running.workers[0].last(Stopping).step
+    assert running.resume().step == step
+    assert not directory.exists()
+    running.save_held()
     assert steps_in(directory) == [step_directory(step)]
     assert not list(verify.faults(DiskStorage(directory / step_directory(step))))
-    assert running.resume().step == step
     assert_close(directory, plain(step, weighted=False))
 
 
@@ -130,7 +132,7 @@ def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path
     given["bad_steps"] = (10,)
     third = start(pool, tmp_path, 2, told, generation=3, resume=resume, **given)
     assert third.finish() == 10
-    assert third.workers[0].last(CheckpointWritten).committed
+    assert 10 in {over.step for over in third.overs if over.committed}
     assert not list(verify.faults(newest))
     assert not [name for name in newest.names() if shard.name in name]
     assert_close(directory, plain(10, weighted=False))
@@ -145,10 +147,11 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
     running = start(pool, tmp_path, 2, told, **given)
     assert running.finish() == 10
     assert steps_in(directory) == [step_directory(8), step_directory(10)]
-    assert [m.step for m in running.workers[0].all(CheckpointWritten)] == [8, 10]
+    assert [over.step for over in running.overs if over.committed] == [8, 10]
     log = running.workers[1].log.read_text()
-    assert log.startswith("the checkpoint of step 4 was not saved: cannot write rank-00001-of-")
-    assert log.count("\n") == 1, log
+    first, second = log.splitlines()
+    assert first.startswith("no snapshot of step 4: "), log
+    assert second.startswith("the checkpoint of step 4 was not saved: cannot write rank-00001-of-")
     assert running.workers[0].log.read_text() == ""
 
 
@@ -157,20 +160,21 @@ def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> No
     told = {"strategy": "zero2", "steps": 10, "full": [1, 9, 99]}
     given = {"checkpoint_dir": str(directory), "checkpoint_every": 8}
     running = start(pool, tmp_path, 2, told, **given)
+    running.until(lambda: bool(running.workers[1].all(Failed)))
+    running.workers[0].channel.send(Abort(reason="rank 1 failed"))
     running.until(running.ended)
     assert [w.exit_code for w in running.workers] == [75, 1], running.logs()
-    assert steps_in(directory) == [step_directory(8)]
-    assert running.workers[0].last(Failed).blame == "peer"
+    assert commit.newest_good(open_directory(directory)) == 8
     failed, *more = running.workers[1].all(Failed)
     assert (failed.blame, failed.final, failed.traceback) == ("environment", False, "")
-    assert failed.message.startswith("cannot write rank-00001-of-00002-")
+    assert failed.message.startswith("the last checkpoint, of step 10, was not saved: cannot write")
     assert "File too large" in failed.message
     # Shared memory is full too in this test.
-    assert not running.workers[1].all(Held)
-    assert [m.message[:49] for m in more] == ["the state of step 10 could not be kept in memory:"]
+    assert 10 not in [captured.step for captured in running.workers[1].all(Captured)]
+    assert not more
     lines = running.workers[1].log.read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "the checkpoint of step 10 was not saved", "error", "error"
+        "no snapshot of step 10", "the checkpoint of step 10 was not saved", "error"
     ]  # fmt: skip
 
 
@@ -185,7 +189,9 @@ def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
     assert [w.exit_code for w in running.workers] == [1, 0], running.logs()
     assert running.workers[0].last(Failed).blame == "environment"
     log = running.workers[0].log.read_text()
-    assert log.startswith("error: the state of step ") and log.count("\n") == 1, log
+    first, second = log.splitlines()
+    assert first.startswith("no snapshots, and training waits for saves: "), log
+    assert second.startswith("error: the state of step "), log
 
 
 def test_nodes_that_were_told_different_things_about_checkpoints_agree(

@@ -16,19 +16,24 @@ from typing import Any, TypeVar
 
 from elasticzero.channel import (
     Assignment,
+    Captured,
     Channel,
     ChannelClosed,
     Failed,
     Finished,
-    Held,
+    GiveUp,
+    Kept,
     Message,
     Resume,
     Save,
+    Saved,
     Source,
     Stepped,
     Stopping,
 )
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.saver import Post, SaveOver, Saver
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
 M = TypeVar("M")
@@ -76,8 +81,7 @@ class Pool:
     ) -> None:
         self._server.close()
         for running in self._worlds:
-            for worker in running.workers:
-                worker.channel.close()
+            running.close()
 
     def ended(self) -> dict[int, int]:
         """Exit codes by process id, of all worlds so far."""
@@ -107,7 +111,7 @@ class Pool:
             environment=environment,
             directory=str(self.folder),
         )
-        workers = []
+        workers, assignments = [], []
         for rank in range(world_size):
             assignment = Assignment(
                 job="test",
@@ -115,7 +119,7 @@ class Pool:
                 generation=given.get("generation", self._started),
                 token=token,
                 rank=rank,
-                local_rank=0,
+                local_rank=rank,
                 world_size=of,
                 local_world_size=1,
                 group_rank=rank,
@@ -129,8 +133,9 @@ class Pool:
             assignment = replace(assignment, **given)
             assignment = odd.get(rank, lambda same: same)(assignment)
             workers.append(self._start(assignment, launch, store))
+            assignments.append(assignment)
         store.close()
-        self._worlds.append(Running(self, workers))
+        self._worlds.append(Running(self, workers, assignments))
         return self._worlds[-1]
 
     def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
@@ -149,10 +154,23 @@ class Pool:
 class Running:
     """One generation."""
 
-    def __init__(self, pool: Pool, workers: list[Worker]) -> None:
+    def __init__(self, pool: Pool, workers: list[Worker], assignments: list[Assignment]) -> None:
         self.pool = pool
         self.workers = workers
+        self.overs: list[SaveOver] = []
+        """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
+        self._savers: dict[str, Saver] = {}
+        for given in assignments:
+            if given.node not in self._savers:
+                ranks = tuple(a.rank for a in assignments if a.node == given.node)
+                self._savers[given.node] = _saver(given, ranks)
+
+    def close(self) -> None:
+        for saver in self._savers.values():
+            saver.close()
+        for worker in self.workers:
+            worker.channel.close()
 
     def until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Hear the workers, and answer `Stopping`, until `done()`."""
@@ -161,7 +179,7 @@ class Running:
             if time.monotonic() > deadline_s:
                 raise AssertionError("too late:\n" + self.logs())
             alive = [w.channel for w in self.workers if w.exit_code is None]
-            select.select([self.pool, *alive], [], [], 0.5)
+            select.select([self.pool, *alive], [], [], 0.02)
             self._hear()
 
     def _hear(self) -> None:
@@ -169,14 +187,33 @@ class Running:
         for worker in [w for w in self.workers if w.exit_code is None]:
             for message in _receive(worker.channel):
                 worker.heard.append(message)
+                if isinstance(message, Captured):
+                    self._savers[worker.node].captured(message)
+                if isinstance(message, GiveUp):
+                    self._savers[worker.node].give_up(message.step)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(Save(wanted=self._wanted(worker, message)))
             if worker.pid in ended:
-                worker.heard += _receive(worker.channel)
+                last = _receive(worker.channel)
+                worker.heard += last
+                for message in last:
+                    if isinstance(message, Captured):
+                        self._savers[worker.node].captured(message)
                 worker.channel.close()
                 worker.exit_code = ended[worker.pid]
                 worker.ended_s = time.monotonic()
+
+        for node, saver in self._savers.items():
+            for news in saver.news():
+                said: Message = (
+                    news if isinstance(news, Kept) else Saved(step=news.step, error=news.error)
+                )
+                self.overs += [news] if isinstance(news, SaveOver) else []
+                for worker in self.workers:
+                    if worker.node == node and worker.exit_code is None:
+                        with suppress(ChannelClosed):
+                            worker.channel.send(said)
 
     def _wanted(self, worker: Worker, stopping: Stopping) -> bool:
         """One complete snapshot a node is enough."""
@@ -204,7 +241,8 @@ class Running:
 
     def resume(self) -> Resume:
         """What the next generation is to go on from: the newest snapshot that is held whole."""
-        held = [(w, h) for w in self.workers for h in w.all(Held)]
+        self.until(lambda: not any(saver.unsealed() for saver in self._savers.values()))
+        held = [(w, w.last(Captured)) for w in self.workers if w.all(Captured)]
         assert held, self.logs()
         step = max(h.step for _, h in held)
         sources = tuple(
@@ -214,6 +252,18 @@ class Running:
         )
         return Resume(tier="ram", step=step, generation=held[0][1].generation, sources=sources)
 
+    def save_held(self) -> None:
+        """Have the nodes save what `resume` names, each rank's shard by the first that has it."""
+        resume = self.resume()
+        holders: dict[int, str] = {}
+        for source in resume.sources:
+            holders.setdefault(source.rank, source.node)
+        for node in set(holders.values()):
+            ranks = [rank for rank, holder in holders.items() if holder == node]
+            of = (resume.generation, resume.step)
+            self._savers[node].save_held(ShardName(*of, rank, len(holders)) for rank in ranks)
+        self.until(lambda: not any(saver.saving for saver in self._savers.values()))
+
     def logs(self) -> str:
         parts = []
         for worker in self.workers:
@@ -221,6 +271,24 @@ class Running:
             parts.append(f"rank {worker.rank} exit {worker.exit_code} said {said}")
             parts.append(worker.log.read_text()[-3000:])
         return "\n".join(parts)
+
+
+def _saver(given: Assignment, ranks: tuple[int, ...]) -> Saver:
+    saver = Saver(
+        SnapshotStore(Path(given.snapshot_root)),
+        given.checkpoint_dir,
+        lambda directory, committed: [],
+        lambda: None,
+    )
+    post = Post(
+        generation=given.generation,
+        token=given.token,
+        world_size=given.world_size,
+        ranks=ranks,
+        bad_steps=frozenset(given.bad_steps),
+    )
+    saver.begin(post)
+    return saver
 
 
 def _receive(channel: Channel) -> list[Message]:

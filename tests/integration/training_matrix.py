@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero import saving
+from elasticzero import restoring, saving
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
@@ -97,7 +97,7 @@ def check(source: Path, name: str, rank: int, world_size: int, dtype: torch.dtyp
     """Load into a model with other weights; returns the number of elements compared."""
     strategy, small = build(name, (rank, world_size), dtype, seed=100 + rank)
     stored = open_step(DiskStorage(source / step_directory(STEPS)))
-    position = saving.load(stored, strategy, small, rank)
+    position = restoring.load(stored, strategy, small, rank)
     assert (position.epoch, position.offset) == (1, 2)
     author = saving.Author(
         rank=rank, world_size=world_size, generation=2, token="again", strategy=name

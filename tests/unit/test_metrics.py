@@ -22,7 +22,8 @@ def observed() -> Metrics:
         metrics.loss.labels(str(local_rank)).set(1.5)
     metrics.restarts.labels("failure").inc()
     metrics.recovery_seconds.labels("connect").observe(0.2)
-    metrics.observe_checkpoint(step=6, seconds=0.5, written_bytes=1024, committed=True)
+    metrics.observe_capture(0.02, 2048)
+    metrics.observe_checkpoint(step=6, seconds=0.5, written_bytes=1024)
     metrics.observe_etcd("read", 0.002, None)
     metrics.observe_etcd("write", 2.0, "unavailable")
     return metrics

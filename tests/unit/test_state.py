@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero import saving
+from elasticzero import restoring, saving
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
@@ -177,7 +177,7 @@ def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
         assert not torch.equal(master, parameter.float()) or not master.any()
     for other in ("ddp", "zero1", "zero2"):
         again, small_again = build(other, dtype=torch.bfloat16)
-        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
         share = again.share()
         same = [n for n in whole if n.startswith("model/") and n != "model/mean"]
         if (other == "ddp") == (name == "ddp"):
@@ -232,7 +232,7 @@ def test_usual_optimizers_change_strategy(
     train(strategy)
     step = save(tmp_path, strategy, small, first)
     again, small_again = build(second, factory)
-    saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+    restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
     train(strategy)
     train(again)
     a, b = strategy.share(), again.share()
@@ -250,7 +250,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
     for name in ("ddp", "zero1"):
         again, small_again = build(name, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
         with pytest.raises(CheckpointMismatch, match="written with another optimizer"):
-            saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+            restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
 
 
 def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
     step = save(tmp_path, strategy, small, "ddp")
     again, small_again = build("ddp")
     with pytest.raises(CheckpointMismatch, match="has state for 'scheduler'"):
-        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
     small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizer, 1))
     small_again.track("average", nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatch, match="has no state for 'average'"):
-        saving.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)

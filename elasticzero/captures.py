@@ -1,0 +1,300 @@
+"""A worker's captures of its state: when they are taken, and what the ranks know of them.
+
+Training waits only while its state is copied into shared memory that the agent owns; all else is
+done there. When to capture is decided by `pacing`, from words that all ranks read alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from elasticzero.channel import Assignment, Captured, GiveUp, Paced
+from elasticzero.checkpoint.capture import SnapshotWriter
+from elasticzero.checkpoint.manifest import Manifest
+from elasticzero.checkpoint.shards import shard_header
+from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.pacing import PATIENCE_S, Due, Ledger, Word, interval
+from elasticzero.saving import Author, draft
+from elasticzero.state import BoundaryCopy, Share
+from elasticzero.worker import AgentLink, run_interruptibly
+
+COMMIT_WAIT_S = 60.0
+"""Where memory was short and rank 0 wrote to storage itself: how long it waits for the others."""
+_POLL_S = 0.002
+_MEASURED_STEPS = 20
+
+
+class Captures:
+    """Snapshots and checkpoints of one generation on one rank."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        strategy: str,
+        share: Callable[[], Share],
+        *,
+        replicated: bool,
+        saving: bool,
+    ) -> None:
+        """replicated: each rank alone holds the whole state. saving: checkpoints are written."""
+        self._link = link
+        self._assignment = a = link.assignment
+        self._strategy = strategy
+        self._share = share
+        self._replicated = replicated
+        self._saving = saving and a.checkpoint_dir is not None
+        self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank)
+        self._snapshots = (
+            not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
+        )
+        self._ledger = Ledger(start=0)
+        self._reserving: threading.Thread | None = None
+        self._reserved = False
+        self._saved_step: int | None = None
+        """Newest step that was captured to be saved, or was read from storage."""
+        self._unkept = self._unsaved = self._given_up = -1
+        self._save_error = ""
+        self._agreed = False
+        self._stall_s = 0.0
+        self._steps_s: deque[float] = deque(maxlen=_MEASURED_STEPS)
+
+    def begin(self, copy: BoundaryCopy) -> None:
+        """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
+        a = self._assignment
+        self._ledger = Ledger(start=copy.step, every=a.snapshot_every or 0)
+        if a.resume.tier == "storage":
+            self._saved_step = copy.step
+        if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
+            self._reserve(copy)
+
+    def _reserve(self, copy: BoundaryCopy) -> None:
+        """Allocate and map memory for captures of this size, while training goes on."""
+        if not self._snapshots and not self._saving:
+            return
+        manifest, _ = draft(self._share(), copy, self._author(complete=False))
+        size = shard_header(manifest, self._assignment.rank)[1]
+
+        def reserve() -> None:
+            try:
+                self._writer.reserve(size)
+                self._reserved = True
+            except ElasticZeroError as error:
+                self._say(f"no snapshots, and training waits for saves: {one_line(error)}")
+
+        self._reserving = threading.Thread(target=reserve, name="elasticzero-reserve", daemon=True)
+        self._reserving.start()
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._steps_s.append(seconds)
+
+    def word(self, flags: int) -> Word:
+        """What this rank tells the others at this boundary."""
+        link, start = self._link, self._ledger.start
+        given = self._assignment
+        chooses = self._snapshots and given.rank == 0 and given.snapshot_every is None
+        return Word(
+            flags=flags,
+            ready=self._reserved,
+            kept=max(link.kept, start - 1),
+            saved=max(link.saved, self._unsaved, start - 1),
+            unkept=max(link.unkept, self._unkept),
+            unsaved=max(link.unsaved, self._unsaved),
+            every=self._wished_interval() if chooses else 0,
+        )
+
+    def _wished_interval(self) -> int:
+        """A new interval, where what was measured asks for one twice as long, or half; else 0."""
+        if not self._stall_s or not self._steps_s:
+            return 0
+        step_s = statistics.median(self._steps_s)
+        every, known = interval(self._stall_s, step_s), self._ledger.every
+        if known and known / 2 <= every <= known * 2:
+            return 0
+        return every
+
+    def heard(self, word: Word) -> None:
+        """All ranks have read this word."""
+        before, self._ledger = self._ledger, self._ledger.heard(word)
+        if before.every != self._ledger.every and self._assignment.rank == 0:
+            step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
+            paced = Paced(every=self._ledger.every, stall_s=self._stall_s, step_s=step_s)
+            self._link.send(paced)
+        if word.unsaved > max(self._given_up, self._link.unsaved, self._unsaved):
+            self._given_up = word.unsaved
+            self._link.send(GiveUp(step=word.unsaved))
+
+    def at_boundary(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
+        """Capture what is due. checkpoint: this boundary's state is to become one."""
+        if self._reserving is None and copy.step > self._ledger.start:
+            self._reserve(copy)
+        checkpoint = checkpoint and self._unsaved_state(copy)
+        due = self._ledger.due(copy.step, checkpoint=checkpoint, snapshots=self._snapshots)
+        if due == "wait":
+            due = self._after_the_save(copy.step)
+        if due != "nothing":
+            self._capture(copy, checkpoint=due == "checkpoint")
+
+    def finish(self, copy: BoundaryCopy) -> None:
+        """The end of training: its state becomes a checkpoint, and no save is left unfinished.
+
+        Raises `StorageError` if the last one cannot be saved.
+        """
+        self._await_save(None)
+        if self._unsaved_state(copy):
+            self._capture(copy, checkpoint=True)
+            self._await_save(None)
+        if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
+            why = self._link.save_error or self._save_error
+            raise StorageError(f"the last checkpoint, of step {copy.step}, was not saved: {why}")
+
+    def _unsaved_state(self, copy: BoundaryCopy) -> bool:
+        return self._saving and (self._saved_step is None or copy.step > self._saved_step)
+
+    def _after_the_save(self, step: int) -> Due:
+        """Wait for the save in flight, so long and no longer."""
+        began_s, before = time.monotonic(), self._ledger.saving
+        if self._await_save(PATIENCE_S):
+            waited_s = time.monotonic() - began_s
+            if waited_s >= 1.0 and self._assignment.rank == 0:
+                self._say(
+                    f"the checkpoint of step {step} waited {waited_s:.1f} s for step {before}"
+                )
+            return "checkpoint"
+        self._say(
+            f"no checkpoint of step {step}: that of step {before} is not done after "
+            f"{PATIENCE_S:g} s; storage is slower than --checkpoint-every asks of it"
+        )
+        self._failed(step, checkpoint=True)
+        return "nothing"
+
+    def _await_save(self, limit_s: float | None) -> bool:
+        """Wait until this node says that the save in flight is over; False after `limit_s`."""
+        saving = self._ledger.saving
+        began_s = time.monotonic()
+        while saving is not None and max(self._link.saved, self._unsaved) < saving:
+            if limit_s is not None and time.monotonic() - began_s >= limit_s:
+                return False
+            self._link.check()
+            time.sleep(_POLL_S)
+        return True
+
+    def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
+        author = self._author(complete=False)
+        if self._reserving is not None:
+            self._reserving.join()
+        began_s = time.monotonic()
+        manifest, pieces = draft(self._share(), copy, author)
+        direct = False
+        try:
+            size = self._writer.write(manifest, author.rank, pieces, self._kept_states())
+        except StorageError as error:
+            self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
+            if not checkpoint or not self._write_directly(manifest, pieces):
+                self._failed(copy.step, checkpoint=checkpoint)
+                return
+            direct, size = True, 0
+            self._unkept = copy.step
+        self._stall_s = time.monotonic() - began_s
+        self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
+        if checkpoint:
+            self._saved_step = copy.step
+        captured = self._captured(manifest, author, size)
+        self._link.send(replace(captured, checkpoint=checkpoint, direct=direct))
+
+    def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> bool:
+        """Without memory for a snapshot: write the shard to storage while training waits."""
+        a = self._assignment
+        assert a.checkpoint_dir is not None
+        directory = open_directory(a.checkpoint_dir)
+        terms = Terms(wait_s=COMMIT_WAIT_S, replacing=manifest.step in a.bad_steps)
+
+        def write() -> object:
+            return write_checkpoint(directory, manifest, a.rank, pieces, terms)
+
+        try:
+            run_interruptibly(write, self._link.check, "checkpoint")
+        except ElasticZeroError as error:
+            self._save_error = one_line(error)
+            self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
+            return False
+        return True
+
+    def _failed(self, step: int, *, checkpoint: bool) -> None:
+        """This rank could not do what all others do now; the next word says so."""
+        self._ledger = self._ledger.captured(step, checkpoint=checkpoint)
+        self._unkept = step
+        if checkpoint:
+            self._unsaved = self._saved_step = step
+
+    def agreed_to_stop(self) -> None:
+        """All ranks leave at this boundary, each with its state."""
+        self._agreed = True
+
+    def can_stop_with_state(self) -> bool:
+        """Whether memory is free for the state as it is now.
+
+        Where peers were lost a divided state is of little use: a snapshot in flight, which may be
+        whole elsewhere, does not give way to it.
+        """
+        return self._agreed or self._replicated or not self._ledger.copying
+
+    def at_stop(self, copy: BoundaryCopy) -> Captured:
+        """The stop protocol's snapshot: of all state where this rank has it."""
+        began_s = time.monotonic()
+        author = self._author(complete=self._replicated)
+        if self._reserving is not None:
+            self._reserving.join()
+        manifest, pieces = draft(self._share(), copy, author)
+        keep = self._kept_states()
+        if not self._agreed and self._ledger.taken is not None:
+            keep = {*keep, (author.generation, self._ledger.taken)}
+        size = self._writer.write(manifest, author.rank, pieces, keep, extra=True)
+        self._stall_s = time.monotonic() - began_s
+        return self._captured(manifest, author, size)
+
+    def _captured(self, manifest: Manifest, author: Author, size: int) -> Captured:
+        return Captured(
+            step=manifest.step,
+            generation=author.generation,
+            rank=author.rank,
+            world_size=author.world_size,
+            seconds=self._stall_s,
+            bytes=size,
+            replicate=self._snapshots,
+        )
+
+    def _kept_states(self) -> Collection[tuple[int, int]]:
+        """The snapshots that a capture must leave: the newest held everywhere, and what is being
+        saved."""
+        generation, resume, ledger = (
+            self._assignment.generation,
+            self._assignment.resume,
+            self._ledger,
+        )
+        keep = {(generation, ledger.saving)} if ledger.saving is not None else set()
+        if ledger.held is not None:
+            return keep | {(generation, ledger.held)}
+        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _author(self, *, complete: bool) -> Author:
+        a: Assignment = self._assignment
+        return Author(
+            rank=0 if complete else a.rank,
+            world_size=1 if complete else a.world_size,
+            generation=a.generation,
+            token=a.token,
+            strategy=self._strategy,
+        )

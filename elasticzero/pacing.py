@@ -1,0 +1,103 @@
+"""When the state is captured: as a snapshot for the RAM tier, and as what becomes a checkpoint.
+
+Pure. All ranks decide alike, from the step and from control words that are equal on all of them.
+
+Rules, at each boundary:
+ P1  One capture is in flight at a time: until every node holds its part of it (and its buddy's),
+     and, if it is to become a checkpoint, until that stands on storage.
+ P2  A checkpoint falls due at every multiple of `checkpoint_every`, and at the end. One that falls
+     due while another is being saved waits for it, `PATIENCE_S` at most, and is then left out;
+     the last one waits as long as it takes. A snapshot in flight gives way to it.
+ P3  A snapshot falls due `snapshot_every` steps after the capture before it, and at once in a new
+     generation. While a capture is in flight it is not taken; the next boundary asks again.
+ P4  A capture that some node could not keep is given up: what was held before stays.
+Invariant: the newest snapshot that every node holds is never overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+PATIENCE_S = 60.0
+OVERHEAD = 0.01
+"""The part of the training time that snapshots may take, where the interval is chosen here."""
+MOST_STEPS = 1000
+"""The longest interval that is chosen here."""
+
+Due = Literal["nothing", "snapshot", "checkpoint", "wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What the ranks tell each other at a boundary. Of all ranks' words the one that counts has
+    the greatest of each field, but the least of `ready`, `kept` and `saved`."""
+
+    flags: int = 0
+    """Bits: a node leaves, the world grows, the job is stopped."""
+    ready: bool = False
+    """This rank has its memory."""
+    kept: int = -1
+    """Newest step whose snapshot this node holds, and its buddy's too."""
+    saved: int = -1
+    """Newest step whose save is over on this node, well or not."""
+    unkept: int = -1
+    """Newest step whose snapshot this node could not keep."""
+    unsaved: int = -1
+    """Newest step whose checkpoint this node could not write."""
+    every: int = 0
+    """Rank 0: the snapshot interval it wants, in steps; 0: as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What all ranks know alike of the captures of their generation."""
+
+    start: int
+    """The step the generation started from."""
+    every: int = 0
+    """Steps from one snapshot to the next; 0: none are taken."""
+    taken: int | None = None
+    """Newest captured step; None: none in this generation."""
+    held: int | None = None
+    """Newest step held everywhere; None: none of this generation."""
+    saving: int | None = None
+    """The step that is being saved."""
+    ready: bool = False
+    """Every rank has its memory."""
+
+    @property
+    def copying(self) -> bool:
+        """A snapshot is in flight."""
+        return self.taken is not None and self.taken != self.held
+
+    def heard(self, word: Word) -> Ledger:
+        """What is known after a word that all ranks have read."""
+        ledger = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
+        if ledger.taken is not None and word.kept >= ledger.taken:
+            ledger = replace(ledger, held=ledger.taken)
+        elif ledger.copying and ledger.taken is not None and word.unkept >= ledger.taken:
+            ledger = replace(ledger, taken=ledger.held)
+        if ledger.saving is not None and word.saved >= ledger.saving:
+            ledger = replace(ledger, saving=None)
+        return ledger
+
+    def due(self, step: int, *, checkpoint: bool, snapshots: bool) -> Due:
+        """What to do at the boundary of `step`; checkpoint: one is due; snapshots: the strategy
+        has use for them."""
+        if checkpoint:
+            return "checkpoint" if self.saving is None else "wait"
+        if not snapshots or not self.ready or self.copying or self.saving is not None:
+            return "nothing"
+        if self.taken is None:
+            return "snapshot"
+        return "snapshot" if 0 < self.every <= step - self.taken else "nothing"
+
+    def captured(self, step: int, *, checkpoint: bool) -> Ledger:
+        return replace(self, taken=step, saving=step if checkpoint else self.saving)
+
+
+def interval(stall_s: float, step_s: float) -> int:
+    """Steps between snapshots so that the time they take stays under `OVERHEAD`."""
+    return max(1, min(MOST_STEPS, math.ceil(stall_s / (OVERHEAD * max(step_s, 1e-6)))))
