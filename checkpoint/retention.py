@@ -101,15 +101,17 @@ class _Broom:
         """Remove a committed step, its manifest first: it is never committed without its files."""
         storage = self._directory.step(name)
         with self.noting():
-            if self._is_newer(_token_of_step(storage), times[MANIFEST_NAME]):
+            named = _token_of_step(storage)
+            if self._is_newer(named, times[MANIFEST_NAME]):
                 return
             storage.remove(MANIFEST_NAME)
             self.tidied.steps.append(step)
-            for file, written_s in times.items():
-                token = _token_of_file(file)
-                if token is not None and not self._is_newer(token, written_s):
+            rest = times.keys() - {MANIFEST_NAME}
+            for file in sorted(rest) if named is not None else ():
+                if _token_of_file(file) == named:
                     storage.remove(file)
-            self._directory.remove(name)
+                    rest.remove(file)
+            self.remove_leftovers(name, step, {file: times[file] for file in rest})
 
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Remove files that no manifest names, where nobody can still be writing them."""
