@@ -66,9 +66,14 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
     """The manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong."""
     where = f"{storage.where}/{name}"
     try:
-        return from_json(read_small(storage, name, MANIFEST_LIMIT_BYTES), where)
+        manifest = from_json(read_small(storage, name, MANIFEST_LIMIT_BYTES), where)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{where} is missing: this step was never committed") from None
+    if step_of(storage.where.rstrip("/").rpartition("/")[2]) not in (None, manifest.step):
+        raise CheckpointDamaged(
+            f"{where} is of step {manifest.step}: a step's directory must keep its name"
+        )
+    return manifest
 
 
 def fault(storage: Readable) -> str | None:

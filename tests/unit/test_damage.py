@@ -413,6 +413,15 @@ def test_an_io_error_is_told_with_its_bytes_and_passed_over(
     assert len(checkpoint.load(place.old)) == len(LAYOUT.tensors)
 
 
+def test_a_step_under_another_step_s_name_is_not_that_step(place: Place) -> None:
+    later = place.root / step_directory(30)
+    shutil.copytree(place.step, later)
+    assert "manifest.json is of step 20" in failed_load(later)
+    assert commit.newest_good(DiskDirectory(place.root)) == NEW
+    elsewhere = shutil.copytree(place.step, place.root / "the-best")
+    assert len(checkpoint.load(elsewhere)) == len(LAYOUT.tensors)
+
+
 def test_a_step_without_a_manifest_is_none(place: Place) -> None:
     (place.step / MANIFEST_NAME).unlink()
     assert "never committed" in failed_load(place.step)

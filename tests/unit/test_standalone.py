@@ -134,6 +134,14 @@ def test_what_the_checkpoint_does_not_have_is_named(
     assert equal(into, before)
 
 
+def test_a_url_is_a_checkpoint_directory_too() -> None:
+    saved = {"model": {"w": torch.arange(6).reshape(2, 3)}, "epoch": 1}
+    step = checkpoint.save("memory://standalone/run", saved, step=2)
+    assert step.startswith("memory://") and step.endswith("/standalone/run/step-000000000002")
+    assert equal(checkpoint.load("memory://standalone/run"), saved)
+    assert equal(checkpoint.load(step), saved)
+
+
 def test_the_state_stands_beside_the_nesting(tmp_path: Path) -> None:
     state = {"aliases": {"b": "a"}, "best": math.inf}
     checkpoint.save(tmp_path, {"model": {"w": torch.ones(3)}}, state=state)
