@@ -240,7 +240,7 @@ def test_growth_at_the_last_boundary_leaves_nothing_to_do_but_the_end(
     assert json.loads((tmp_path / "out").read_text())["step"] == 12
 
 
-@pytest.mark.parametrize("damage", ["bytes", "other model"])
+@pytest.mark.parametrize("damage", ["bytes", "cannot be read", "other model"])
 def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, damage: str) -> None:
     told = {"strategy": "ddp", "steps": 4}
     given = {"checkpoint_dir": str(tmp_path / "checkpoints")}
@@ -251,6 +251,10 @@ def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, d
         data = bytearray(shard.read_bytes())
         data[-3] ^= 1
         shard.write_bytes(data)
+    elif damage == "cannot be read":
+        shard = sorted((tmp_path / "checkpoints" / step_directory(4)).glob("*.safetensors"))[1]
+        shard.unlink()
+        shard.mkdir()
     else:
         told["width"] = 5
     resume = Resume(tier="storage", step=4)
@@ -261,6 +265,9 @@ def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, d
     assert not running.workers[0].last(Stopping).clean
     if damage == "bytes":
         assert (failed.blame, failed.bad_step, failed.final) == ("checkpoint", 4, False)
+    elif damage == "cannot be read":
+        assert (failed.blame, failed.bad_step, failed.final) == ("environment", 4, False)
+        assert "Is a directory (bytes 0 to " in failed.message
     else:
         assert (failed.blame, failed.bad_step, failed.final) == ("user", None, True)
         assert "model/out.weight is F64[3, 7], and F64[5, 7] is expected" in failed.message
