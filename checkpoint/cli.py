@@ -289,13 +289,14 @@ def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], lef
     """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
-    with Progress(stream) as progress:
-        effort = copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
-        try:
-            return work(effort)
-        except KeyboardInterrupt:
-            print(f"interrupted: {left}", file=sys.stderr)
-            raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+    try:
+        with Progress(stream) as progress:
+            return work(
+                copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
+            )
+    except KeyboardInterrupt:
+        print(f"interrupted: {left}", file=sys.stderr)
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
 
 
 def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.copying import Effort
 from elasticzero.checkpoint.manifest import TensorSpec, itemsize
+from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.spans import Span
@@ -61,8 +62,7 @@ def compare(
     sources = CheckpointSource(a, manifests[0], half), CheckpointSource(b, manifests[1], half)
     found = []
     for name in alike:
-        difference = _difference(*sources, name, left[name])
-        effort.progress.add(left[name].nbytes)
+        difference = _difference(*sources, name, effort.progress)
         if difference is not None:
             found.append(difference)
     return Comparison(
@@ -79,9 +79,11 @@ def _chosen(tensors: Mapping[str, TensorSpec], model_only: bool) -> dict[str, Te
     return {n: s for n, s in tensors.items() if not model_only or n.startswith(MODEL_PREFIX)}
 
 
-def _difference(a: Source, b: Source, name: str, spec: TensorSpec) -> Difference | None:
+def _difference(a: Source, b: Source, name: str, progress: Progress) -> Difference | None:
+    spec = a.specs[name]
     first, count = -1, 0
     for position, left, right in _paired(a, b, name, spec):
+        progress.add(len(left))
         if bytearray(left) == right:  # compared as memory, not element by element
             continue
         at, unlike = _unlike_elements(left, right, itemsize(spec.dtype))

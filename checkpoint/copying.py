@@ -158,8 +158,10 @@ def write_step(
     world = draft.layout.world_size
     names = set(storage.names())
     missing = [rank for rank in range(world) if not _finished(storage, names, draft, rank, digest)]
+    kept = set(range(world)).difference(missing)
     effort.progress.expect(
-        sum(spec.nbytes for rank in missing for spec in shard_specs(draft, rank).values())
+        sum(spec.nbytes for spec in draft.layout.tensors.values())
+        - sum(spec.nbytes for rank in kept for spec in shard_specs(draft, rank).values())
     )
     try:
         run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, effort)
@@ -171,7 +173,7 @@ def write_step(
                 commit.discard(directory, draft, rank)
         raise
     _tidy(storage, draft)
-    return _copied(storage, kept=world - len(missing))
+    return _copied(storage, kept=len(kept))
 
 
 def _rank_job(storage: Storage, draft: Manifest, rank: int) -> Job:

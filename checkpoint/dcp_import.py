@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast
 
@@ -185,7 +186,14 @@ def _spec(name: str, tensor: StoredTensor) -> TensorSpec:
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{name} has the dtype {tensor.dtype}, which this torch does not know")
-    return TensorSpec(spec_of(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
+    spec = TensorSpec(spec_of(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
+    for box in tensor.boxes:
+        if TensorSpec(spec.dtype, box.sizes).nbytes > box.item.bytes:
+            raise CheckpointDamaged(
+                f"{METADATA_NAME} says that {box.item.bytes} bytes of {box.item.file} hold "
+                f"{spec.dtype}{list(box.sizes)} of {name}"
+            )
+    return spec
 
 
 class _Directory:
@@ -232,6 +240,22 @@ class _Directory:
         return part.reshape(1) if not spec.shape else part
 
 
+_SPOILED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What zipfile and torch raise for bytes that are no item."""
+
+
 def _load(storage: Readable, item: Item) -> Any:
     """What `torch.save` wrote as an item, its checksum compared, no code run."""
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
@@ -251,7 +275,7 @@ def _load(storage: Readable, item: Item) -> Any:
             f"{where} asks for code to be run when it is read, so it is not read; `--model-only` "
             f"leaves all but the model's tensors out ({str(error).splitlines()[0]:.150})"
         ) from None
-    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, LookupError) as error:
+    except _SPOILED as error:
         raise CheckpointDamaged(f"{where} is not an item of torch's: {error!r:.150}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from elasticzero.checkpoint.tables import size_text
@@ -15,15 +16,18 @@ _BAR_CELLS = 24
 class Progress:
     """Counts bytes from any thread and shows them; a context manager, which clears the line."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """`stream`: where to write; None: nowhere."""
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`stream`: where to write; None: nowhere. `clock`: in seconds."""
         self.done_bytes = 0
         self._total_bytes = 0
         self._stream = stream
         self._live = stream is not None and stream.isatty()
         self._every_s = _TERMINAL_EVERY_S if self._live else _LOG_EVERY_S
         self._lock = threading.Lock()
-        self._started = self._shown = time.monotonic()
+        self._clock = clock
+        self._started = self._shown = clock()
         self._wide = 0
 
     def __enter__(self) -> Progress:
@@ -43,7 +47,7 @@ class Progress:
         """So many bytes more are done."""
         with self._lock:
             self.done_bytes += count
-            now = time.monotonic()
+            now = self._clock()
             if self._stream is None or now - self._shown < self._every_s:
                 return
             self._shown = now

@@ -7,6 +7,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from elasticzero.checkpoint.compare import compare
 from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
-from elasticzero.checkpoint.dcp_import import open_dcp
+from elasticzero.checkpoint.dcp_import import _load, _Window, open_dcp
 from elasticzero.checkpoint.dcp_metadata import METADATA_NAME, Contents, Item, read_contents
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.reshard import Shape, adopt
@@ -354,7 +355,16 @@ def plain() -> bytes:
 @settings(max_examples=300)
 @given(st.data())
 def test_spoiled_metadata_is_refused_in_words(data: st.DataObject) -> None:
-    spoiled = bytearray(plain())
+    spoiled = spoiled_somewhere(data, plain())
+    try:
+        found = read_contents(_Memory(spoiled))
+    except (CheckpointDamaged, UserError):
+        return
+    assert isinstance(found, Contents)
+
+
+def spoiled_somewhere(data: st.DataObject, whole: bytes) -> bytes:
+    spoiled = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(spoiled) - 1))
         match data.draw(st.sampled_from(["flip", "cut", "double"])):
@@ -365,16 +375,27 @@ def test_spoiled_metadata_is_refused_in_words(data: st.DataObject) -> None:
             case "double":
                 spoiled[at:at] = spoiled[at : at + 9]
         spoiled = spoiled or bytearray(b".")
-    try:
-        found = read_contents(_Memory(bytes(spoiled)))
-    except (CheckpointDamaged, UserError):
-        return
-    assert isinstance(found, Contents)
+    return bytes(spoiled)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_spoiled_item_is_refused_in_words(data: st.DataObject) -> None:
+    saved = io.BytesIO()
+    torch.save({"w": torch.arange(4.0), "rates": [1, "x"]}, saved)
+    spoiled = spoiled_somewhere(data, saved.getvalue())
+    with suppress(CheckpointDamaged, UserError):
+        _load(_Memory(spoiled), Item("f", 0, len(spoiled)))
+
+
+def test_an_item_too_small_for_its_tensor_takes_no_memory(tmp_path: Path) -> None:
+    huge = 1 << 50
+    (tmp_path / METADATA_NAME).write_bytes(metadata_of([huge], chunks(([0], [huge])), "f"))
+    with pytest.raises(CheckpointDamaged, match="says that 10 bytes of f hold"):
+        open_dcp(str(tmp_path))
 
 
 def test_items_are_read_by_range(victim: Path) -> None:
-    from elasticzero.checkpoint.dcp_import import _Window
-
     window = _Window(DiskStorage(victim), Item("__0_0.distcp", 2, 5))
     data = (victim / "__0_0.distcp").read_bytes()
     assert window.read() == data[2:7]

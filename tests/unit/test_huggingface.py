@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.compare import compare
 from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
 from elasticzero.checkpoint.manifest import TensorSpec
@@ -250,3 +251,20 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match="ends before byte"):
         adopt(foreign, DiskDirectory(tmp_path / "new"), 0, Shape(world_size=2))
     assert os.listdir(tmp_path / "new") == []
+
+
+def test_to_an_object_store_and_from_it(tmp_path: Path) -> None:
+    layout = simple_layout()
+    contents = elements(layout.tensors)
+    source = write_step(tmp_path / "a", draft_of(layout), contents)
+    url = f"memory://{tmp_path.name}/hf"
+    done = export_hf(source, url, Wishes(max_shard_bytes=8000))
+    assert (done.where, len(done.files)) == (url, 2)
+    with pytest.raises(UserError, match="is not empty"):
+        export_hf(source, url)
+    back = adopt(open_hf(url), DiskDirectory(tmp_path / "back"), 7, Shape(world_size=1))
+    assert compare(source, open_storage(back.where), model_only=True).same
+    flip(source.path / draft_of(layout).file_name(1), -1)
+    with pytest.raises(CheckpointDamaged):
+        export_hf(source, f"{url}2", Wishes(max_shard_bytes=8000))
+    assert open_storage(f"{url}2").names() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from dataclasses import replace
@@ -17,10 +18,11 @@ from elasticzero.checkpoint.copying import Copied, Effort
 from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
 from elasticzero.checkpoint.plan import plan
+from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.reshard import STRATEGIES, Shape, reshaped, reshard
 from elasticzero.checkpoint.shards import BLOCK_BYTES, open_shard, shard_specs
 from elasticzero.checkpoint.source import CheckpointSource
-from elasticzero.checkpoint.storage import Readable, Storage, open_storage
+from elasticzero.checkpoint.storage import Readable, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import (
@@ -263,3 +265,45 @@ def test_a_small_buffer_opens_many_shards_by_turns(tmp_path: Path) -> None:
     for name in tensors:
         assert b"".join(map(bytes, reader.chunks(name, Span(0, 150)))) == contents[name]
         assert max(len(chunk) for chunk in reader.chunks(name, Span(0, 150))) <= 32
+
+
+def test_to_an_object_store_and_back(tmp_path: Path) -> None:
+    tensors = {f"t{i}": TensorSpec("F32", (3 << 10, 1 << 10)) for i in range(2)}
+    layout = Layout(world_size=2, tensors=tensors, groups=(Group("fsdp_rows", tuple(tensors)),))
+    contents = elements(tensors)
+    source = write_step(tmp_path / "old", draft_of(layout), contents)
+    url = f"memory://{tmp_path.name}/new"
+    done = reshard(source, open_directory(url), Shape(world_size=1))
+    there = commit.resolve(url)
+    assert done.where == there.where
+    assert_holds(there, contents)
+    assert reshard(source, open_directory(url), Shape(world_size=1)).already
+    back = resharded(there, tmp_path / "back", 2)
+    assert assert_holds(back, contents).layout == layout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_and_in_a_log() -> None:
+    for stream, expected in (
+        (
+            Terminal(),
+            "\r[######..................]  25%  256.0 MiB of 1.0 GiB, 128.0 MiB/s, 0:06 left"
+            "\r[########################] 100%  1.0 GiB of 1.0 GiB, 341.3 MiB/s, 0:00 left  "
+            "\r" + " " * 75 + "\r",
+        ),
+        (
+            io.StringIO(),
+            "[########################] 100%  1.0 GiB of 1.0 GiB, 85.3 MiB/s, 0:00 left\n",
+        ),
+    ):
+        times = iter([0.0, 0.1, 2.0, 3.0] if stream.isatty() else [0.0, 0.1, 2.0, 12.0])
+        with Progress(stream, clock=lambda times=times: next(times)) as progress:  # type: ignore[misc]
+            progress.expect(1 << 30)
+            progress.add(0)
+            progress.add(256 << 20)
+            progress.add(768 << 20)
+        assert stream.getvalue() == expected
