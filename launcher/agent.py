@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from elasticzero.channel import (
     Message,
     Saved,
 )
-from elasticzero.checkpoint.manifest import Manifest
+from elasticzero.checkpoint.retention import Keep
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import Directory
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.launcher.actions import (
     Action,
@@ -105,6 +104,8 @@ class AgentOptions:
     checkpoint_every: int = 0
     snapshot_every: int | None = None
     """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints stay."""
     tee: str = "none"
     """Which workers' output is repeated on the terminal: none, first or all of the node."""
 
@@ -129,7 +130,7 @@ class Agent:
         self._lookout = Lookout(
             store, self._observer, membership, self.snapshots, options.checkpoint_dir
         )
-        self.saver = Saver(self.snapshots, options.checkpoint_dir, self._tidy, self.wake)
+        self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: tuple[int, int] | None = None
         self._leaving = False
         self._backoff_until_s = 0.0
@@ -387,10 +388,6 @@ class Agent:
             self._hear(time.monotonic())
         self.telling.retired(gang)
         self._gang = None
-
-    def _tidy(self, directory: Directory, committed: Manifest) -> list[str]:
-        """After a commit; what is to be said of it."""
-        return []
 
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elasticzero.checkpoint.retention import Keep
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 
 DEFAULT_HTTP_PORT = 9400
@@ -68,6 +69,16 @@ RUN_OPTIONS = (
         0,
         int,
         metavar="N",
+    ),
+    Option(
+        ("--keep",),
+        "checkpoints that stay: the newest N good ones; default: all",
+        metavar="N",
+    ),
+    Option(
+        ("--keep-every",),
+        "with --keep: also those of steps that K divides stay, for good",
+        metavar="K",
     ),
     Option(
         ("--snapshot-every",),
@@ -291,6 +302,12 @@ def check_name(text: str, what: str) -> str:
     return text
 
 
+def _count(flag: str, text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"{flag} {text}: a whole number is wanted")
+    return None if text is None else int(text)
+
+
 def _snapshot_every(text: str) -> int | None:
     """Steps, or None for auto."""
     if text == "auto":
@@ -363,6 +380,7 @@ def _run(args: argparse.Namespace) -> int:
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
         snapshot_every=_snapshot_every(args.snapshot_every),
+        keep=Keep(_count("--keep", args.keep), _count("--keep-every", args.keep_every)),
         tee="all" if args.tee or not args.log_dir else "none",
     )
     endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []

@@ -194,6 +194,8 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "checkpoint_dir",
         "checkpoint_every",
         "snapshot_every",
+        "keep",
+        "keep_every",
         "max_restarts",
     ):
         value = getattr(args, name)

@@ -28,6 +28,7 @@ from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.manifest import Manifest, step_directory
 from elasticzero.checkpoint.persist import await_commit, persist, read_own
 from elasticzero.checkpoint.replica import pull
+from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.slots import Slots
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Directory, open_directory
@@ -115,14 +116,13 @@ class Saver:
         self,
         snapshots: SnapshotStore,
         checkpoint_dir: str | None,
-        after_commit: Callable[[Directory, Manifest], list[str]],
+        keep: Keep,
         wake: Callable[[], None],
     ) -> None:
-        """`after_commit`: tidies the directory; gives what is to be said of that. `wake`: called
-        when there is news."""
+        """`keep`: which checkpoints stay after a commit. `wake`: called when there is news."""
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
-        self._after_commit = after_commit
+        self._keep_rule = keep
         self._wake = wake
         self._lock = threading.Lock()
         self._unsealed, self._dirty = threading.Event(), threading.Event()
@@ -357,7 +357,7 @@ class Saver:
                 storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
             )
             if committed:
-                notes = self._after_commit(directory, draft)
+                notes = self._tidy(directory, draft, job)
         else:
             await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
         return SaveOver(
@@ -367,6 +367,15 @@ class Saver:
             committed=committed,
             notes=tuple(notes),
         )
+
+    def _tidy(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
+        """Remove what need not stay; what is to be said of that."""
+        done = tidy(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
+        notes = [f"not removed: {problem}" for problem in done.problems[:3]]
+        if done.files:
+            count = len(done.files)
+            notes.append(f"{count} file{'s' * (count > 1)} of saves that failed removed")
+        return notes
 
     def _await_seal(self, job: _Job, shard: ShardName) -> None:
         while not self._snapshots.sealed(shard):

@@ -31,6 +31,7 @@ from elasticzero.channel import (
     Stepped,
     Stopping,
 )
+from elasticzero.checkpoint.retention import Keep
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.saver import Post, SaveOver, Saver
@@ -277,7 +278,7 @@ def _saver(given: Assignment, ranks: tuple[int, ...]) -> Saver:
     saver = Saver(
         SnapshotStore(Path(given.snapshot_root)),
         given.checkpoint_dir,
-        lambda directory, committed: [],
+        Keep(),
         lambda: None,
     )
     post = Post(
