@@ -286,13 +286,15 @@ def _cut(shard: ShardReader, fills: list[_Fill]) -> Iterator[list[_Fill]]:
             stop = start + len(rest.span_in_shard) * width
             if limit == sys.maxsize and size + stop - start > PART_BYTES:
                 limit = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
-            head, rest = _split(rest, (min(stop, max(start, limit)) - start) // width)
+            if stop <= limit:
+                part.append((rest, tensor))
+                size += stop - start
+                break
+            head, rest = _split(rest, max(0, limit - start) // width)
             if head.span_in_shard:
                 part.append((head, tensor))
-                size += len(head.span_in_shard) * width
-            if rest.span_in_shard:
-                yield part
-                part, size, limit = [], 0, sys.maxsize
+            yield part
+            part, size, limit = [], 0, sys.maxsize
     if part:
         yield part
 

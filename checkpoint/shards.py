@@ -31,7 +31,7 @@ from elasticzero.checkpoint.storage import Bytes, Readable, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
 HEAD_GRAIN_BYTES = 4096
 """A shard's head is padded to a multiple of this: its tensors begin on a page, and its size does
 not change with the number of digits of the step."""

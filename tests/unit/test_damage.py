@@ -19,13 +19,14 @@ from elasticzero.checkpoint import commit, verify
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.reader import byte_view
+from elasticzero.checkpoint.shards import BLOCK_BYTES
 from elasticzero.errors import CheckpointDamaged, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 from tests.unit.damage_cases import forge_shard, header_of, sign, signed, with_header
 
 OLD, NEW = 10, 20
 LAYOUT = simple_layout(world_size=3, numel=3000)
-BLOCK = 1 << 20
+BLOCK = BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,7 @@ def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None
         (second.name, 2 * BLOCK, size_of(storage, second.name)),
     ]
     assert size > 4 * BLOCK
-    assert "bytes 1048576 to " in failed_load(storage.path)
+    assert f"bytes {BLOCK} to " in failed_load(storage.path)
 
 
 def size_of(storage: DiskStorage, name: str) -> int:
