@@ -170,6 +170,7 @@ import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 rank, world, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(path + ".store", world)
@@ -186,7 +187,8 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 model_state, optimizer_state = get_state_dict(model, optimizer)
-state = {"model": model_state, "optimizer": optimizer_state, "epoch": 3}
+columns = distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, [Shard(1)])
+state = {"model": model_state, "optimizer": optimizer_state, "epoch": 3, "columns": columns}
 dcp.save(state, checkpoint_id=path)
 options = StateDictOptions(full_state_dict=True)
 whole_model, whole_optimizer = get_state_dict(model, optimizer, options=options)
@@ -212,6 +214,7 @@ def test_what_fsdp_wrote_comes_here(tmp_path: Path, strategy: str) -> None:
     whole = torch.load(source + ".whole", weights_only=True)
     loaded = elasticzero.checkpoint.load(target)
     assert loaded["epoch"] == 3
+    assert torch.equal(loaded["columns"], torch.arange(35.0).reshape(7, 5))
     assert loaded["model"].keys() == whole["model"].keys()
     for name, tensor in whole["model"].items():
         assert torch.equal(loaded["model"][name], tensor)
