@@ -186,6 +186,7 @@ class Captures:
                 return False
             self._link.check()
             time.sleep(_POLL_S)
+        self._ledger = replace(self._ledger, saving=None)
         return True
 
     def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:

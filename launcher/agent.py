@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -58,6 +57,7 @@ from elasticzero.launcher.observe import (
     reports_of,
 )
 from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
+from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, View, Workers
@@ -126,7 +126,7 @@ class Agent:
         self.telling = Telling(options, self._events, metrics)
         self._server = ForkServer(PRELOAD)
         self._gang: Gang | None = None
-        self._owns_memory = False
+        self._claim: Claim | None = None
         self._lookout = Lookout(
             store, self._observer, membership, self.snapshots, options.checkpoint_dir
         )
@@ -153,8 +153,8 @@ class Agent:
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
-        self.snapshots.clear()  # what a predecessor that was killed left behind
-        self._owns_memory = True
+        sweep()
+        self._claim = Claim(self.options.snapshot_dir)
         self._lookout.begin()
         try:
             while self.exit_code is None:
@@ -407,8 +407,8 @@ class Agent:
         self.saver.close()
         self._membership.close()
         self.telling.close(self.exit_code)
-        if self._owns_memory:
-            shutil.rmtree(self.options.snapshot_dir, ignore_errors=True)
+        if self._claim is not None:
+            self._claim.release()
 
 
 def _post(world: World, index: int) -> Post:

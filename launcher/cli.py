@@ -380,7 +380,7 @@ def _run(args: argparse.Namespace) -> int:
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
         snapshot_every=_snapshot_every(args.snapshot_every),
-        keep=Keep(_count("--keep", args.keep), _count("--keep-every", args.keep_every)),
+        keep=Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every)),
         tee="all" if args.tee or not args.log_dir else "none",
     )
     endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []

@@ -25,12 +25,12 @@ from elasticzero.launcher.membership import (
     reachable_address,
 )
 from elasticzero.launcher.observe import DONE, MEMBERS
+from elasticzero.launcher.shared_memory import PREFIX, SHARED_MEMORY
 from elasticzero.launcher.store import Store, job_prefix
 from elasticzero.launcher.telling import say
 from elasticzero.launcher.world import Member
 from elasticzero.metrics import Metrics
 
-SHARED_MEMORY = Path("/dev/shm")
 TRY_AGAIN_S = 2.0
 
 
@@ -46,7 +46,7 @@ class Network:
 def snapshot_directory(job: str, node: str) -> Path:
     """This agent's own directory in shared memory."""
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
-    return SHARED_MEMORY / f"elasticzero-{digest}-{node}"
+    return SHARED_MEMORY / f"{PREFIX}{digest}-{node}"
 
 
 def run_agent(

@@ -360,6 +360,8 @@ class Saver:
                 notes = self._tidy(directory, draft, job)
         else:
             await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
+            if 0 in job.post.ranks and not job.shards:  # its worker committed, memory being short
+                notes = self._tidy(directory, commit.read_manifest(storage), job)
         return SaveOver(
             step=job.step,
             seconds=0.0,

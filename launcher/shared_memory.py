@@ -1,0 +1,73 @@
+"""Shared memory that agents own: claimed by a lock that ends with its owner, however it ends.
+
+An agent that is killed leaves its directory behind. The lock in it is gone with the process, and so
+the next agent that starts on this machine, of whatever job, sees whose owner is dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from elasticzero.errors import OperatorError
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "elasticzero-"
+_LOCK = "owner"
+
+
+class Claim:
+    """A directory of shared memory that is this process's own until it ends."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes the directory if need be; raises `OperatorError` if a living agent has it."""
+        self.root = root
+        while True:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                fd = _locked(root)
+            except FileNotFoundError:
+                continue
+            if fd is None:
+                raise OperatorError(
+                    f"{root} belongs to an agent that runs on this machine: give this node "
+                    "another --node-name"
+                )
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), (root / _LOCK).stat()):
+                    self._fd = fd
+                    return
+            os.close(fd)  # swept away between the two steps: again
+
+    def release(self) -> None:
+        """Give the memory back."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        os.close(self._fd)
+
+
+def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Free the memory of agents that have died; which directories were removed."""
+    removed = []
+    for root in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if root.is_dir() and root.stat().st_uid == os.geteuid():
+                fd = _locked(root)
+                if fd is not None:
+                    shutil.rmtree(root, ignore_errors=True)
+                    os.close(fd)
+                    removed.append(root)
+    return removed
+
+
+def _locked(root: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None if somebody else has it."""
+    fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
