@@ -113,6 +113,13 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--strategy", choices=reshard.STRATEGIES, help="deal tensors as this does")
     command.add_argument("--model-only", action="store_true", help="dcp: leave all else out")
+    command.add_argument(
+        "--alias",
+        type=_alias,
+        action="append",
+        metavar="NAME=KEPT",
+        help="two names of one tensor in the model: keep it under the second",
+    )
     _add_dtype(command)
     _add_effort(command)
 
@@ -274,6 +281,8 @@ def _import(args: argparse.Namespace) -> int:
             foreign = open_dcp(args.path, model_only=args.model_only)
         else:
             foreign = huggingface.open_hf(args.path)
+        if args.alias:
+            foreign = reshard.tied(foreign, dict(args.alias))
         return reshard.adopt(foreign, open_directory(args.target), args.step, shape, effort)
 
     return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
@@ -317,6 +326,13 @@ def _existing(url: str) -> Directory:
     if not directory.names() and not Path(directory.where).is_dir():
         raise UserError(f"{directory.where} is empty or does not exist")
     return directory
+
+
+def _alias(text: str) -> tuple[str, str]:
+    alias, _, kept = text.partition("=")
+    if not alias or not kept or alias == kept:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEPT")
+    return alias, kept
 
 
 def _bytes(text: str) -> int:

@@ -11,7 +11,7 @@ import xxhash
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import DTYPES, CastSource, cast_specs
-from elasticzero.checkpoint.copying import Copied, Effort, write_step
+from elasticzero.checkpoint.copying import LEAST_BUFFER_BYTES, Copied, Effort, write_step
 from elasticzero.checkpoint.manifest import (
     Group,
     Layout,
@@ -20,10 +20,10 @@ from elasticzero.checkpoint.manifest import (
     step_directory,
     to_json,
 )
-from elasticzero.checkpoint.source import CheckpointSource, OpenSource, Source
+from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, OpenSource, Source
 from elasticzero.checkpoint.storage import Directory, Readable
 from elasticzero.errors import UserError
-from elasticzero.spans import Rule
+from elasticzero.spans import Rule, Span
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 _TOKEN_VERSION = b"reshard 1"
@@ -113,6 +113,32 @@ class Foreign:
     state: Mapping[str, Any]
     """JSON: what is no tensor."""
     open_source: OpenSource
+
+
+def tied(foreign: Foreign, aliases: Mapping[str, str]) -> Foreign:
+    """The same with tensors that stand under two names kept under one.
+
+    `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
+    that are not there, and for tensors that are not the same.
+    """
+    specs, source = dict(foreign.specs), foreign.open_source(LEAST_BUFFER_BYTES)
+    for alias, kept in aliases.items():
+        pair = (MODEL_PREFIX + alias, MODEL_PREFIX + kept)
+        if missing := [name for name in pair if name not in specs]:
+            raise UserError(f"--alias {alias}={kept}: there is no tensor {missing[0]}")
+        if specs[pair[0]] != specs[pair[1]] or len({_sum(source, name) for name in pair}) > 1:
+            raise UserError(f"--alias {alias}={kept}: the two are not the same")
+        del specs[pair[0]]
+    known = foreign.state.get("aliases", {})
+    return replace(foreign, specs=specs, state={**foreign.state, "aliases": {**known, **aliases}})
+
+
+def _sum(source: Source, name: str) -> str:
+    """xxh3_128 of a tensor's elements."""
+    found = xxhash.xxh3_128()
+    for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
+        found.update(chunk)
+    return found.hexdigest()
 
 
 def adopt(

@@ -127,7 +127,7 @@ def test_transformers_loads_an_export_and_computes_the_same(
     assert torch.equal(logits_of(model), logits)
 
 
-def test_transformers_own_files_come_here_and_train_on(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_transformers_own_files(tmp_path: Path) -> None:
     torch.manual_seed(9)
     model = new_gpt()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -137,6 +137,30 @@ def test_transformers_own_files_come_here_and_train_on(tmp_path: Path) -> None:
     loaded = elasticzero.checkpoint.load(checkpoints)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded[f"model/{name}"], parameter)
+    assert torch.equal(trained(tmp_path, checkpoints, 0), logits_of(model))
+
+
+def test_a_run_goes_on_from_what_torch_saved_of_a_tied_model(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(9)
+    model = new_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings(action="ignore"):  # that there is one process only
+        torch_dcp.save(
+            {"model": model_state, "optimizer": optimizer_state},
+            checkpoint_id=tmp_path / "dcp",
+            no_dist=True,
+        )
+    checkpoints = tmp_path / "ckpt"
+    order = ["import", str(tmp_path / "dcp"), str(checkpoints), "--format", "dcp", "--step", "1"]
+    assert main([*order, "--alias", "lm_head.weight=transformer.h.0.ln_1.weight"]) == 64
+    assert main([*order, "--alias", "lm_head.weight=transformer.wte.weight"]) == 0
     assert torch.equal(trained(tmp_path, checkpoints, 0), logits_of(model))
 
 

@@ -276,6 +276,14 @@ def test_many_differences_are_summed_up(tmp_path: Path, capsys: Output) -> None:
     ]
 
 
+@pytest.mark.parametrize("alias", ["", "a", "=a", "a=", "a=a"])
+def test_an_alias_that_is_none(capsys: Output, alias: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["import", "x", "y", "--format", "hf", f"--alias={alias}"])
+    assert caught.value.code == 2
+    assert "is not NAME=KEPT" in capsys.readouterr().err
+
+
 def test_help_shows_every_command(capsys: Output) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -21,7 +21,7 @@ from elasticzero.checkpoint.compare import compare
 from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
 from elasticzero.checkpoint.manifest import TensorSpec
-from elasticzero.checkpoint.reshard import Shape, adopt
+from elasticzero.checkpoint.reshard import Shape, adopt, tied
 from elasticzero.checkpoint.standalone import load, save
 from elasticzero.checkpoint.storage import open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
@@ -268,3 +268,20 @@ def test_to_an_object_store_and_from_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged):
         export_hf(source, f"{url}2", Wishes(max_shard_bytes=8000))
     assert open_storage(f"{url}2").names() == []
+
+
+def test_two_names_of_one_tensor_become_one(tmp_path: Path) -> None:
+    both = {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4), "d": torch.ones(2)}
+    safetensors.torch.save_file(both, tmp_path / "model.safetensors")
+    foreign = open_hf(str(tmp_path))
+    found = tied(foreign, {"b": "a"})
+    assert found.specs.keys() == {"model/a", "model/c", "model/d"}
+    assert found.state == {"aliases": {"b": "a"}}
+    for aliases, words in (
+        ({"c": "a"}, "the two are not the same"),
+        ({"d": "c"}, "the two are not the same"),
+        ({"x": "a"}, "there is no tensor model/x"),
+        ({"b": "a", "a": "b"}, "there is no tensor model/b"),
+    ):
+        with pytest.raises(UserError, match=words):
+            tied(foreign, aliases)
