@@ -10,26 +10,30 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elasticzero import spans
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, step_directory
+from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, step_directory
 from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
 from elasticzero.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
+    ElasticZeroError,
+    OperatorError,
     RetryError,
     StorageError,
     UserError,
 )
 from elasticzero.spans import EMPTY, Rule, Span
 from elasticzero.values import decode_value, encode_value, encoded_items
+
+T = TypeVar("T")
 
 TREE = "$tree"
 """Where the manifest's state keeps the nesting; absent where tensors are all there is."""
@@ -53,14 +57,15 @@ def save(
     the checkpoint is committed. Raises `UserError` if the step stands there already, or for what a
     checkpoint cannot hold; a save that fails leaves nothing behind.
     """
-    named, json_state = _savable(tensors, step, state)
-    directory = open_directory(path)
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    writers = _writers(named, world)
-    layout = _layout(named, len(writers))
+    named, json_state = _on_all(lambda: _savable(tensors, step, state))
+    writers = _on_all(lambda: _writers(named, world))
+    layout = _on_all(lambda: _layout(named, len(writers)))
+    directory = open_directory(path)
     storage = directory.step(step_directory(step))
-    token = _from_rank_0(0 if commit.stands(storage) else secrets.randbits(62) | 1)
+    stands = _on_all(lambda: commit.stands(storage))
+    token = _from_rank_0(0 if stands else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
     draft = Manifest(
@@ -101,8 +106,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
     def tensor_of(name: str) -> torch.Tensor:
         if name not in tensors:
-            spec = checkpoint.manifest.layout.tensors[name]
-            tensors[name] = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            tensors[name] = _empty(name, checkpoint.manifest.layout.tensors[name])
         return tensors[name]
 
     step = checkpoint.manifest.step
@@ -191,6 +195,16 @@ def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
             )
         chosen[key] = saved.get(key, json_value)
     return chosen
+
+
+def _empty(name: str, spec: TensorSpec) -> torch.Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    except (RuntimeError, MemoryError):
+        raise OperatorError(
+            f"there is no memory for {name}, {spec} of {spec.nbytes} bytes: load it `into` tensors "
+            "that are divided among ranks, or only what is needed"
+        ) from None
 
 
 def _only_tensors(encoded: Any) -> bool:
@@ -285,6 +299,19 @@ def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> l
         flat = local.detach().reshape(-1)
         pieces.append(Piece(name, flat[span.start - held.start : span.stop - held.start]))
     return pieces
+
+
+def _on_all(work: Callable[[], T]) -> T:
+    """What `work` gives, on every rank; where it fails on one it fails on all."""
+    result: list[T] = []
+    failure: ElasticZeroError | None = None
+    try:
+        result.append(work())
+    except ElasticZeroError as error:
+        failure = error
+    if _greatest(int(failure is not None)):
+        raise failure or StorageError("another rank could not save; see its error")
+    return result[0]
 
 
 def _from_rank_0(value: int) -> int:

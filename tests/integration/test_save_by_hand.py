@@ -63,6 +63,14 @@ except UserError as error:
     assert "columns is a DTensor placed" in str(error), error
 else:
     raise AssertionError("saved a tensor cut by columns")
+odd = dict(plain=torch.zeros(3), extra=object() if rank == 1 else 1)
+try:
+    elasticzero.checkpoint.save(directory, odd, step=8)
+except (UserError, StorageError) as error:
+    text = "'extra' is a object" if rank == 1 else "another rank could not save; see its error"
+    assert text in str(error), error
+else:
+    raise AssertionError("saved what one rank cannot")
 unlike = dict(plain=torch.zeros(3) if rank == 1 else torch.zeros(3, dtype=torch.float64))
 try:
     elasticzero.checkpoint.save(directory, unlike, step=7, wait_s=5.0)

@@ -20,7 +20,7 @@ from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.reader import byte_view
 from elasticzero.checkpoint.shards import BLOCK_BYTES
-from elasticzero.errors import CheckpointDamaged, StorageError
+from elasticzero.errors import CheckpointDamaged, OperatorError, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 from tests.unit.damage_cases import forge_shard, header_of, sign, signed, with_header
 
@@ -421,6 +421,20 @@ def test_a_step_under_another_step_s_name_is_not_that_step(place: Place) -> None
     assert commit.newest_good(DiskDirectory(place.root)) == NEW
     elsewhere = shutil.copytree(place.step, place.root / "the-best")
     assert len(checkpoint.load(elsewhere)) == len(LAYOUT.tensors)
+
+
+def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
+    """A manifest that promises it, and tells of files that are as large."""
+
+    def huge(value: dict[str, Any]) -> None:
+        value["layout"]["tensors"]["model/b"]["shape"] = [1 << 56]
+        for each in value["files"]:
+            each["bytes"] = 1 << 60
+
+    place.edit_manifest(huge)
+    assert commit.fault(DiskStorage(place.step)) is not None
+    with pytest.raises(OperatorError, match=r"no memory for model/b, F64\[72057594037927936\]"):
+        checkpoint.load(place.step)
 
 
 def test_a_step_without_a_manifest_is_none(place: Place) -> None:
