@@ -19,9 +19,9 @@ from elasticzero.channel import Assignment, Captured, GiveUp, Paced
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.manifest import Manifest
 from elasticzero.checkpoint.shards import shard_header
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
-from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.errors import ElasticZeroError, StorageError, UserError, one_line
 from elasticzero.pacing import PATIENCE_S, Due, Ledger, Word, interval
 from elasticzero.saving import Author, draft
 from elasticzero.state import BoundaryCopy, Share
@@ -29,6 +29,8 @@ from elasticzero.worker import AgentLink, run_interruptibly
 
 COMMIT_WAIT_S = 60.0
 """Where memory was short and rank 0 wrote to storage itself: how long it waits for the others."""
+SHARED_WAIT_S = 3.0
+"""A file system of a network may take so long to show a file that another node has written."""
 _POLL_S = 0.002
 _MEASURED_STEPS = 20
 
@@ -299,3 +301,40 @@ class Captures:
             token=a.token,
             strategy=self._strategy,
         )
+
+
+def check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None:
+    """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
+    puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
+
+    greatest: gives all ranks the greatest of their numbers; all call this together.
+    """
+    a = assignment
+    if a.checkpoint_dir is None or a.local_world_size == a.world_size:
+        return
+    storage, name = open_storage(a.checkpoint_dir), f".shared-{a.token}"
+    if a.rank == 0:
+        open_directory(a.checkpoint_dir).check_writable()
+        storage.write(name, [a.node.encode()])
+    greatest(0)
+    seen = _appears(storage, name)
+    greatest(0)
+    if a.rank == 0:
+        storage.remove(name)
+    if not seen:
+        raise UserError(
+            f"the checkpoint directory {a.checkpoint_dir} on {a.node} is not the one of rank 0's "
+            "node: a file that was written there is not here; give a directory that all nodes share"
+        )
+
+
+def _appears(storage: Storage, name: str) -> bool:
+    deadline_s = time.monotonic() + SHARED_WAIT_S
+    while True:
+        try:
+            storage.size(name)
+            return True
+        except FileNotFoundError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.05)

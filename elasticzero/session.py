@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
-from elasticzero.captures import Captures
+from elasticzero.captures import Captures, check_shared
 from elasticzero.channel import Busy, Finished, Logged, Restored, Stepped
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Order, Plan, Position
@@ -407,7 +407,9 @@ class Session:
         )
         self._link.assignment = self._assignment
         self._saving = not groups.greatest(int(given.checkpoint_dir is None))
-        if given.checkpoint_dir is not None and not self._saving:
+        if self._saving:
+            check_shared(given, groups.greatest)
+        elif given.checkpoint_dir is not None:
             print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
 
     def _end(self) -> None:

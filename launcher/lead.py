@@ -30,6 +30,7 @@ from elasticzero.launcher.world import (
     World,
     choose_resume,
     line_up,
+    lost_snapshot,
     root_cause,
 )
 
@@ -232,6 +233,7 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     reason = _why(view, world, members, silent, cause)
     if cause is None or cause[1].bad_step is None:
         reason += _passed_over(view, resume)
+    reason += lost_snapshot(world, reports, resume)
     following = World(
         generation=world.generation + 1,
         token=view.token,

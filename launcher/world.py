@@ -240,6 +240,27 @@ def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume
     ]
 
 
+def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -> str:
+    """Why no snapshot is gone on from though nodes hold parts of some; empty where one is, or none
+    was taken."""
+    if resume.tier == "ram":
+        return ""
+    parts: dict[tuple[int, int], set[int]] = {}
+    for report in reports.values():
+        for holding in report.holdings:
+            if holding.generation == world.generation and holding.step > resume.step:
+                parts.setdefault((holding.step, holding.world_size), set()).update(holding.ranks)
+    if not parts:
+        return ""
+    (step, size), held = max(parts.items(), key=lambda item: (len(item[1]), item[0]))
+    missing = [rank for rank in range(size) if rank not in held]
+    names = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+    return (
+        f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "
+        f"snapshot of step {step}"
+    )
+
+
 def line_up(
     world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
 ) -> tuple[Member, ...]:
