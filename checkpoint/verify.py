@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.commit import read_manifest
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, ShardFile
-from elasticzero.checkpoint.shards import BlockReader, open_shard
+from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, ShardFile
+from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, BlockReader, open_shard, parse_header
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.errors import ElasticZeroError
 
@@ -24,23 +24,20 @@ class Fault:
 
 
 def faults(storage: Readable) -> Iterator[Fault]:
-    """Everything wrong with a step: its manifest, and every block of every file it names."""
+    """Everything wrong with a step: its manifest, and every block of every file it names.
+
+    Of a file that says itself that it is another, the reason tells which.
+    """
     try:
         manifest = read_manifest(storage)
     except ElasticZeroError as error:
         yield Fault(file=MANIFEST_NAME, reason=str(error))
         return
     for rank, file in enumerate(manifest.files):
-        sound = True
-        for fault in _block_faults(storage, file):
-            sound = False
-            yield fault
-        if not sound:
-            continue
-        try:
-            open_shard(storage, manifest, rank)
-        except ElasticZeroError as error:
-            yield Fault(file=file.name, reason=str(error))
+        found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
+        instead = _another(storage, manifest, rank) if found else None
+        for fault in found:
+            yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
 
 
 def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:
@@ -51,3 +48,34 @@ def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:
             yield Fault(file=file.name, start=start, stop=stop, reason=reason)
     except ElasticZeroError as error:
         yield Fault(file=file.name, reason=str(error))
+
+
+def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterator[Fault]:
+    try:
+        open_shard(storage, manifest, rank)
+    except ElasticZeroError as error:
+        yield Fault(file=manifest.files[rank].name, reason=str(error))
+
+
+def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:
+    """Which file stands in the place of a rank's, as its header says without proof; None if that
+    cannot be read, or says that it is the right one."""
+    name = manifest.files[rank].name
+    try:
+        size = storage.size(name)
+        length = int.from_bytes(_bytes(storage, name, 0, 8), "little")
+        if length > min(size, HEADER_LIMIT_BYTES):
+            return None
+        said, _ = parse_header(_bytes(storage, name, 8, length), size, name)
+    except (ElasticZeroError, FileNotFoundError):
+        return None
+    right = {"step": str(manifest.step), "rank": str(rank), "token": manifest.token}
+    wrong = [f"{key} {said.get(key)!r:.70}" for key in right if said.get(key) != right[key]]
+    if not wrong:
+        return None
+    return f"it is the file of {' and '.join(wrong)}, from another place or save"
+
+
+def _bytes(storage: Readable, name: str, start: int, count: int) -> bytes:
+    data = bytearray(count)
+    return bytes(data[: storage.read_into(name, start, memoryview(data))])
