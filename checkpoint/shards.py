@@ -37,7 +37,7 @@ HEAD_GRAIN_BYTES = 4096
 not change with the number of digits of the step."""
 HEADER_LIMIT_BYTES = 100_000_000
 """What safetensors itself allows."""
-READ_BYTES = 4 << 20
+READ_BYTES = 8 << 20
 """Read in one go and then checked, while the processor's cache still has it."""
 SHARERS = 4
 """A block that more pieces than these share is read by way of the kept one."""
