@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elasticzero.checkpoint.manifest import TensorSpec
-from elasticzero.checkpoint.source import MODEL_PREFIX, Source
+from elasticzero.checkpoint.source import Source, model_names
 from elasticzero.spans import Span
 
 DTYPES: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -23,9 +23,10 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, 
     """
     if dtype is None:
         return dict(specs)
+    models = model_names(specs)
     return {
         name: TensorSpec(DTYPES[dtype], spec.shape)
-        if name.startswith(MODEL_PREFIX) and spec.dtype in _CONVERTED
+        if name in models and spec.dtype in _CONVERTED
         else spec
         for name, spec in specs.items()
     }

@@ -10,7 +10,7 @@ from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.copying import Effort
 from elasticzero.checkpoint.manifest import TensorSpec, itemsize
 from elasticzero.checkpoint.progress import Progress
-from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
+from elasticzero.checkpoint.source import CheckpointSource, Source, model_names
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.spans import Span
 
@@ -76,7 +76,8 @@ def compare(
 
 
 def _chosen(tensors: Mapping[str, TensorSpec], model_only: bool) -> dict[str, TensorSpec]:
-    return {n: s for n, s in tensors.items() if not model_only or n.startswith(MODEL_PREFIX)}
+    names = model_names(tensors) if model_only else tensors.keys()
+    return {name: spec for name, spec in tensors.items() if name in names}
 
 
 def _difference(a: Source, b: Source, name: str, progress: Progress) -> Difference | None:

@@ -19,7 +19,6 @@ from elasticzero.checkpoint.dcp_export import GROUPS, MODEL, OPTIMIZER, OURS
 from elasticzero.checkpoint.dcp_metadata import (
     METADATA_NAME,
     Box,
-    Contents,
     Item,
     KeyPath,
     Refused,
@@ -48,16 +47,21 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
     """
     storage = open_storage(url)
     contents = read_contents(storage)
-    ours = _our_state(storage, contents)
-    names = _names(contents.tensors) | dict(_named_paths(ours.get(TREE), ()))
-    names = {path: name for path, name in names.items() if path in contents.tensors}
-    if ours:
+    exported = (OURS, "state") in contents.values
+    ours: dict[str, Any] = {}
+    named: dict[KeyPath, str] = {}
+    if exported:
+        ours, named = _our_state(storage, contents.values[OURS, "state"])
+    names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
+    if exported:
         names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
     if model_only:
         names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
+    if len(set(names.values())) != len(names):
+        raise UserError(f"{storage.where}: two tensors come to the same name here")
     if not names:
         raise UserError(f"{storage.where} holds no tensors{' of a model' if model_only else ''}")
-    if ours and not model_only:
+    if exported and not model_only:
         state = ours
     else:
         values = {} if model_only else contents.values
@@ -70,16 +74,14 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
     )
 
 
-def _our_state(storage: Readable, contents: Contents) -> dict[str, Any]:
-    """The state of the checkpoint that the directory was exported from; empty if it was not."""
-    item = contents.values.get((OURS, "state"))
-    if item is None:
-        return {}
+def _our_state(storage: Readable, item: Item) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """(the state of the checkpoint that the directory was exported from, the names of the tensors
+    that it nests)."""
     try:
         state = json.loads(_load(storage, item))
         if isinstance(state, dict) and isinstance(state.get("aliases", {}), dict):
-            return state
-    except (TypeError, ValueError, RecursionError):
+            return state, dict(_named_paths(state.get(TREE), ()))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         pass
     raise CheckpointDamaged(f"{storage.where}: the state that an export wrote makes no sense")
 
@@ -109,8 +111,6 @@ def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
                 names[path] = name
             case _:
                 names[path] = "/".join(map(str, path))
-    if len(set(names.values())) != len(names):
-        raise UserError("two tensors come to the same name when their keys are joined by '/'")
     return names
 
 

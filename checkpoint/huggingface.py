@@ -19,7 +19,7 @@ from elasticzero.checkpoint.copying import Effort, Job, new_directory, run_jobs
 from elasticzero.checkpoint.manifest import Manifest, TensorSpec, itemsize
 from elasticzero.checkpoint.reshard import Foreign
 from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
-from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
+from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source, model_names
 from elasticzero.checkpoint.storage import Readable, Storage, open_storage, read_small
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
@@ -90,11 +90,10 @@ def export_hf(
 
 def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
     """The model's own tensors by their names in the checkpoint; `UserError` if there are none."""
-    held = manifest.layout.tensors
-    specs = {name: spec for name, spec in held.items() if name.startswith(MODEL_PREFIX)}
-    if not specs:
+    names = model_names(manifest.layout.tensors)
+    if not names:
         raise UserError(f"{source.where} has no tensors named {MODEL_PREFIX}...: nothing to export")
-    return specs
+    return {name: spec for name, spec in manifest.layout.tensors.items() if name in names}
 
 
 def aliases_of(manifest: Manifest) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -13,9 +13,17 @@ from elasticzero.checkpoint.storage import Readable
 from elasticzero.spans import Span
 
 MODEL_PREFIX = "model/"
-"""Names of the model's own tensors begin so."""
+"""Names of the model's own tensors begin so, in what a session saves."""
 _LARGEST_READ_BYTES = 8 << 20
-_MOST_OPEN_SHARDS = 64
+_MOST_OPEN_SHARDS = 256
+
+
+def model_names(names: Iterable[str]) -> set[str]:
+    """Which tensors are the model's own: those named `model/...`; where none is, as when a model
+    was saved by hand, those whose names have no "/"."""
+    given = list(names)
+    prefixed = {name for name in given if name.startswith(MODEL_PREFIX)}
+    return prefixed or {name for name in given if "/" not in name}
 
 
 class Source(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import warnings
@@ -161,6 +162,15 @@ def test_everything_goes_out_and_comes_back(tmp_path: Path) -> None:
     assert load_state(alone.where) == {"aliases": {"2.weight": "0.weight"}}
 
 
+def test_a_model_saved_by_hand_without_a_prefix(tmp_path: Path) -> None:
+    model, _ = trained()
+    saved = save(tmp_path / "ckpt", model.state_dict())
+    export_dcp(open_storage(saved), str(tmp_path / "dcp"))
+    assert equal(read_by_torch(tmp_path / "dcp"), dict(model.state_dict()))
+    export_dcp(open_storage(saved), str(tmp_path / "all"), Wishes(everything=True))
+    assert compare(open_storage(saved), imported(tmp_path / "all", tmp_path / "back")).same
+
+
 def test_what_was_nested_by_hand_goes_out_and_comes_back(tmp_path: Path) -> None:
     import numpy as np
 
@@ -198,6 +208,26 @@ def test_an_export_that_cannot_be_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["ckpt"]
     with pytest.raises(UserError, match="not on this machine's disks"):
         export_dcp(open_storage(saved), "s3://bucket/dcp")
+
+
+@pytest.mark.parametrize(
+    "state", ["5", "{", '{"aliases": 3}', '{"$tree": {"$map": [[1, 2, 3]]}}', '{"$tree":' * 5000]
+)
+def test_an_exports_own_state_that_makes_no_sense(tmp_path: Path, state: str) -> None:
+    path = by_torch(tmp_path / "dcp", {"w": torch.ones(2), "elasticzero": {"state": state}})
+    with pytest.raises(CheckpointDamaged, match="makes no sense"):
+        open_dcp(str(path))
+
+
+def test_two_paths_to_one_name_are_refused(tmp_path: Path) -> None:
+    one = torch.ones(2)
+    path = by_torch(tmp_path / "a", {"model": {"a/b": one, "a": {"b": one}}})
+    with pytest.raises(UserError, match="come to the same name"):
+        open_dcp(str(path))
+    tree = {"$tree": {"x": {"$tensor": "same"}, "y": {"$tensor": "same"}}}
+    state = {"x": one, "y": one, "elasticzero": {"state": json.dumps(tree)}}
+    with pytest.raises(UserError, match="come to the same name"):
+        open_dcp(str(by_torch(tmp_path / "b", state)))
 
 
 class _Malice:

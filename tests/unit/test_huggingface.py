@@ -285,3 +285,12 @@ def test_two_names_of_one_tensor_become_one(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             tied(foreign, aliases)
+
+
+def test_a_model_saved_by_hand_without_a_prefix(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    step = save(tmp_path / "ckpt", {**model.state_dict(), "other/x": torch.ones(1)})
+    export_hf(open_storage(step), str(tmp_path / "hf"), Wishes(dtype="bf16"))
+    read = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert read.keys() == {"weight", "bias"}
+    assert same_bits(read["weight"], model.weight.detach().to(torch.bfloat16))
