@@ -67,7 +67,7 @@ def test_a_killed_node_changes_nothing(
     if strategy == "ddp":
         assert lineage.recomputed <= 1, found.stdout
     else:
-        assert lineage.resume_steps[2] % 25 == 0
+        assert lineage.resume_steps[2] >= 50, found.stdout
     check_samples(lineage, logs / job)
     check_weights(checkpoints, reference)
 

@@ -1,0 +1,123 @@
+"""The rules of when state is captured, one line each, and all orders of a few words."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from elasticzero.pacing import MOST_STEPS, OVERHEAD, Due, Ledger, Word, interval
+
+READY = Ledger(start=0, every=5, ready=True)
+
+
+def after(*words: Word, ledger: Ledger = READY) -> Ledger:
+    for word in words:
+        ledger = ledger.heard(word)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("ledger", "step", "checkpoint", "snapshots", "due"),
+    [
+        pytest.param(READY, 7, False, True, "snapshot", id="P3: a new generation, at once"),
+        pytest.param(Ledger(start=0, every=5), 7, False, True, "nothing", id="memory not ready"),
+        pytest.param(Ledger(start=0), 7, True, True, "checkpoint", id="saved all the same"),
+        pytest.param(READY, 7, False, False, "nothing", id="a strategy without use for them"),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=5, held=5), 9, False, True, "nothing",
+            id="P3: not yet",
+        ),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=5, held=5), 10, False, True, "snapshot",
+            id="P3: due",
+        ),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=5, held=0), 10, False, True, "nothing",
+            id="P1: one in flight",
+        ),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=5, held=5, saving=5), 10, False, True,
+            "nothing", id="P1: one being saved",
+        ),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=5, held=5, saving=5), 10, True, True, "wait",
+            id="P2: waits for the save",
+        ),
+        pytest.param(
+            Ledger(start=0, every=5, ready=True, taken=8, held=5), 10, True, True, "checkpoint",
+            id="P2: a snapshot in flight gives way",
+        ),
+        pytest.param(
+            Ledger(start=0, every=0, ready=True, taken=5, held=5), 900, False, True, "nothing",
+            id="no interval yet",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_due(
+    ledger: Ledger, step: int, checkpoint: bool, snapshots: bool, due: Due
+) -> None:
+    assert ledger.due(step, checkpoint=checkpoint, snapshots=snapshots) == due
+
+
+def test_a_snapshot_is_held_once_every_node_says_so() -> None:
+    taken = READY.captured(6, checkpoint=False)
+    assert taken.copying
+    assert after(Word(kept=5), ledger=taken).held is None
+    held = after(Word(kept=6), ledger=taken)
+    assert (held.held, held.copying) == (6, False)
+
+
+def test_p4_what_a_node_could_not_keep_is_given_up_and_what_was_held_stays() -> None:
+    held = after(Word(kept=6), ledger=READY.captured(6, checkpoint=False))
+    given_up = after(Word(kept=6, unkept=11), ledger=held.captured(11, checkpoint=False))
+    assert (given_up.taken, given_up.held) == (6, 6)
+    assert given_up.due(12, checkpoint=False, snapshots=True) == "snapshot"
+
+
+def test_an_old_failure_does_not_give_up_a_newer_snapshot() -> None:
+    taken = READY.captured(11, checkpoint=False)
+    assert after(Word(unkept=6), ledger=taken).taken == 11
+
+
+def test_a_save_is_over_only_by_a_word_of_its_own_step() -> None:
+    saving = READY.captured(10, checkpoint=True)
+    assert after(Word(saved=9), ledger=saving).saving == 10
+    assert after(Word(saved=10), ledger=saving).saving is None
+
+
+def test_rank_0_s_interval_counts_from_the_word_that_all_have_read() -> None:
+    assert after(Word(every=40)).every == 40
+    assert after(Word(every=40), Word()).every == 40
+
+
+def test_in_any_order_of_words_nothing_held_is_lost_and_one_is_in_flight_at_most() -> None:
+    words = [Word(kept=k, unkept=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))]
+    for order in itertools.permutations(words, 4):
+        ledger, best = READY, -1
+        for step, word in enumerate(order, 3):
+            if ledger.due(step, checkpoint=False, snapshots=True) == "snapshot":
+                assert not ledger.copying
+                ledger = ledger.captured(step, checkpoint=False)
+            ledger = ledger.heard(word)
+            held = -1 if ledger.held is None else ledger.held
+            assert held >= best and (ledger.taken is None or ledger.taken >= held)
+            best = held
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "step_s", "every"),
+    [
+        (0.001, 1.0, 1),
+        (0.1, 1.0, 10),
+        (0.005, 0.06, 9),
+        (100.0, 0.001, MOST_STEPS),
+        (0.1, 0.0, MOST_STEPS),
+    ],
+)
+def test_the_interval_keeps_snapshots_under_their_share_of_the_time(
+    stall_s: float, step_s: float, every: int
+) -> None:
+    assert interval(stall_s, step_s) == every
+    if every < MOST_STEPS:
+        assert stall_s <= OVERHEAD * every * step_s * (1 + 1e-9)
