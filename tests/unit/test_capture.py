@@ -1,0 +1,220 @@
+"""Captures into slots of shared memory, their seals, replicas, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticzero.checkpoint import commit, verify
+from elasticzero.checkpoint.capture import SnapshotWriter
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.manifest import (
+    Group,
+    Layout,
+    Manifest,
+    TensorSpec,
+    snapshot_manifest_name,
+)
+from elasticzero.checkpoint.persist import await_commit, persist, read_own
+from elasticzero.checkpoint.reader import open_snapshot
+from elasticzero.checkpoint.replica import pull
+from elasticzero.checkpoint.slots import SLOTS, Slots
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.writer import Piece
+from elasticzero.errors import CheckpointDamaged, StorageError
+from elasticzero.spans import Span
+
+NAMES = ("a", "b", "flag")
+TENSORS = {
+    "a": torch.arange(600_000, dtype=torch.float64),
+    "b": torch.randn(3, 7).bfloat16(),
+    "flag": torch.tensor([True, False, True]),
+}
+
+
+def draft(step: int, world_size: int = 1, generation: int = 1) -> Manifest:
+    specs = {
+        "a": TensorSpec("F64", (600_000,)),
+        "b": TensorSpec("BF16", (3, 7)),
+        "flag": TensorSpec("BOOL", (3,)),
+    }
+    layout = Layout(world_size=world_size, tensors=specs, groups=(Group("even", NAMES),))
+    token = f"g{generation:06d}-x"
+    return Manifest(
+        step=step, generation=generation, token=token, strategy="zero2", layout=layout, state={}
+    )
+
+
+def pieces(of: Manifest, rank: int = 0) -> list[Piece]:
+    flat = {name: tensor.reshape(-1) for name, tensor in TENSORS.items()}
+    return [
+        Piece(name, flat[name][span.start : span.stop])
+        for name, span in of.layout.spans(rank).items()
+    ]
+
+
+def captured(
+    writer: SnapshotWriter, step: int, keep: set[tuple[int, int]] | None = None
+) -> ShardName:
+    manifest = draft(step)
+    writer.write(manifest, 0, pieces(manifest), keep or set())
+    return ShardName(1, step, 0, 1)
+
+
+def read(store: SnapshotStore, step: int, name: str = "a") -> torch.Tensor:
+    out = torch.empty_like(TENSORS[name])
+    snapshot = open_snapshot({0: [store.open(1, step)]}, 1, step)
+    snapshot.read(name, Span(0, out.numel()), out)
+    return out
+
+
+def test_a_capture_counts_once_it_is_sealed(tmp_path: Path) -> None:
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    shard = captured(writer, 5)
+    assert store.held() == [] and store.drafts() == [shard]
+    store.seal(shard)
+    store.seal(shard)
+    assert [(h.step, h.ranks) for h in store.held()] == [(5, (0,))] and store.drafts() == []
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read(store, 5, name), tensor)
+
+
+def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    state = TENSORS["a"].clone()
+    manifest = draft(5)
+    own = [Piece("a", state), *pieces(manifest)[1:]]
+    writer.write(manifest, 0, own, set())
+    state.zero_()
+    store.seal(ShardName(1, 5, 0, 1))
+    assert torch.equal(read(store, 5), TENSORS["a"])
+
+
+def test_two_slots_serve_any_number_of_captures_and_what_is_kept_stays(tmp_path: Path) -> None:
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store.seal(captured(writer, 1))
+    for step in range(2, 20):
+        store.seal(captured(writer, step, {(1, step - 1)}))
+        assert [h.step for h in store.held()] == [step - 1, step]
+        assert torch.equal(read(store, step - 1), TENSORS["a"])
+    assert len(list((tmp_path / SLOTS).iterdir())) == 2
+
+
+def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -> None:
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    captured(writer, 1)
+    captured(writer, 2, {(1, 1)})
+    with pytest.raises(StorageError, match="both slots of worker-0"):
+        captured(writer, 3, {(1, 1), (1, 2)})
+    assert len(list((tmp_path / SLOTS).iterdir())) == 2
+    manifest = draft(3)
+    writer.write(manifest, 0, pieces(manifest), {(1, 1), (1, 2)}, extra=True)
+    assert len(list((tmp_path / SLOTS).iterdir())) == 3
+    store.keep_only({(1, 2)})
+    assert len(list((tmp_path / SLOTS).iterdir())) == 2
+
+
+def test_a_slot_is_not_written_while_somebody_reads_it(tmp_path: Path) -> None:
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    shard = captured(writer, 1)
+    with store.holding(store.path(1, 1) / draft(1).file_name(0)) as held:
+        before = held.read_bytes()
+        captured(writer, 2)
+        with pytest.raises(StorageError, match="in use"):
+            captured(writer, 3, {(1, 2)})
+        assert held.read_bytes() == before
+    captured(writer, 3, {(1, 2)})
+    assert not store.has(shard)
+
+
+def test_a_capture_cut_short_at_any_call_leaves_what_was_held(tmp_path: Path) -> None:
+    """The writer dies before its draft stands: nobody takes the shard for whole."""
+    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store.seal(captured(writer, 1))
+    captured(writer, 2, {(1, 1)})
+    store.drop_draft(ShardName(1, 2, 0, 1))
+    assert [h.step for h in store.held()] == [1] and store.drafts() == []
+    store.seal(captured(SnapshotWriter(tmp_path, 0), 3, {(1, 1)}))
+    assert [h.step for h in store.held()] == [1, 3]
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, "worker-0")
+    with pytest.raises(StorageError, match="of shared memory for a snapshot cannot be had"):
+        slots.take(1 << 60)
+    assert slots.take(1000).bytes == 1000
+
+
+def test_a_replica_is_seen_only_when_all_of_it_is_here(tmp_path: Path) -> None:
+    owner, buddy = SnapshotStore(tmp_path / "owner"), SnapshotStore(tmp_path / "buddy")
+    shard = captured(SnapshotWriter(owner.root, 0), 5)
+    slots = Slots(buddy.root, "replica-0")
+    with pytest.raises(FileNotFoundError):
+        pull(owner.open(1, 5), buddy, slots, shard)
+    owner.seal(shard)
+    assert not pull(owner.open(1, 5), buddy, slots, shard, over=lambda: True)
+    assert buddy.held() == [] and not buddy.has(shard)
+    assert pull(owner.open(1, 5), buddy, slots, shard)
+    assert torch.equal(read(buddy, 5), TENSORS["a"])
+    owner.clear()
+    assert torch.equal(read(buddy, 5, "b"), TENSORS["b"])
+
+
+def test_a_replica_of_damaged_memory_is_refused(tmp_path: Path) -> None:
+    owner, buddy = SnapshotStore(tmp_path / "owner"), SnapshotStore(tmp_path / "buddy")
+    shard = captured(SnapshotWriter(owner.root, 0), 5)
+    owner.seal(shard)
+    path = owner.path(1, 5) / draft(5).file_name(0)
+    with path.open("r+b") as file:
+        file.seek(2_000_000)
+        file.write(b"\xff\xfe")
+    with pytest.raises(CheckpointDamaged, match=r"bytes \d+ to 2097152 are not"):
+        pull(owner.open(1, 5), buddy, Slots(buddy.root, "replica-0"), shard)
+    assert buddy.held() == []
+
+
+def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "checkpoints")
+    stores = [SnapshotStore(tmp_path / str(rank)) for rank in range(2)]
+    shards = [ShardName(1, 5, rank, 2) for rank in range(2)]
+    manifest = draft(5, world_size=2)
+    for rank, store in enumerate(stores):
+        SnapshotWriter(store.root, 0).write(manifest, rank, pieces(manifest, rank), set())
+        store.seal(shards[rank])
+        assert persist(store, shards[rank], directory) > 0
+    storage = directory.step("step-000000000005")
+    assert commit.steps(directory) == []
+    waiter = threading.Thread(
+        target=await_commit, args=(storage, manifest.token, lambda: None), kwargs={"wait_s": 20.0}
+    )
+    waiter.start()
+    assert commit.commit(storage, manifest, wait_s=1.0)
+    waiter.join(20.0)
+    assert not waiter.is_alive() and not list(verify.faults(storage))
+    own = read_own(stores[0], shards[0])
+    assert own.files[0] == commit.read_manifest(storage).files[0]
+    assert persist(stores[0], shards[0], directory) == 0
+
+
+def test_a_wait_for_a_commit_ends_with_the_reason_to_give_up(tmp_path: Path) -> None:
+    storage = DiskStorage(tmp_path)
+    with pytest.raises(StorageError, match="another node could not write"):
+        await_commit(storage, "t", lambda: "another node could not write", wait_s=60.0)
+    with pytest.raises(StorageError, match="not committed within 0 s"):
+        await_commit(storage, "t", lambda: None, wait_s=0.0)
+
+
+def test_only_a_snapshot_s_own_files_are_served(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    shard = captured(SnapshotWriter(tmp_path, 0), 5)
+    store.seal(shard)
+    with store.open_file(1, 5, snapshot_manifest_name(0, 1)) as file:
+        assert os.fstat(file.fileno()).st_size > 0
+    for name in ("../slots/worker-0-0", "draft-rank-00000-of-00001.json", "owner"):
+        with pytest.raises(FileNotFoundError):
+            store.open_file(1, 5, name)

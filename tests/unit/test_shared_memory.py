@@ -1,0 +1,51 @@
+"""Directories of shared memory: one living owner each, and nothing left of the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticzero.errors import OperatorError
+from elasticzero.launcher.shared_memory import PREFIX, Claim, sweep
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from elasticzero.launcher.shared_memory import Claim
+claim = Claim(Path(sys.argv[1]))
+(claim.root / "slots").mkdir()
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    owners = []
+    for name in ("dead", "alive"):
+        root = str(tmp_path / f"{PREFIX}{name}")
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, root], stdout=subprocess.PIPE)
+        assert owner.stdout is not None and owner.stdout.readline() == b"claimed\n"
+        owners.append(owner)
+    (tmp_path / "other-program").mkdir()
+    owners[0].send_signal(signal.SIGKILL)
+    owners[0].wait()
+    try:
+        assert sweep(tmp_path) == [tmp_path / f"{PREFIX}dead"]
+        assert sorted(os.listdir(tmp_path)) == [f"{PREFIX}alive", "other-program"]
+        with pytest.raises(OperatorError, match="give this node another --node-name"):
+            Claim(tmp_path / f"{PREFIX}alive")
+    finally:
+        owners[1].kill()
+        for owner in owners:
+            owner.wait()
+            assert owner.stdout is not None
+            owner.stdout.close()
+    Claim(tmp_path / f"{PREFIX}alive").release()
+    assert os.listdir(tmp_path) == ["other-program"]
