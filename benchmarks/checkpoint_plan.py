@@ -60,7 +60,7 @@ def growth() -> list[Growth]:
 
 def measured(world: int) -> Growth:
     draft = manifest(layout(world))
-    size = ROWS * COLUMNS * 4 * TENSORS // world
+    size = -(-ROWS * COLUMNS * 4 * TENSORS // world)
     files = tuple(ShardFile(draft.file_name(r), size, f"{r:032x}") for r in range(world))
     whole = replace(draft, files=files)
     text = to_json(whole)
