@@ -223,19 +223,25 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_what_fsdp_wrote_comes_here(tmp_path: Path, strategy: str) -> None:
-    source = str(tmp_path / "dcp")
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two ranks of FSDP2 wrote; beside it, in one file, the same state whole."""
+    source = str(tmp_path_factory.mktemp("fsdp") / "dcp")
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", FSDP, str(rank), "2", source])
         for rank in range(2)
     ]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     assert len(list(Path(source).glob("*.distcp"))) == 2
+    return source
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_what_fsdp_wrote_comes_here(fsdp: str, tmp_path: Path, strategy: str) -> None:
     target = str(tmp_path / "ckpt")
-    order = ["import", source, target, "--format", "dcp", "--world-size", "3", "--step", "3"]
+    order = ["import", fsdp, target, "--format", "dcp", "--world-size", "3", "--step", "3"]
     assert main([*order, "--strategy", strategy]) == 0
-    whole = torch.load(source + ".whole", weights_only=True)
+    whole = torch.load(fsdp + ".whole", weights_only=True)
     loaded = elasticzero.checkpoint.load(target)
     assert loaded["epoch"] == 3
     assert torch.equal(loaded["columns"], torch.arange(35.0).reshape(7, 5))
