@@ -257,7 +257,7 @@ def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         return None
     reports = {n: r for n, r in _answers(view).items() if r.phase == "stopped"}
     resume = choose_resume(world, reports, view.storage_step)
-    if resume.tier != "ram" or not resume.step:
+    if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
         return None
     order = {member.node: index for index, member in enumerate(world.members)}
     writers: dict[int, str] = {}

@@ -14,6 +14,7 @@ from elasticzero.launcher.actions import (
     Leave,
     PutReport,
     RaiseAlarm,
+    SaveHeld,
     Start,
     StopWorkers,
     WriteDone,
@@ -100,6 +101,12 @@ SILENT_ALARM = Alarm(node="b", kind="silence", reason="not every node has answer
 SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
 
+STRANDED = replace(
+    ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0
+)
+LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
+
+
 def v(base: View, **changes) -> View:
     return replace(base, **changes)
 
@@ -162,6 +169,14 @@ TABLE = [
     ("boundary: report", v(ROUND, alarm=None, round_s=99.9, workers=w(STOPPED, aborted_s=None), holdings=HELD), [PutReport(MY_STOPPED)]),
     ("boundary, still writing", v(AT_REST, round_s=99.9, workers=w(TRAINS, at_boundary=True)), []),
     ("boundary, others silent", v(AT_REST, round_s=99.4, workers=w(TRAINS, at_boundary=True)), [RaiseAlarm(Alarm(node="a", kind="silence", reason="not every node has answered"))]),
+    ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
+    ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("nobody can go on: told once", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20)), []),
+    ("nobody can go on: nothing newer than storage", v(STRANDED, can_save=True, storage_step=20), []),
+    ("nobody can go on: storage is newer", v(STRANDED, can_save=True, storage_step=30), []),
+    ("nobody can go on, and no directory", STRANDED, []),
+    ("leaving: stays until what is held is saved", v(STRANDED, leaving=True, can_save=True, saving=True, saved_held=(3, 20), my_report=LEAVER, reports={"a": LEAVER}), []),
+    ("leaving: saved, and goes", v(STRANDED, leaving=True, can_save=True, saved_held=(3, 20), my_report=LEAVER, reports={"a": LEAVER}), [Leave(ExitCode.LEFT)]),
     ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [Leave(ExitCode.LEFT)]),
     # A7
     ("finished", v(AT_REST, workers=w(TRAINS, running=0, finished=True)), [PutReport(says("finished", A, final_step=20))]),

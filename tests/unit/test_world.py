@@ -11,9 +11,12 @@ from elasticzero.launcher.world import (
     Member,
     Report,
     World,
+    buddy,
+    charge,
     check_invariants,
     choose_resume,
     line_up,
+    lost_snapshot,
     root_cause,
     to_bytes,
     world_from_bytes,
@@ -190,3 +193,28 @@ def test_invariants_catch_a_reordered_world():
         check_invariants(before, world(A, B, generation=5))
     with pytest.raises(AssertionError, match="one place"):
         check_invariants(None, world(A, A, generation=1))
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_every_node_has_one_buddy_and_is_one(count: int) -> None:
+    found = [buddy(index, count) for index in range(count)]
+    if count == 1:
+        assert found == [None] and charge(0, 1) is None
+        return
+    assert sorted(b for b in found if b is not None) == list(range(count))
+    assert all(other != index for index, other in enumerate(found))
+    assert [charge(b, count) for b in found if b is not None] == list(range(count))
+    fatal = {frozenset((index, other)) for index, other in enumerate(found)}
+    assert len(fatal) <= count // 2 + 2, "few pairs of nodes can lose a shard"
+
+
+def test_a_snapshot_that_lost_its_holders_is_named() -> None:
+    before = world(A, B, C)
+    reports = {"a": holds((3, 57, 3, (0,))), "b": holds((3, 57, 3, (1, 0)), (3, 58, 3, (1,)))}
+    storage = Resume(tier="storage", step=50)
+    assert lost_snapshot(before, reports, storage) == (
+        "; no node is left that holds the part of rank 2 of the snapshot of step 57"
+    )
+    assert lost_snapshot(before, reports, ram(57, 3, (0, "a"))) == ""
+    assert lost_snapshot(before, {}, storage) == ""
+    assert lost_snapshot(before, reports, Resume(tier="storage", step=60)) == ""
