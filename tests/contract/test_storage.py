@@ -1,4 +1,4 @@
-"""One contract for every place that checkpoints are written to: a disk, `memory://`, S3."""
+"""One contract for every place that checkpoints are written to: a disk, `memory://`, S3, others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from elasticzero.checkpoint import commit, multipart, verify
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory
+from elasticzero.checkpoint.objects import ObjectDirectory, Remote
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.storage import Directory, Storage, open_directory, read_small
 from elasticzero.errors import StorageError, UserError
@@ -24,7 +26,7 @@ LARGE = bytes(range(251)) * (11 << 12)
 _memories = itertools.count()
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+@pytest.fixture(params=["disk", "memory", "folders", "s3"])
 def directory(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Directory:
@@ -33,6 +35,10 @@ def directory(
         return open_directory(tmp_path / "run")
     if request.param == "memory":
         return open_directory(f"memory://contract-{next(_memories)}/run")
+    if request.param == "folders":
+        # The way of all other file systems of fsspec, with one that is at hand.
+        remote, root = Remote(LocalFileSystem()), str(tmp_path / "run")
+        return ObjectDirectory(remote, root, root)
     request.getfixturevalue("s3")
     return open_directory("s3://bucket/some/run")
 

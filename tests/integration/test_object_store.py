@@ -1,0 +1,50 @@
+"""A whole job whose checkpoints lie in an S3 bucket; a second one goes on from there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from elasticzero.checkpoint import commit, verify
+from elasticzero.checkpoint.storage import open_directory
+from tests.contract.s3_server import running_server
+from tests.integration.clusters import REGRESSION, elasticzero
+
+URL = "s3://jobs/regression"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with running_server() as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fsspec.filesystem("s3", use_listings_cache=False).mkdir("jobs")
+        yield
+
+
+def run(*words: str) -> str:
+    """The output of a job that ends well."""
+    command = elasticzero("local", "--nodes", "2", "--checkpoint-dir", URL, *words)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None) -> None:
+    faults = ("--fault", "kill-worker@15")
+    told = run("--checkpoint-every", "10", "--keep", "2", *faults, str(REGRESSION), "--epochs=1")
+    assert "checkpoint of step 34 written" in told
+    directory = open_directory(URL)
+    steps = commit.steps(directory)
+    assert len(steps) == 2 and steps[0].step == 34
+    assert [list(verify.faults(info.storage)) for info in steps] == [[], []]
+    assert sum(len(files) for files in directory.files().values()) == 2 * 5
+    told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
+    assert "step 34 from" in told
+    assert commit.newest_good(directory) == 68
