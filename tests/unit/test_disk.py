@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_a_full_disk_is_noticed_before_the_bytes_are_asked_for(tmp_path: Path) -
         disk.write("file", chunks(), size=1 << 62)
     assert not asked
     assert disk.names() == []
+
+
+def test_in_memory_no_space_is_taken_beforehand() -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("/dev/shm is no file system of its own")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        DiskStorage(Path(path)).write("file", [b"abc"], size=1 << 62)
+        assert os.stat(Path(path) / "file").st_size == 3
 
 
 def test_a_size_that_is_too_large_does_not_lengthen_the_file(tmp_path: Path) -> None:
