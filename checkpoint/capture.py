@@ -87,9 +87,12 @@ class SnapshotWriter:
                 raise ValueError(f"{name}: {data.numel()} elements of {data.dtype} for {spec}")
             if spec.nbytes:
                 place = memory[start:stop].view(dtype)
-                on_gpu |= data.device.type == "cuda"
-                with torch.cuda.stream(self._side_stream() if data.is_cuda else None):
-                    place.copy_(data.reshape(-1), non_blocking=True)
+                if data.is_cuda:
+                    on_gpu = True
+                    with torch.cuda.stream(self._side_stream()):
+                        place.copy_(data.reshape(-1), non_blocking=True)
+                else:
+                    place.copy_(data.reshape(-1))
             start = stop
         if on_gpu:
             self._side_stream().synchronize()

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import xxhash
@@ -151,6 +151,8 @@ class Layout:
     """Every tensor is in exactly one."""
     _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
     _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _known: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """What was worked out before: a layout serves many captures, each within milliseconds."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -175,16 +177,34 @@ class Layout:
             raise ValueError(f"tensor {missing!r} is in no group")
         object.__setattr__(self, "_places", places)
         object.__setattr__(self, "_totals", tuple(totals))
+        object.__setattr__(self, "_known", {})
 
     def digest(self) -> str:
         """xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
+        if "digest" not in self._known:
+            self._known["digest"] = self._digest()
+        return str(self._known["digest"])
+
+    def _digest(self) -> str:
         tensors = [(name, spec.dtype, spec.shape) for name, spec in self.tensors.items()]
         groups = [(group.rule, group.tensors, group.ranks) for group in self.groups]
         text = json.dumps([self.world_size, sorted(tensors), groups])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
+    def json(self) -> Any:
+        """The layout's own part of a manifest's JSON."""
+        if "json" not in self._known:
+            self._known["json"] = encode(self)
+        return self._known["json"]
+
     def spans(self, rank: int) -> dict[str, Span]:
         """What `rank` holds, in the groups' order; a tensor without elements lies with one rank."""
+        known = self._known.get("spans")
+        if known is None or known[0] != rank:
+            self._known["spans"] = known = (rank, self._spans(rank))
+        return dict(known[1])
+
+    def _spans(self, rank: int) -> dict[str, Span]:
         held: dict[str, Span] = {}
         for group in self.groups:
             specs = [self.tensors[name] for name in group.tensors]
@@ -279,7 +299,8 @@ class Manifest:
 
 def to_json(manifest: Manifest) -> bytes:
     """The bytes of the manifest's file."""
-    return with_digest(encode(manifest))
+    parts = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "layout"}
+    return with_digest(encode(parts) | {"layout": manifest.layout.json()})
 
 
 def with_digest(value: Mapping[str, Any]) -> bytes:

@@ -63,11 +63,16 @@ def torch_dtype(spelling: str) -> torch.dtype:
     return _TORCH_DTYPES[spelling]
 
 
+def spelling_of(dtype: torch.dtype) -> str:
+    """Safetensors' spelling of a dtype; `UserError` where it has none."""
+    if dtype not in _SPELLINGS:
+        raise UserError(f"a checkpoint cannot hold tensors of {dtype}: safetensors has none")
+    return _SPELLINGS[dtype]
+
+
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """A tensor's description (a DTensor's: of the whole); `UserError` for an unknown dtype."""
-    if tensor.dtype not in _SPELLINGS:
-        raise UserError(f"a checkpoint cannot hold tensors of {tensor.dtype}: safetensors has none")
-    return TensorSpec(_SPELLINGS[tensor.dtype], tuple(tensor.shape))
+    return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elasticzero.channel import Assignment, Captured, GiveUp, Paced
 from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.manifest import Manifest
+from elasticzero.checkpoint.manifest import Layout, Manifest
 from elasticzero.checkpoint.shards import shard_header
 from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
@@ -59,6 +59,7 @@ class Captures:
             not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
         self._ledger = Ledger(start=0)
+        self._layout: Layout | None = None
         self._reserving: threading.Thread | None = None
         self._reserved = False
         self._saved_step: int | None = None
@@ -78,11 +79,16 @@ class Captures:
         if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
             self._reserve(copy)
 
+    def _draft(self, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
+        manifest, pieces = draft(self._share(), copy, author, self._layout)
+        self._layout = manifest.layout
+        return manifest, pieces
+
     def _reserve(self, copy: BoundaryCopy) -> None:
         """Allocate and map memory for captures of this size, while training goes on."""
         if not self._snapshots and not self._saving:
             return
-        manifest, _ = draft(self._share(), copy, self._author(complete=False))
+        manifest, _ = self._draft(copy, self._author(complete=False))
         size = shard_header(manifest, self._assignment.rank)[1]
 
         def reserve() -> None:
@@ -196,7 +202,7 @@ class Captures:
         if self._reserving is not None:
             self._reserving.join()
         began_s = time.monotonic()
-        manifest, pieces = draft(self._share(), copy, author)
+        manifest, pieces = self._draft(copy, author)
         direct = False
         try:
             size = self._writer.write(manifest, author.rank, pieces, self._kept_states())
@@ -257,7 +263,7 @@ class Captures:
         author = self._author(complete=self._replicated)
         if self._reserving is not None:
             self._reserving.join()
-        manifest, pieces = draft(self._share(), copy, author)
+        manifest, pieces = self._draft(copy, author)
         keep = self._kept_states()
         if not self._agreed and self._ledger.taken is not None:
             keep = {*keep, (author.generation, self._ledger.taken)}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.reader import spec_of as stored_spec_of
+from elasticzero.checkpoint.reader import spelling_of
 from elasticzero.checkpoint.writer import Piece
 from elasticzero.records import encode
 from elasticzero.spans import Span
@@ -26,8 +24,12 @@ class Author:
     strategy: str
 
 
-def draft(share: Share, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
+def draft(
+    share: Share, copy: BoundaryCopy, author: Author, before: Layout | None = None
+) -> tuple[Manifest, list[Piece]]:
     """The manifest of the state at a boundary and this rank's pieces of it.
+
+    before: a layout that is likely to be this one's too, and then serves again.
 
     Parameters and optimizer state are as `share` has them now, all else as in `copy`. Buffers are
     rank 0's, which all ranks take over at each boundary: so they are right also where a peer was
@@ -48,6 +50,8 @@ def draft(share: Share, copy: BoundaryCopy, author: Author) -> tuple[Manifest, l
             for p in share.partitions
         ),
     )
+    if before == layout:
+        layout = before
     manifest = Manifest(
         step=copy.step,
         generation=author.generation,
@@ -68,4 +72,4 @@ def _pieces(spans: Mapping[str, Span], share: Share) -> Iterator[Piece]:
 
 def stored(spec: Spec) -> TensorSpec:
     """A tensor's description as a checkpoint has it."""
-    return TensorSpec(stored_spec_of(torch.empty(0, dtype=spec.dtype)).dtype, spec.shape)
+    return TensorSpec(spelling_of(spec.dtype), spec.shape)
