@@ -15,24 +15,30 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.5
 
 
 def persist(
-    store: SnapshotStore, shard: ShardName, directory: Directory, *, replacing: bool = False
+    store: SnapshotStore,
+    shard: ShardName,
+    directory: Directory,
+    *,
+    replacing: bool = False,
+    await_seal: Callable[[], None] = lambda: None,
 ) -> int:
-    """Copy a sealed shard and its checksums to storage; returns the bytes written.
+    """Copy a shard and its checksums from memory to storage; returns the bytes written.
 
-    Nothing to do (0) where the step stands already, unless that one is to be replaced. Raises
-    `StorageError`, and `FileNotFoundError` where the snapshot is gone.
+    The shard may be copied while it is being sealed; `await_seal` returns once it is. Nothing to do
+    (0) where the step stands already, unless that one is to be replaced. Raises `StorageError`, and
+    `FileNotFoundError` where the snapshot is gone.
     """
-    source = store.open(shard.generation, shard.step)
-    manifest = read_own(store, shard)
-    storage = commit.prepare(directory, shard.step)
-    if not replacing and commit.stands(storage):
-        return 0
-    file = manifest.files[shard.rank]
-    sums = (source.path / (file.name + SUMS_SUFFIX)).read_bytes()
-    with store.holding(source.path / file.name) as held:
-        storage.write(file.name, mapped(held), size=file.bytes)
-    storage.write(file.name + SUMS_SUFFIX, [sums])
-    return file.bytes
+    path = store.path(shard.generation, shard.step) / store.file_of(shard)
+    with store.holding(path) as held:
+        storage = commit.prepare(directory, shard.step)
+        if not replacing and commit.stands(storage):
+            await_seal()
+            return 0
+        size = held.stat().st_size
+        storage.write(path.name, mapped(held), size=size)
+    await_seal()
+    storage.write(path.name + SUMS_SUFFIX, [path.with_name(path.name + SUMS_SUFFIX).read_bytes()])
+    return size
 
 
 def read_own(store: SnapshotStore, shard: ShardName) -> Manifest:

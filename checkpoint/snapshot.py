@@ -40,6 +40,7 @@ from elasticzero.records import encode
 HELD = "held"
 """The folder of the links of those who read a shard while its snapshot may go."""
 _READ_BYTES = 8 << 20
+_SHARD_SUFFIX = ".safetensors"
 _GENERATION = re.compile(r"gen-(\d{1,18})")
 _RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
 _MANIFEST = re.compile(rf"manifest-{_RANK}\.json")
@@ -111,6 +112,15 @@ class SnapshotStore:
         """Whether a shard is whole: this node's own with its checksums, or a replica."""
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         return (self.path(shard.generation, shard.step) / name).exists()
+
+    def file_of(self, shard: ShardName) -> str:
+        """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
+        path = self.path(shard.generation, shard.step)
+        start = file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
+        for name in _names(path):
+            if name.startswith(start) and name.endswith(_SHARD_SUFFIX):
+                return name
+        raise FileNotFoundError(f"{path} holds no shard of rank {shard.rank}")
 
     def drop_draft(self, shard: ShardName) -> None:
         """Give up a shard that cannot be sealed."""

@@ -339,8 +339,15 @@ class Saver:
         written: list[int] = []
 
         def write(shard: ShardName) -> None:
-            self._await_seal(job, shard)
-            written.append(persist(self._snapshots, shard, directory, replacing=replacing))
+            written.append(
+                persist(
+                    self._snapshots,
+                    shard,
+                    directory,
+                    replacing=replacing,
+                    await_seal=lambda: self._await_seal(job, shard),
+                )
+            )
 
         def give_up() -> str | None:
             return self._reason_to_give_up(job)
