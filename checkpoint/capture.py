@@ -115,4 +115,3 @@ class SnapshotWriter:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         return self._stream
-
