@@ -32,8 +32,9 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 
-bench: $(READY) ## seconds from a kill to the next committed step, beside torchrun's
+bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (about 30 minutes)
 	$(RUN) benchmarks/recovery.py
+	$(RUN) benchmarks/checkpoint.py
 
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
