@@ -318,6 +318,8 @@ def check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None
     a = assignment
     if a.checkpoint_dir is None or a.local_world_size == a.world_size:
         return
+    if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
+        return  # the same everywhere
     storage, name = open_storage(a.checkpoint_dir), f".shared-{a.token}"
     if a.rank == 0:
         open_directory(a.checkpoint_dir).check_writable()

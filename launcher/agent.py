@@ -7,6 +7,7 @@ harm: reports and alarms are overwritten by equal ones, worlds are written under
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import signal
@@ -58,6 +59,7 @@ from elasticzero.launcher.observe import (
 )
 from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
 from elasticzero.launcher.shared_memory import Claim, sweep
+from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Condition, Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, View, Workers
@@ -124,12 +126,11 @@ class Agent:
         self.snapshots = SnapshotStore(options.snapshot_dir)
         self._events = EventLog(options.log_dir)
         self.telling = Telling(options, self._events, metrics)
-        self._server = ForkServer(PRELOAD)
+        self._server = ForkServer(_preload(self.options.checkpoint_dir))
         self._gang: Gang | None = None
         self._claim: Claim | None = None
-        self._lookout = Lookout(
-            store, self._observer, membership, self.snapshots, options.checkpoint_dir
-        )
+        look = StorageLook(options.checkpoint_dir, self.wake)
+        self._lookout = Lookout(store, self._observer, membership, self.snapshots, look)
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: tuple[int, int] | None = None
         self._leaving = False
@@ -247,7 +248,7 @@ class Agent:
         if self._gang is not None:
             self._gang.lost("the fork server of this node died")
         self._server.close()
-        self._server = ForkServer(PRELOAD)
+        self._server = ForkServer(_preload(self.options.checkpoint_dir))
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
         if now_s < self._backoff_until_s:
@@ -409,6 +410,14 @@ class Agent:
         self.telling.close(self.exit_code)
         if self._claim is not None:
             self._claim.release()
+
+
+def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:
+    """What workers have imported when they begin: also what reads the checkpoints."""
+    scheme = (checkpoint_dir or "").partition("://")[0]
+    package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
+    known = package is not None and importlib.util.find_spec(package) is not None
+    return (*PRELOAD, package) if known and package else PRELOAD
 
 
 def _post(world: World, index: int) -> Post:

@@ -36,6 +36,8 @@ from elasticzero.launcher.world import (
 
 NAMES_SHOWN = 8
 MOST_PAUSE_S = 10.0
+STORAGE_PATIENCE_S = 10.0
+"""Storage that has not said by then what it holds is done without, where memory has a snapshot."""
 SAVE_AFTER_ALIVE = 2
 """A round that lasts so many times the time to answer is one in which nobody goes on."""
 GONE_AT_ONCE = 100
@@ -92,6 +94,8 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
     settling_s = view.last_join_s + limits.settle_s - now_s
     if here < limits.max_nodes and settling_s > 0:
         return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
     members = line_up(None, list(view.members.values()), (), limits.max_nodes)
     resume = choose_resume(None, {}, view.storage_step)
     if (refused := _refused(view, resume, limits)) is not None:
@@ -125,6 +129,8 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     members = line_up(None, list(view.members.values()), (), limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
     resume = choose_resume(world, {}, view.storage_step)
     if (refused := _refused(view, resume, limits)) is not None:
         return refused
@@ -207,6 +213,9 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     reports = {m.node: answers[m.node] for m in answered if m.node not in late}
     cause = root_cause(reports)
     resume = choose_resume(world, reports, view.storage_step)
+    do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
+    if view.storage_pending is not None and not do_without:
+        return wait(view.storage_pending)
     if (refused := _refused(view, resume, limits)) is not None:
         return refused
     fruitless = _fruitless(world, resume.step, cause, silent)

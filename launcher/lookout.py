@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from elasticzero.checkpoint.commit import fault, steps
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.storage import open_directory
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.membership import Membership
@@ -28,11 +26,11 @@ from elasticzero.launcher.observe import (
     Since,
     reports_of,
 )
+from elasticzero.launcher.storage_look import Seen, StorageLook
 from elasticzero.launcher.store import Store
-from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
+from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Holding, Member, Report
 
-STORAGE_LOOK_S = 0.3
 """A look through the checkpoints serves for so long."""
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
@@ -49,13 +47,13 @@ class Lookout:
         observer: Observer,
         membership: Membership,
         snapshots: SnapshotStore,
-        checkpoint_dir: str | None,
+        storage_look: StorageLook,
     ) -> None:
         self._store = store
         self._observer = observer
         self._membership = membership
         self._snapshots = snapshots
-        self._checkpoint_dir = checkpoint_dir
+        self._storage_look = storage_look
         self._began_s = self._last_join_s = time.monotonic()
         self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
         self._joined: frozenset[tuple[str, str]] = frozenset()
@@ -64,9 +62,6 @@ class Lookout:
         """Checkpoints found damaged."""
         self._found: dict[int, str] = {}
         """What workers said of them."""
-        self._storage_looked_s = 0.0
-        self._newest_step: int | None = None
-        self._damage: Damage | None = None
         self._looked_for_oldest_s = 0.0
         self._oldest = False
 
@@ -81,7 +76,7 @@ class Lookout:
     def saved(self, step: int) -> None:
         """A checkpoint was written: it is damaged no more, and may be the newest."""
         self.bad_steps.discard(step)
-        self._storage_looked_s = 0.0
+        self._storage_look.forget()
 
     def view(self, workers: Workers, leaving: bool, now_s: float, limits: Limits) -> View:
         """All that this agent sees now; also follows what its role wants it to see next."""
@@ -125,14 +120,20 @@ class Lookout:
                 well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
                 confirmed_s=self._membership.confirmed_s,
             ),
-            can_save=self._checkpoint_dir is not None,
+            can_save=self._storage_look.possible,
             bad_steps=tuple(sorted(self.bad_steps)),
             token=f"g{generation + 1:06d}-{secrets.token_hex(8)}",
         )
         leads = is_leader(view) or (outside and self._oldest)
         if leads and (world is None or opened or outside):
-            step, damage = self._storage(view, now_s)
-            view = replace(view, storage_step=step, damage=damage)
+            seen = self._storage(view)
+            view = replace(
+                view,
+                storage_step=seen.step,
+                damage=seen.damage,
+                storage_pending=seen.pending,
+                bad_steps=tuple(sorted(self.bad_steps)),
+            )
         self._follow(view, index, leads, now_s, limits)
         return view
 
@@ -189,27 +190,13 @@ class Lookout:
             for held in self._snapshots.held()
         )
 
-    def _storage(self, view: View, now_s: float) -> tuple[int | None, Damage | None]:
-        """The newest good checkpoint, and what is wrong with the newest of all; not older than
-        STORAGE_LOOK_S."""
-        if self._checkpoint_dir is None:
-            return None, None
+    def _storage(self, view: View) -> Seen:
+        """The newest good checkpoint, and what is wrong with the newest of all."""
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
-        if bad.keys() <= self.bad_steps and now_s - self._storage_looked_s < STORAGE_LOOK_S:
-            return self._newest_step, self._damage
-        self._storage_looked_s = now_s
         self.bad_steps |= bad.keys()
         self._found |= bad
-        self._newest_step = self._damage = None
-        for info in steps(open_directory(self._checkpoint_dir)):
-            known = info.step in self.bad_steps
-            why = self._found[info.step] if known else fault(info.storage)
-            if why is None:
-                self._newest_step = info.step
-                break
-            self._damage = self._damage or Damage(info.step, why)
-        return self._newest_step, self._damage
+        return self._storage_look.ask({step: self._found[step] for step in self.bad_steps})
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

@@ -126,6 +126,9 @@ class View:
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged."""
     storage_step: int | None = None
+    """The newest good checkpoint."""
+    storage_pending: str | None = None
+    """Why it is not known yet what storage holds; None: it is, or nobody has asked."""
     damage: Damage | None = None
     """Of the newest committed checkpoint."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)

@@ -101,6 +101,7 @@ SILENT_ALARM = Alarm(node="b", kind="silence", reason="not every node has answer
 SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
 
+NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(
     ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0
 )
@@ -169,6 +170,10 @@ TABLE = [
     ("boundary: report", v(ROUND, alarm=None, round_s=99.9, workers=w(STOPPED, aborted_s=None), holdings=HELD), [PutReport(MY_STOPPED)]),
     ("boundary, still writing", v(AT_REST, round_s=99.9, workers=w(TRAINS, at_boundary=True)), []),
     ("boundary, others silent", v(AT_REST, round_s=99.4, workers=w(TRAINS, at_boundary=True)), [RaiseAlarm(Alarm(node="a", kind="silence", reason="not every node has answered"))]),
+    ("storage does not answer: wait", v(ENDED, holdings=(), my_report=NOTHING_HELD, storage_pending="looking", reports={"a": NOTHING_HELD, "b": says("stopped", B)}), []),
+    ("storage does not answer, and memory has it: wait a while", v(ENDED, storage_pending="looking"), []),
+    ("storage does not answer, and memory has it: go on", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, members=named(A, B)), [WriteWorld]),
+    ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
     ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
     ("nobody can go on: told once", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20)), []),
