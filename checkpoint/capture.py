@@ -54,13 +54,15 @@ class SnapshotWriter:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         self._store.keep_only({*keep, (draft.generation, draft.step)})
         head, size = shard_header(draft, rank)
+        path = self._store.path(draft.generation, draft.step)
         if self._store.has(shard):
-            return size
+            if (path / draft.file_name(rank)).exists():
+                return size
+            self._store.drop(shard)  # another run's, of the same number
         slot = self._slots.take(size, extra=extra)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._copy(draft, rank, pieces, memory[len(head) : size])
-        path = self._store.path(draft.generation, draft.step)
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
         self._store.write_draft(draft, rank)

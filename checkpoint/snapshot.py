@@ -122,6 +122,14 @@ class SnapshotStore:
                 return name
         raise FileNotFoundError(f"{path} holds no shard of rank {shard.rank}")
 
+    def drop(self, shard: ShardName) -> None:
+        """Remove one rank's part of a snapshot, its manifest first."""
+        path = self.path(shard.generation, shard.step)
+        of = f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
+        for name in sorted(_names(path), key=lambda name: not name.startswith("manifest")):
+            if of in name:
+                (path / name).unlink(missing_ok=True)
+
     def drop_draft(self, shard: ShardName) -> None:
         """Give up a shard that cannot be sealed."""
         path = self.path(shard.generation, shard.step)
@@ -176,13 +184,15 @@ class SnapshotStore:
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
         """Remove every snapshot but those of these (generation, step)."""
+        kept = {generation for generation, _ in states}
         for generation in self._generations():
             folder = self.root / f"gen-{generation}"
             for name in _names(folder):
                 if (generation, step_of(name)) not in states:
                     shutil.rmtree(folder / name, ignore_errors=True)
-            with suppress(OSError):
-                folder.rmdir()
+            if generation not in kept:  # in another a worker may be about to make a step's
+                with suppress(OSError):
+                    folder.rmdir()
         drop_extra(self.root)
 
     def clear(self) -> None:

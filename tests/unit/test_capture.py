@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,19 @@ def test_a_capture_cut_short_at_any_call_leaves_what_was_held(tmp_path: Path) ->
     assert [h.step for h in store.held()] == [1] and store.drafts() == []
     store.seal(captured(SnapshotWriter(tmp_path, 0), 3, {(1, 1)}))
     assert [h.step for h in store.held()] == [1, 3]
+
+
+def test_another_run_s_snapshot_of_the_same_number_is_not_taken_for_this_one(
+    tmp_path: Path,
+) -> None:
+    store = SnapshotStore(tmp_path)
+    store.seal(captured(SnapshotWriter(tmp_path, 0), 5))
+    manifest = replace(draft(5), token="g000001-y")
+    SnapshotWriter(tmp_path, 1).write(manifest, 0, pieces(manifest), set())
+    assert store.held() == []
+    store.seal(ShardName(1, 5, 0, 1))
+    assert read_own(store, ShardName(1, 5, 0, 1)).token == "g000001-y"
+    assert torch.equal(read(store, 5), TENSORS["a"])
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:
