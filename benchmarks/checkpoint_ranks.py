@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from elasticzero.checkpoint.persist import persist
 from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.reader import Target, byte_view, open_step
 from elasticzero.checkpoint.shards import open_shard
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 
@@ -195,8 +196,14 @@ class Rank:
             store, directory = SnapshotStore(Path(order.shared)), open_directory(path)
 
             def save() -> None:
-                store.seal(shard)
-                persist(store, shard, directory)
+                sealing = threading.Thread(target=store.seal, args=(shard,))
+                sealing.start()
+
+                def sealed() -> Seal:
+                    sealing.join()
+                    return store.read_seal(shard)
+
+                persist(store, shard, directory, sealed)
                 if order.rank == 0:
                     commit.commit(commit.prepare(directory, STEP), self.draft, wait_s=600.0)
 

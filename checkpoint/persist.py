@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, snapshot_manifest_name
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore, mapped
+from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, from_json
+from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore, mapped
 from elasticzero.checkpoint.storage import Directory, Storage
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -18,33 +18,28 @@ def persist(
     store: SnapshotStore,
     shard: ShardName,
     directory: Directory,
+    seal: Callable[[], Seal],
     *,
     replacing: bool = False,
-    await_seal: Callable[[], None] = lambda: None,
-) -> int:
-    """Copy a shard and its checksums from memory to storage; returns the bytes written.
+) -> tuple[Manifest, int]:
+    """Copy a shard and its checksums from memory to storage.
 
-    The shard may be copied while it is being sealed; `await_seal` returns once it is. Nothing to do
-    (0) where the step stands already, unless that one is to be replaced. Raises `StorageError`, and
-    `FileNotFoundError` where the snapshot is gone.
+    `seal`: gives the shard's seal, and waits for it if need be: the shard is copied meanwhile, and
+    its snapshot may go once the copy has begun. Returns that one rank's manifest, and the bytes
+    written: 0 where the step stands already, unless that one is to be replaced. Raises
+    `StorageError`, and `FileNotFoundError` where the snapshot is gone.
     """
     path = store.path(shard.generation, shard.step) / store.file_of(shard)
+    size = 0
     with store.holding(path) as held:
         storage = commit.prepare(directory, shard.step)
-        if not replacing and commit.stands(storage):
-            await_seal()
-            return 0
-        size = held.stat().st_size
-        storage.write(path.name, mapped(held), size=size)
-    await_seal()
-    storage.write(path.name + SUMS_SUFFIX, [path.with_name(path.name + SUMS_SUFFIX).read_bytes()])
-    return size
-
-
-def read_own(store: SnapshotStore, shard: ShardName) -> Manifest:
-    """The manifest of one rank's sealed shard."""
-    name = snapshot_manifest_name(shard.rank, shard.world_size)
-    return commit.read_manifest(store.open(shard.generation, shard.step), name)
+        if replacing or not commit.stands(storage):
+            size = held.stat().st_size
+            storage.write(path.name, mapped(held), size=size)
+    sealed = seal()
+    if size:
+        storage.write(path.name + SUMS_SUFFIX, [sealed.sums])
+    return from_json(sealed.manifest, f"{path.parent}: the manifest of rank {shard.rank}"), size
 
 
 def await_commit(

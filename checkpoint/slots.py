@@ -22,6 +22,10 @@ _GRAIN_BYTES = 2 << 20
 bytes needs no new one."""
 
 
+class SlotsInUse(StorageError):
+    """What both slots hold is still read, or must stay."""
+
+
 class Slot:
     """One file, mapped; the mapping stays while the file is resized within it."""
 
@@ -90,7 +94,7 @@ class Slots:
     def take(self, size: int, *, extra: bool = False) -> Slot:
         """A free slot of `size` bytes. `extra`: a third one, if need be, that is not kept for good.
 
-        Raises `StorageError` when none is free, or there is no memory.
+        Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
         """
         for number in range(3 if extra else 2):
             if number == len(self._slots):
@@ -98,7 +102,7 @@ class Slots:
             if self._slots[number].free():
                 self._resize(self._slots[number], size)
                 return self._slots[number]
-        raise StorageError(f"both slots of {self._name} in {self._folder} are in use")
+        raise SlotsInUse(f"both slots of {self._name} in {self._folder} are in use")
 
     def close(self) -> None:
         for slot in self._slots:

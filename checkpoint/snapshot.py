@@ -70,6 +70,16 @@ class ShardName:
     """Of the snapshot: 1, with rank 0, for a complete one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What makes a shard whole."""
+
+    sums: bytes
+    """The contents of its checksum file."""
+    manifest: bytes
+    """The contents of its manifest."""
+
+
 class SnapshotStore:
     """This node's snapshots, in a directory of shared memory that the agent owns."""
 
@@ -113,6 +123,13 @@ class SnapshotStore:
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         return (self.path(shard.generation, shard.step) / name).exists()
 
+    def read_seal(self, shard: ShardName) -> Seal:
+        """The seal of a sealed shard; `FileNotFoundError` where there is none."""
+        path = self.path(shard.generation, shard.step)
+        name = snapshot_manifest_name(shard.rank, shard.world_size)
+        sums = (path / (self.file_of(shard) + SUMS_SUFFIX)).read_bytes()
+        return Seal(sums, (path / name).read_bytes())
+
     def file_of(self, shard: ShardName) -> str:
         """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
         path = self.path(shard.generation, shard.step)
@@ -144,15 +161,16 @@ class SnapshotStore:
         )
         storage.write(draft_name(rank, manifest.layout.world_size), [text])
 
-    def seal(self, shard: ShardName) -> None:
+    def seal(self, shard: ShardName) -> Seal | None:
         """Add the checksums and the manifest to a shard that its worker has written.
 
-        Nothing to do where that is done. Raises `FileNotFoundError` when the snapshot is gone.
+        Returns both; None where it is sealed already. Raises `FileNotFoundError` when the snapshot
+        is gone.
         """
         storage = self.open(shard.generation, shard.step)
         of = (shard.rank, shard.world_size)
         if (storage.path / snapshot_manifest_name(*of)).exists():
-            return
+            return None
         draft = json.loads((storage.path / draft_name(*of)).read_bytes())
         value = draft["manifest"]
         names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
@@ -167,8 +185,10 @@ class SnapshotStore:
         files[shard.rank] = file
         value["files"] = encode(files)
         value.pop("digest")
-        storage.write(snapshot_manifest_name(*of), [with_digest(value)])
+        text = with_digest(value)
+        storage.write(snapshot_manifest_name(*of), [text])
         storage.remove(draft_name(*of))
+        return Seal(data, text)
 
     @contextmanager
     def holding(self, path: Path) -> Iterator[Path]:

@@ -19,10 +19,11 @@ from elasticzero.channel import Assignment, Captured, GiveUp, Paced
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.manifest import Layout, Manifest
 from elasticzero.checkpoint.shards import shard_header
+from elasticzero.checkpoint.slots import SlotsInUse
 from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from elasticzero.errors import ElasticZeroError, StorageError, UserError, one_line
-from elasticzero.pacing import PATIENCE_S, Due, Ledger, Word, interval
+from elasticzero.pacing import PATIENCE_S, Ledger, Word, interval
 from elasticzero.saving import Author, draft
 from elasticzero.state import BoundaryCopy, Share
 from elasticzero.worker import AgentLink, run_interruptibly
@@ -31,6 +32,8 @@ COMMIT_WAIT_S = 60.0
 """Where memory was short and rank 0 wrote to storage itself: how long it waits for the others."""
 SHARED_WAIT_S = 3.0
 """A file system of a network may take so long to show a file that another node has written."""
+HURRIED_S = 2.0
+"""Where the node shall leave, or the world change, a due checkpoint waits no longer than this."""
 _POLL_S = 0.002
 _MEASURED_STEPS = 20
 
@@ -64,6 +67,10 @@ class Captures:
         self._reserved = False
         self._saved_step: int | None = None
         """Newest step that was captured to be saved, or was read from storage."""
+        self._handed: int | None = None
+        """Newest step that the agent was asked to save."""
+        self._waited_for: int | None = None
+        """A save that was waited for in vain."""
         self._unkept = self._unsaved = self._given_up = -1
         self._save_error = ""
         self._agreed = False
@@ -147,9 +154,7 @@ class Captures:
             self._reserve(copy)
         checkpoint = checkpoint and self._unsaved_state(copy)
         due = self._ledger.due(copy.step, checkpoint=checkpoint, snapshots=self._snapshots)
-        if due == "wait":
-            due = self._after_the_save(copy.step)
-        if due != "nothing":
+        if due == "snapshot" or (due == "checkpoint" and self._is_free_to_save(copy.step)):
             self._capture(copy, checkpoint=due == "checkpoint")
 
     def finish(self, copy: BoundaryCopy) -> None:
@@ -168,29 +173,31 @@ class Captures:
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)
 
-    def _after_the_save(self, step: int) -> Due:
-        """Wait for the save in flight, so long and no longer."""
-        began_s, before = time.monotonic(), self._ledger.saving
-        if self._await_save(PATIENCE_S):
+    def _is_free_to_save(self, step: int) -> bool:
+        """Wait for the save in flight, so long and no longer (P2)."""
+        began_s, before = time.monotonic(), self._handed
+        if self._await_save(0.0 if self._waited_for == before else PATIENCE_S):
             waited_s = time.monotonic() - began_s
             if waited_s >= 1.0 and self._assignment.rank == 0:
-                self._say(
-                    f"the checkpoint of step {step} waited {waited_s:.1f} s for step {before}"
-                )
-            return "checkpoint"
+                text = f"the checkpoint of step {step} waited {waited_s:.1f} s for step {before}"
+                self._say(text)
+            return True
         self._say(
-            f"no checkpoint of step {step}: that of step {before} is not done after "
-            f"{PATIENCE_S:g} s; storage is slower than --checkpoint-every asks of it"
+            f"no checkpoint of step {step}: that of step {before} is not saved yet; storage is "
+            "slower than --checkpoint-every asks of it"
         )
+        self._waited_for = before
         self._failed(step, checkpoint=True)
-        return "nothing"
+        return False
 
     def _await_save(self, limit_s: float | None) -> bool:
-        """Wait until this node says that the save in flight is over; False after `limit_s`."""
-        saving = self._ledger.saving
+        """Wait until this node's save in flight is over; False after `limit_s`, or sooner where the
+        node is to leave."""
         began_s = time.monotonic()
-        while saving is not None and max(self._link.saved, self._unsaved) < saving:
-            if limit_s is not None and time.monotonic() - began_s >= limit_s:
+        while self._handed is not None and self._link.saved < self._handed:
+            waited_s = time.monotonic() - began_s
+            hurry = limit_s is not None and self._link.flags and waited_s >= HURRIED_S
+            if hurry or (limit_s is not None and waited_s >= limit_s):
                 return False
             self._link.check()
             time.sleep(_POLL_S)
@@ -208,7 +215,8 @@ class Captures:
             size = self._writer.write(manifest, author.rank, pieces, self._kept_states())
         except StorageError as error:
             self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
-            if not checkpoint or not self._write_directly(manifest, pieces):
+            short = not isinstance(error, SlotsInUse)
+            if not (checkpoint and short and self._write_directly(manifest, pieces)):
                 self._failed(copy.step, checkpoint=checkpoint)
                 return
             direct, size = True, 0
@@ -216,7 +224,7 @@ class Captures:
         self._stall_s = time.monotonic() - began_s
         self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
-            self._saved_step = copy.step
+            self._saved_step = self._handed = copy.step
         captured = self._captured(manifest, author, size)
         self._link.send(replace(captured, checkpoint=checkpoint, direct=direct))
 

@@ -6,8 +6,9 @@ Rules, at each boundary:
  P1  One capture is in flight at a time: until every node holds its part of it (and its buddy's),
      and, if it is to become a checkpoint, until that stands on storage.
  P2  A checkpoint falls due at every multiple of `checkpoint_every`, and at the end. One that falls
-     due while another is being saved waits for it, `PATIENCE_S` at most, and is then left out;
-     the last one waits as long as it takes. A snapshot in flight gives way to it.
+     due while this node is saving another waits for that, `PATIENCE_S` at most, and is then left
+     out, as all are until that one is over; the last one waits as long as it takes. A snapshot in
+     flight gives way to it.
  P3  A snapshot falls due `snapshot_every` steps after the capture before it, and at once in a new
      generation. While a capture is in flight it is not taken; the next boundary asks again.
  P4  A capture that some node could not keep is given up: what was held before stays.
@@ -26,7 +27,7 @@ OVERHEAD = 0.01
 MOST_STEPS = 1000
 """The longest interval that is chosen here."""
 
-Due = Literal["nothing", "snapshot", "checkpoint", "wait"]
+Due = Literal["nothing", "snapshot", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Ledger:
         """What to do at the boundary of `step`; checkpoint: one is due; snapshots: the strategy
         has use for them."""
         if checkpoint:
-            return "checkpoint" if self.saving is None else "wait"
+            return "checkpoint"
         if not snapshots or not self.ready or self.copying or self.saving is not None:
             return "nothing"
         if self.taken is None:

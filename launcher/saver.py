@@ -26,11 +26,11 @@ from elasticzero.channel import Captured, Kept
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.manifest import Manifest, step_directory
-from elasticzero.checkpoint.persist import await_commit, persist, read_own
+from elasticzero.checkpoint.persist import await_commit, persist
 from elasticzero.checkpoint.replica import pull
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.slots import Slots
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 
@@ -46,6 +46,7 @@ PULL_SILENCE_S = 5.0
 """A node that sends nothing for so long is not pulled from any more."""
 CLOSE_WAIT_S = 20.0
 """How long a leaving node stays to write its part of a save."""
+SEALS_KEPT = 64
 THREADS = 4
 """Shards sealed, pulled or written at a time."""
 
@@ -132,6 +133,8 @@ class Saver:
         self._post: Post | None = None
         self._post_since_s = 0.0
         self._steps: dict[int, _Step] = {}
+        self._seals: dict[ShardName, Seal] = {}
+        """The newest: a save may need one whose snapshot has made room for another."""
         self._given_up: set[int] = set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._jobs_open = 0
@@ -253,7 +256,12 @@ class Saver:
 
     def _seal_one(self, shard: ShardName) -> None:
         try:
-            self._snapshots.seal(shard)
+            seal = self._snapshots.seal(shard)
+            if seal is not None:
+                with self._lock:
+                    self._seals[shard] = seal
+                    for old in sorted(self._seals)[:-SEALS_KEPT]:
+                        del self._seals[old]
         except FileNotFoundError:
             pass  # overtaken: its snapshot has made room for a newer one
         except (ElasticZeroError, OSError, ValueError) as error:
@@ -336,17 +344,15 @@ class Saver:
         directory = open_directory(self._checkpoint_dir)
         storage = directory.step(step_directory(job.step))
         replacing = job.step in job.post.bad_steps
-        written: list[int] = []
+        written: dict[int, tuple[Manifest, int]] = {}
 
         def write(shard: ShardName) -> None:
-            written.append(
-                persist(
-                    self._snapshots,
-                    shard,
-                    directory,
-                    replacing=replacing,
-                    await_seal=lambda: self._await_seal(job, shard),
-                )
+            written[shard.rank] = persist(
+                self._snapshots,
+                shard,
+                directory,
+                lambda: self._await_seal(job, shard),
+                replacing=replacing,
             )
 
         def give_up() -> str | None:
@@ -354,12 +360,12 @@ class Saver:
 
         with self._writing:
             _each(job.shards, write)
-            own = [read_own(self._snapshots, shard) for shard in job.shards]
+        own = [manifest for manifest, _ in written.values()]
         token = own[0].token if own else job.post.token
         notes: list[str] = []
         committed = False
         if job.commits:
-            draft = replace(own[0], files=())
+            draft = replace(written[0][0], files=())
             committed = commit.commit(
                 storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
             )
@@ -372,7 +378,7 @@ class Saver:
         return SaveOver(
             step=job.step,
             seconds=0.0,
-            bytes=sum(written),
+            bytes=sum(size for _, size in written.values()),
             committed=committed,
             notes=tuple(notes),
         )
@@ -386,8 +392,14 @@ class Saver:
             notes.append(f"{count} file{'s' * (count > 1)} of saves that failed removed")
         return notes
 
-    def _await_seal(self, job: _Job, shard: ShardName) -> None:
-        while not self._snapshots.sealed(shard):
+    def _await_seal(self, job: _Job, shard: ShardName) -> Seal:
+        while True:
+            with self._lock:
+                known = self._seals.get(shard)
+            if known is not None:
+                return known
+            if self._snapshots.sealed(shard):
+                return self._snapshots.read_seal(shard)
             if not self._snapshots.has(shard):
                 raise StorageError(f"the snapshot of step {shard.step} is gone from memory")
             if reason := self._reason_to_give_up(job):

@@ -20,11 +20,11 @@ from elasticzero.checkpoint.manifest import (
     TensorSpec,
     snapshot_manifest_name,
 )
-from elasticzero.checkpoint.persist import await_commit, persist, read_own
+from elasticzero.checkpoint.persist import await_commit, persist
 from elasticzero.checkpoint.reader import open_snapshot
 from elasticzero.checkpoint.replica import pull
 from elasticzero.checkpoint.slots import SLOTS, Slots
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import Piece
 from elasticzero.errors import CheckpointDamaged, StorageError
@@ -153,7 +153,8 @@ def test_another_run_s_snapshot_of_the_same_number_is_not_taken_for_this_one(
     SnapshotWriter(tmp_path, 1).write(manifest, 0, pieces(manifest), set())
     assert store.held() == []
     store.seal(ShardName(1, 5, 0, 1))
-    assert read_own(store, ShardName(1, 5, 0, 1)).token == "g000001-y"
+    name = snapshot_manifest_name(0, 1)
+    assert commit.read_manifest(store.open(1, 5), name).token == "g000001-y"
     assert torch.equal(read(store, 5), TENSORS["a"])
 
 
@@ -199,8 +200,15 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     manifest = draft(5, world_size=2)
     for rank, store in enumerate(stores):
         SnapshotWriter(store.root, 0).write(manifest, rank, pieces(manifest, rank), set())
-        store.seal(shards[rank])
-        assert persist(store, shards[rank], directory) > 0
+        seal = store.seal(shards[rank])
+        assert seal is not None and seal == store.read_seal(shards[rank])
+
+        def late(seal: Seal = seal, store: SnapshotStore = store) -> Seal:
+            store.clear()  # the snapshot goes while it is being copied
+            return seal
+
+        _, size = persist(store, shards[rank], directory, late)
+        assert size > 0
     storage = directory.step("step-000000000005")
     assert commit.steps(directory) == []
     waiter = threading.Thread(
@@ -210,9 +218,11 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     assert commit.commit(storage, manifest, wait_s=1.0)
     waiter.join(20.0)
     assert not waiter.is_alive() and not list(verify.faults(storage))
-    own = read_own(stores[0], shards[0])
-    assert own.files[0] == commit.read_manifest(storage).files[0]
-    assert persist(stores[0], shards[0], directory) == 0
+    again = SnapshotWriter(stores[0].root, 0)
+    again.write(manifest, 0, pieces(manifest), set())
+    stores[0].seal(shards[0])
+    own, size = persist(stores[0], shards[0], directory, lambda: stores[0].read_seal(shards[0]))
+    assert size == 0 and own.files[0] == commit.read_manifest(storage).files[0]
 
 
 def test_a_wait_for_a_commit_ends_with_the_reason_to_give_up(tmp_path: Path) -> None:
