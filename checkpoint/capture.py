@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from elasticzero.checkpoint.manifest import Manifest
-from elasticzero.checkpoint.reader import torch_dtype
-from elasticzero.checkpoint.shards import shard_header, shard_specs
+from elasticzero.checkpoint.shards import shard_header
 from elasticzero.checkpoint.slots import Slot, Slots
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.writer import Piece, in_order
 
 _PAGE_BYTES = 4096
 
@@ -75,20 +74,12 @@ class SnapshotWriter:
     def _copy(
         self, draft: Manifest, rank: int, pieces: Iterable[Piece], memory: torch.Tensor
     ) -> None:
-        by_name = {piece.name: piece.data for piece in pieces}
-        specs = shard_specs(draft, rank)
-        if by_name.keys() != specs.keys():
-            wrong = sorted(by_name.keys() ^ specs.keys())
-            raise ValueError(f"rank {rank}: its pieces and its layout differ in {wrong[:5]}")
         start = 0
         on_gpu = False
-        for name, spec in specs.items():
-            data, stop = by_name[name].detach(), start + spec.nbytes
-            dtype = torch_dtype(spec.dtype)
-            if data.numel() != spec.numel or data.dtype != dtype:
-                raise ValueError(f"{name}: {data.numel()} elements of {data.dtype} for {spec}")
+        for spec, data in in_order(draft, rank, pieces):
+            stop = start + spec.nbytes
             if spec.nbytes:
-                place = memory[start:stop].view(dtype)
+                place = memory[start:stop].view(data.dtype)
                 if data.is_cuda:
                     on_gpu = True
                     with torch.cuda.stream(self._side_stream()):

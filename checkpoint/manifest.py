@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import xxhash
@@ -295,6 +295,13 @@ class Manifest:
     def file_name(self, rank: int) -> str:
         """The name of one rank's shard file."""
         return file_name(rank, self.layout.world_size, self.token)
+
+
+def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
+    """A draft as one rank knows it: with that rank's file, and of the others the names."""
+    world = range(draft.layout.world_size)
+    others = tuple(ShardFile(draft.file_name(r), 0, None) for r in world)
+    return replace(draft, files=(*others[:rank], file, *others[rank + 1 :]))
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from elasticzero.checkpoint.storage import explain
@@ -53,7 +54,11 @@ class Slot:
         before = self.bytes
         os.ftruncate(self._fd, size)
         if before < size:
-            os.posix_fallocate(self._fd, 0, size)
+            try:
+                os.posix_fallocate(self._fd, 0, size)
+            except OSError:
+                os.ftruncate(self._fd, before)  # a hole would kill who writes into it later
+                raise
 
     def view(self) -> memoryview:
         """The bytes it holds, writable, in place; valid until it grows."""
@@ -92,10 +97,11 @@ class Slots:
         return free
 
     def take(self, size: int, *, extra: bool = False) -> Slot:
-        """A free slot of `size` bytes. `extra`: a third one, if need be, that is not kept for good.
+        """A free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is free.
 
         Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
         """
+        self._drop_extra()
         for number in range(3 if extra else 2):
             if number == len(self._slots):
                 self._slots.append(self._open(number))
@@ -104,6 +110,15 @@ class Slots:
                 return self._slots[number]
         raise SlotsInUse(f"both slots of {self._name} in {self._folder} are in use")
 
+    def _drop_extra(self) -> None:
+        """Give a third slot's memory back, of this process or of one before it."""
+        while len(self._slots) > 2 and self._slots[2].free():
+            self._slots.pop().close()
+        path = self._path(2)
+        with suppress(FileNotFoundError):
+            if len(self._slots) <= 2 and path.stat().st_nlink <= 1:
+                path.unlink()
+
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
@@ -111,7 +126,10 @@ class Slots:
 
     def _open(self, number: int) -> Slot:
         self._folder.mkdir(parents=True, exist_ok=True)
-        return Slot(self._folder / f"{self._name}-{number}")
+        return Slot(self._path(number))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._name}-{number}"
 
     def _resize(self, slot: Slot, size: int) -> None:
         try:
@@ -121,10 +139,3 @@ class Slots:
                 f"{(size >> 20) + 1} MiB of shared memory for a snapshot cannot be had in "
                 f"{self._folder}: {explain(error)}"
             ) from error
-
-
-def drop_extra(root: Path) -> None:
-    """Remove third slots that nobody links any more."""
-    for path in (root / SLOTS).glob("*-2"):
-        if path.stat().st_nlink <= 1:
-            path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from elasticzero.checkpoint.manifest import (
     with_digest,
 )
 from elasticzero.checkpoint.shards import BlockSums
-from elasticzero.checkpoint.slots import SLOTS, drop_extra
+from elasticzero.checkpoint.slots import SLOTS
 from elasticzero.errors import ElasticZeroError
 from elasticzero.records import encode
 
@@ -213,7 +213,6 @@ class SnapshotStore:
             if generation not in kept:  # in another a worker may be about to make a step's
                 with suppress(OSError):
                     folder.rmdir()
-        drop_extra(self.root)
 
     def clear(self) -> None:
         """Remove every snapshot and slot; the root itself stays."""

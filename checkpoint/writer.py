@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import (
-    Manifest,
-    ShardFile,
-    snapshot_manifest_name,
-    step_directory,
-    to_json,
-)
+from elasticzero.checkpoint.manifest import Manifest, ShardFile, TensorSpec, step_directory
 from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.shards import shard_specs, write_shard
-from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import Bytes, Directory, Storage, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
 
@@ -98,7 +89,7 @@ def write_checkpoint(
         if rank is None:
             return _GO
         commit.prepare(directory, draft.step)
-        file = write_shard(storage, draft, rank, _chunks(draft, rank, pieces))
+        file = write_shard(storage, draft, rank, shard_bytes(draft, rank, pieces))
         return _GO
 
     def finish() -> int:
@@ -141,29 +132,10 @@ def _together(storage: Storage, terms: Terms, work: Callable[[], int]) -> int:
     return agreed
 
 
-def write_snapshot(root: Path, draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Written:
-    """Write this rank's part of a snapshot in shared memory, with a manifest of its own.
-
-    `root`: the node's snapshot root (`SnapshotStore`). The rank's manifest comes last, so that its
-    existence says that this rank's part is whole.
-    """
-    started = time.monotonic()
-    path = SnapshotStore(root).path(draft.generation, draft.step)
-    path.mkdir(parents=True, exist_ok=True)
-    storage = DiskStorage(path, durable=False)
-    name = snapshot_manifest_name(rank, draft.layout.world_size)
-    storage.remove(name)
-    own = write_shard(storage, draft, rank, _chunks(draft, rank, pieces))
-    files = tuple(
-        own if r == rank else ShardFile(draft.file_name(r), 0, None)
-        for r in range(draft.layout.world_size)
-    )
-    storage.write(name, [to_json(replace(draft, files=files))])
-    return Written(bytes=own.bytes, seconds=time.monotonic() - started, committed=True)
-
-
-def _chunks(draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Iterator[Bytes]:
-    """The bytes of a rank's pieces, in the order of its shard file."""
+def in_order(
+    draft: Manifest, rank: int, pieces: Iterable[Piece]
+) -> list[tuple[TensorSpec, torch.Tensor]]:
+    """A rank's pieces in the order of its shard file; `ValueError` if they are not the layout's."""
     by_name = {piece.name: piece.data for piece in pieces}
     specs = shard_specs(draft, rank)
     if by_name.keys() != specs.keys():
@@ -175,7 +147,12 @@ def _chunks(draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Iterator[Byt
             raise ValueError(
                 f"{name}: {data.numel()} elements of {data.dtype} were given for {spec}"
             )
-    return _stream(by_name[name].detach() for name in specs)
+    return [(spec, by_name[name].detach()) for name, spec in specs.items()]
+
+
+def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Iterator[Bytes]:
+    """The bytes of a rank's pieces, in the order of its shard file."""
+    return _stream(data for _, data in in_order(draft, rank, pieces))
 
 
 def _stream(tensors: Iterator[torch.Tensor]) -> Iterator[Bytes]:

@@ -16,24 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticzero.channel import Assignment, Captured, GiveUp, Paced
+from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.manifest import Layout, Manifest
-from elasticzero.checkpoint.shards import shard_header
+from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
+from elasticzero.checkpoint.shards import shard_header, write_shard
 from elasticzero.checkpoint.slots import SlotsInUse
 from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.writer import Piece, shard_bytes
 from elasticzero.errors import ElasticZeroError, StorageError, UserError, one_line
-from elasticzero.pacing import PATIENCE_S, Ledger, Word, interval
+from elasticzero.pacing import Ledger, Word, interval
 from elasticzero.saving import Author, draft
 from elasticzero.state import BoundaryCopy, Share
 from elasticzero.worker import AgentLink, run_interruptibly
 
-COMMIT_WAIT_S = 60.0
-"""Where memory was short and rank 0 wrote to storage itself: how long it waits for the others."""
 SHARED_WAIT_S = 3.0
 """A file system of a network may take so long to show a file that another node has written."""
-HURRIED_S = 2.0
-"""Where the node shall leave, or the world change, a due checkpoint waits no longer than this."""
 _POLL_S = 0.002
 _MEASURED_STEPS = 20
 
@@ -69,9 +66,9 @@ class Captures:
         """Newest step that was captured to be saved, or was read from storage."""
         self._handed: int | None = None
         """Newest step that the agent was asked to save."""
-        self._waited_for: int | None = None
-        """A save that was waited for in vain."""
-        self._unkept = self._unsaved = self._given_up = -1
+        self._owed: int | None = None
+        """A step at which a checkpoint was due while another was being saved."""
+        self._unkept = self._unsaved = -1
         self._save_error = ""
         self._agreed = False
         self._stall_s = 0.0
@@ -144,28 +141,40 @@ class Captures:
             step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
             paced = Paced(every=self._ledger.every, stall_s=self._stall_s, step_s=step_s)
             self._link.send(paced)
-        if word.unsaved > max(self._given_up, self._link.unsaved, self._unsaved):
-            self._given_up = word.unsaved
-            self._link.send(GiveUp(step=word.unsaved))
+        saving = before.saving
+        if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
+            self._link.send(GiveUp(step=saving, generation=self._assignment.generation))
 
     def at_boundary(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
         """Capture what is due. checkpoint: this boundary's state is to become one."""
         if self._reserving is None and copy.step > self._ledger.start:
             self._reserve(copy)
-        checkpoint = checkpoint and self._unsaved_state(copy)
-        due = self._ledger.due(copy.step, checkpoint=checkpoint, snapshots=self._snapshots)
-        if due == "snapshot" or (due == "checkpoint" and self._is_free_to_save(copy.step)):
+        if checkpoint and self._unsaved_state(copy):
+            if self._owed is not None:
+                self._tell_late(f"no checkpoint of step {self._owed}")
+            self._owed = copy.step
+        owed = self._owed
+        due = self._ledger.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
+        if due == "checkpoint":
+            self._owed = None
+            if owed != copy.step:
+                self._tell_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
+        if due != "nothing":
             self._capture(copy, checkpoint=due == "checkpoint")
+
+    def _tell_late(self, text: str) -> None:
+        if self._assignment.rank == 0:
+            self._say(f"{text}: storage had not done with that of step {self._saved_step}")
 
     def finish(self, copy: BoundaryCopy) -> None:
         """The end of training: its state becomes a checkpoint, and no save is left unfinished.
 
         Raises `StorageError` if the last one cannot be saved.
         """
-        self._await_save(None)
+        self._await_save()
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
-            self._await_save(None)
+            self._await_save()
         if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
             why = self._link.save_error or self._save_error
             raise StorageError(f"the last checkpoint, of step {copy.step}, was not saved: {why}")
@@ -173,36 +182,12 @@ class Captures:
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)
 
-    def _is_free_to_save(self, step: int) -> bool:
-        """Wait for the save in flight, so long and no longer (P2)."""
-        began_s, before = time.monotonic(), self._handed
-        if self._await_save(0.0 if self._waited_for == before else PATIENCE_S):
-            waited_s = time.monotonic() - began_s
-            if waited_s >= 1.0 and self._assignment.rank == 0:
-                text = f"the checkpoint of step {step} waited {waited_s:.1f} s for step {before}"
-                self._say(text)
-            return True
-        self._say(
-            f"no checkpoint of step {step}: that of step {before} is not saved yet; storage is "
-            "slower than --checkpoint-every asks of it"
-        )
-        self._waited_for = before
-        self._failed(step, checkpoint=True)
-        return False
-
-    def _await_save(self, limit_s: float | None) -> bool:
-        """Wait until this node's save in flight is over; False after `limit_s`, or sooner where the
-        node is to leave."""
-        began_s = time.monotonic()
+    def _await_save(self) -> None:
+        """Wait until this node's save in flight is over."""
         while self._handed is not None and self._link.saved < self._handed:
-            waited_s = time.monotonic() - began_s
-            hurry = limit_s is not None and self._link.flags and waited_s >= HURRIED_S
-            if hurry or (limit_s is not None and waited_s >= limit_s):
-                return False
             self._link.check()
             time.sleep(_POLL_S)
         self._ledger = replace(self._ledger, saving=None)
-        return True
 
     def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
         author = self._author(complete=False)
@@ -210,41 +195,46 @@ class Captures:
             self._reserving.join()
         began_s = time.monotonic()
         manifest, pieces = self._draft(copy, author)
-        direct = False
+        captured = self._captured(manifest, author)
         try:
             size = self._writer.write(manifest, author.rank, pieces, self._kept_states())
         except StorageError as error:
-            self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
-            short = not isinstance(error, SlotsInUse)
-            if not (checkpoint and short and self._write_directly(manifest, pieces)):
+            if checkpoint or not isinstance(error, SlotsInUse):
+                self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
+            short = checkpoint and not isinstance(error, SlotsInUse)
+            written = self._write_directly(manifest, pieces) if short else None
+            if written is None:
                 self._failed(copy.step, checkpoint=checkpoint)
                 return
-            direct, size = True, 0
             self._unkept = copy.step
+            captured, size = replace(captured, direct=True, manifest=written), 0
         self._stall_s = time.monotonic() - began_s
         self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
             self._saved_step = self._handed = copy.step
-        captured = self._captured(manifest, author, size)
-        self._link.send(replace(captured, checkpoint=checkpoint, direct=direct))
+        message = replace(captured, checkpoint=checkpoint, seconds=self._stall_s, bytes=size)
+        self._link.send(message)
 
-    def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> bool:
-        """Without memory for a snapshot: write the shard to storage while training waits."""
+    def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> str | None:
+        """Without memory for a snapshot: write the shard to storage while training waits.
+
+        Returns its own manifest, which rank 0's agent commits by; None where it failed.
+        """
         a = self._assignment
         assert a.checkpoint_dir is not None
         directory = open_directory(a.checkpoint_dir)
-        terms = Terms(wait_s=COMMIT_WAIT_S, replacing=manifest.step in a.bad_steps)
 
-        def write() -> object:
-            return write_checkpoint(directory, manifest, a.rank, pieces, terms)
+        def write() -> str:
+            storage = commit.prepare(directory, manifest.step)
+            file = write_shard(storage, manifest, a.rank, shard_bytes(manifest, a.rank, pieces))
+            return to_json(with_own_file(manifest, a.rank, file)).decode()
 
         try:
-            run_interruptibly(write, self._link.check, "checkpoint")
-        except ElasticZeroError as error:
+            return run_interruptibly(write, self._link.check, "checkpoint")
+        except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
-            return False
-        return True
+            return None
 
     def _failed(self, step: int, *, checkpoint: bool) -> None:
         """This rank could not do what all others do now; the next word says so."""
@@ -276,17 +266,15 @@ class Captures:
         if not self._agreed and self._ledger.taken is not None:
             keep = {*keep, (author.generation, self._ledger.taken)}
         size = self._writer.write(manifest, author.rank, pieces, keep, extra=True)
-        self._stall_s = time.monotonic() - began_s
-        return self._captured(manifest, author, size)
+        seconds = time.monotonic() - began_s
+        return replace(self._captured(manifest, author), seconds=seconds, bytes=size)
 
-    def _captured(self, manifest: Manifest, author: Author, size: int) -> Captured:
+    def _captured(self, manifest: Manifest, author: Author) -> Captured:
         return Captured(
             step=manifest.step,
             generation=author.generation,
             rank=author.rank,
             world_size=author.world_size,
-            seconds=self._stall_s,
-            bytes=size,
             replicate=self._snapshots,
         )
 

@@ -168,6 +168,8 @@ class Captured:
     """It is to become a checkpoint."""
     direct: bool = False
     """Memory was short: the shard was written to storage instead, and there is no snapshot."""
+    manifest: str = ""
+    """Where `direct`: the shard's own manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,7 @@ class GiveUp:
     """Worker to agent: the checkpoint of this step could not be written on another node."""
 
     step: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,7 @@ class Kept:
     """Agent to worker: this node holds its part of a snapshot, or (`error`) cannot."""
 
     step: int
+    generation: int
     error: str | None = None
 
 
@@ -199,6 +203,7 @@ class Saved:
     """Agent to worker: the save of this step is over: the checkpoint stands, or (`error`) not."""
 
     step: int
+    generation: int
     error: str | None = None
 
 

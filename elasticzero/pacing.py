@@ -6,9 +6,9 @@ Rules, at each boundary:
  P1  One capture is in flight at a time: until every node holds its part of it (and its buddy's),
      and, if it is to become a checkpoint, until that stands on storage.
  P2  A checkpoint falls due at every multiple of `checkpoint_every`, and at the end. One that falls
-     due while this node is saving another waits for that, `PATIENCE_S` at most, and is then left
-     out, as all are until that one is over; the last one waits as long as it takes. A snapshot in
-     flight gives way to it.
+     due while another is being saved is taken at the first boundary at which that one is known to
+     be over; of several such the last counts. Training waits for a save only at its end. A snapshot
+     in flight gives way to a checkpoint.
  P3  A snapshot falls due `snapshot_every` steps after the capture before it, and at once in a new
      generation. While a capture is in flight it is not taken; the next boundary asks again.
  P4  A capture that some node could not keep is given up: what was held before stays.
@@ -21,7 +21,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-PATIENCE_S = 60.0
 OVERHEAD = 0.01
 """The part of the training time that snapshots may take, where the interval is chosen here."""
 MOST_STEPS = 1000
@@ -88,7 +87,7 @@ class Ledger:
         """What to do at the boundary of `step`; checkpoint: one is due; snapshots: the strategy
         has use for them."""
         if checkpoint:
-            return "checkpoint"
+            return "checkpoint" if self.saving is None else "nothing"
         if not snapshots or not self.ready or self.copying or self.saving is not None:
             return "nothing"
         if self.taken is None:

@@ -221,8 +221,8 @@ class Agent:
                 match message:
                     case Captured():
                         self.saver.captured(message)
-                    case GiveUp(step=step):
-                        self.saver.give_up(step)
+                    case GiveUp(generation=generation, step=step):
+                        self.saver.give_up(generation, step)
                     case _:
                         pass
             self._gang.end_the_deaf(now_s)
@@ -236,11 +236,11 @@ class Agent:
                     message: Message = news
                     self.telling.kept(news)
                 case SaveOver():
-                    message = Saved(step=news.step, error=news.error)
+                    message = Saved(step=news.step, generation=news.generation, error=news.error)
                     self.telling.saved(news)
                     if news.committed:
                         self._lookout.saved(news.step)
-            if self._gang is not None:
+            if self._gang is not None and self._gang.generation == news.generation:
                 self._gang.tell(message)
 
     def _replace_server(self) -> None:

@@ -56,6 +56,7 @@ from elasticzero.launcher.lead import (
     first_world,
     is_leader,
     lead,
+    others_may_save,
     save_held,
     take_over,
 )
@@ -168,6 +169,8 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
         return stopped
     decision = wait("stopped; waiting for the next generation")
     if view.leaving and _nobody_goes_on(view, world, now_s, limits):
+        if others_may_save(view, now_s, limits):
+            return wait("leaving; first the others are to say what they hold")
         decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
     elif is_leader(view) and view.members is not None:
         decision = conclude(view, world, now_s, limits)

@@ -256,6 +256,15 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     return Decision((WriteWorld(following, _gone(view, world, members)),), reason)
 
 
+def others_may_save(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether a node that leaves nobody behind must wait: what it holds may be part of a snapshot
+    that becomes whole once others have stopped too."""
+    waited_s = now_s - (view.round_s or now_s)
+    if not view.can_save or waited_s >= limits.stop_s + limits.save_s:
+        return False
+    return view.reports is None or any(r.phase != "stopped" for r in _answers(view).values())
+
+
 def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
     """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
     round lasts because nobody can go on; None: nothing.

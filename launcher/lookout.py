@@ -163,7 +163,7 @@ class Lookout:
                     prefixes.add(MEMBERS)
             if stands_by or late:
                 prefixes.add(MEMBERS)
-            leaver = index is None and view.leaving
+            leaver = view.leaving and (index is None or in_round_s >= 0)
             if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)

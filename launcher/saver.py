@@ -18,21 +18,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from elasticzero.channel import Captured, Kept
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.http_storage import HttpStorage
-from elasticzero.checkpoint.manifest import Manifest, step_directory
+from elasticzero.checkpoint.manifest import Manifest, from_json, step_directory
 from elasticzero.checkpoint.persist import await_commit, persist
 from elasticzero.checkpoint.replica import pull
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.slots import Slots
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Directory, open_directory
-from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.errors import StorageError, one_line
 
 COMMIT_WAIT_S = 600.0
 """How long a save waits for the parts of other nodes."""
@@ -79,6 +79,8 @@ class SaveOver:
     """A save has ended on this node."""
 
     step: int
+    generation: int
+    """Whose workers asked for it."""
     seconds: float
     bytes: int
     committed: bool
@@ -96,8 +98,12 @@ class _Job:
     step: int
     shards: tuple[ShardName, ...]
     """To be copied from memory."""
+    manifests: Mapping[int, str] = field(default_factory=dict)
+    """Of the shards that workers wrote to storage themselves, by rank."""
     commits: bool
     """This node creates the manifest."""
+    dropped: threading.Event = field(default_factory=threading.Event)
+    """Nobody waits for it any more."""
 
 
 @dataclass(slots=True)
@@ -135,9 +141,8 @@ class Saver:
         self._steps: dict[int, _Step] = {}
         self._seals: dict[ShardName, Seal] = {}
         """The newest: a save may need one whose snapshot has made room for another."""
-        self._given_up: set[int] = set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._jobs_open = 0
+        self._open: list[_Job] = []
         self._news: queue.SimpleQueue[Kept | SaveOver] = queue.SimpleQueue()
         self._replica_slots: dict[int, Slots] = {}
         self._threads = [
@@ -156,7 +161,6 @@ class Saver:
         with self._lock:
             self._post, self._post_since_s = post, time.monotonic()
             self._steps.clear()
-            self._given_up.clear()
         self._dirty.set()
 
     def captured(self, message: Captured) -> None:
@@ -173,7 +177,6 @@ class Saver:
         step = self._steps.setdefault(message.step, _Step())
         step.captured[message.rank] = message
         step.over = False
-        self._given_up.discard(message.step)
         for old in [other for other in self._steps if other < message.step]:
             del self._steps[old]
         if len(step.captured) == len(post.ranks) and message.checkpoint:
@@ -183,35 +186,46 @@ class Saver:
                 for part in parts
                 if not part.direct
             )
-            commits = any(shard.rank == 0 for shard in shards)
-            self._put(_Job(post=post, step=message.step, shards=shards, commits=commits))
+            written = {part.rank: part.manifest for part in parts if part.direct}
+            self._put(post, message.step, shards, written)
 
     def save_held(self, shards: Iterable[ShardName]) -> None:
-        """Save shards of one snapshot though the workers that wrote them are gone."""
+        """Save shards of one snapshot though the workers that wrote them are gone.
+
+        A save of theirs that is not over is given up: what it waits for may never come.
+        """
         with self._lock:
             post, chosen = self._post, tuple(shards)
             if post is not None and chosen:
-                commits = any(shard.rank == 0 for shard in chosen)
-                step = chosen[0].step
-                self._put(_Job(post=post, step=step, shards=chosen, commits=commits))
+                for job in self._open:
+                    job.dropped.set()
+                self._put(post, chosen[0].step, chosen, {})
 
-    def _put(self, job: _Job) -> None:
-        self._jobs_open += 1
+    def _put(
+        self, post: Post, step: int, shards: tuple[ShardName, ...], manifests: Mapping[int, str]
+    ) -> None:
+        commits = 0 in manifests or any(shard.rank == 0 for shard in shards)
+        job = _Job(post=post, step=step, shards=shards, manifests=manifests, commits=commits)
+        self._open.append(job)
         self._jobs.put(job)
 
     @property
     def saving(self) -> bool:
         """Whether a save is not over."""
-        return self._jobs_open > 0
+        return bool(self._open)
 
-    def give_up(self, step: int) -> None:
+    def give_up(self, generation: int, step: int) -> None:
         """Another node cannot write its part of this save."""
         with self._lock:
-            self._given_up.add(step)
+            for job in self._open:
+                if (job.post.generation, job.step) == (generation, step):
+                    job.dropped.set()
             known, post = self._steps.get(step), self._post
-            if known is not None and post is not None and len(known.captured) < len(post.ranks):
+            if known is None or post is None or post.generation != generation:
+                return
+            if len(known.captured) < len(post.ranks):
                 error = "a worker of this node could not write its part"
-                self._tell(SaveOver(step=step, seconds=0.0, bytes=0, committed=False, error=error))
+                self._tell(_over(generation, step, error))
 
     def unsealed(self) -> bool:
         """Whether a shard in memory is not sealed yet; that is being done."""
@@ -263,10 +277,10 @@ class Saver:
                     for old in sorted(self._seals)[:-SEALS_KEPT]:
                         del self._seals[old]
         except FileNotFoundError:
-            pass  # overtaken: its snapshot has made room for a newer one
-        except (ElasticZeroError, OSError, ValueError) as error:
+            self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
+        except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
             self._snapshots.drop_draft(shard)
-            self._tell(Kept(step=shard.step, error=one_line(error)))
+            self._tell(_kept(shard.generation, shard.step, error))
 
     def _keep(self) -> None:
         """The thread `keeping`."""
@@ -286,9 +300,9 @@ class Saver:
 
     def _keep_step(self, post: Post, number: int, step: _Step) -> None:
         """Pull what belongs to a step that is sealed here, and say that it is kept."""
-        error: str | None = None
+        error: BaseException | None = None
         if any(part.direct for part in step.captured.values()):
-            error = "memory was short"
+            error = StorageError("memory was short")
         elif post.charge is not None and all(p.replicate for p in step.captured.values()):
             deadline_s = time.monotonic() + PULL_LIMIT_S
 
@@ -297,12 +311,12 @@ class Saver:
 
             try:
                 _each(post.charge.ranks, lambda rank: self._pull(post, number, rank, over))
-            except (ElasticZeroError, OSError) as lost:
-                error = one_line(lost)
+            except Exception as lost:  # noqa: BLE001 - the top of a thread's work: told
+                error = lost
             if self._dirty.is_set():
                 return
         step.over = True
-        self._tell(Kept(step=number, error=error))
+        self._tell(_kept(post.generation, number, error))
 
     def _pull(self, post: Post, step: int, rank: int, over: Callable[[], bool]) -> None:
         """Pull one rank's shard once its owner has sealed it."""
@@ -330,13 +344,12 @@ class Saver:
         """The thread S."""
         while (job := self._jobs.get()) is not None:
             began_s = time.monotonic()
-            over = SaveOver(step=job.step, seconds=0.0, bytes=0, committed=False)
             try:
                 over = self._carry_out(job)
-            except (ElasticZeroError, OSError, ValueError) as error:
-                over = replace(over, error=one_line(error))
+            except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+                over = _over(job.post.generation, job.step, one_line(error))
             with self._lock:
-                self._jobs_open -= 1
+                self._open.remove(job)
             self._tell(replace(over, seconds=time.monotonic() - began_s))
 
     def _carry_out(self, job: _Job) -> SaveOver:
@@ -360,8 +373,8 @@ class Saver:
 
         with self._writing:
             _each(job.shards, write)
-        own = [manifest for manifest, _ in written.values()]
-        token = own[0].token if own else job.post.token
+        for rank, text in job.manifests.items():
+            written[rank] = from_json(text.encode(), f"the manifest of rank {rank}"), 0
         notes: list[str] = []
         committed = False
         if job.commits:
@@ -372,12 +385,10 @@ class Saver:
             if committed:
                 notes = self._tidy(directory, draft, job)
         else:
+            token = next(manifest.token for manifest, _ in written.values())
             await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
-            if 0 in job.post.ranks and not job.shards:  # its worker committed, memory being short
-                notes = self._tidy(directory, commit.read_manifest(storage), job)
-        return SaveOver(
-            step=job.step,
-            seconds=0.0,
+        return replace(
+            _over(job.post.generation, job.step, None),
             bytes=sum(size for _, size in written.values()),
             committed=committed,
             notes=tuple(notes),
@@ -410,12 +421,23 @@ class Saver:
         with self._lock:
             if self._closed:
                 return "this node leaves"
-            if job.step in self._given_up:
-                return "another node could not write its part"
+            if job.dropped.is_set():
+                return "another part of it cannot be written"
             superseded = self._post is not None and self._post.generation != job.post.generation
             late = time.monotonic() - self._post_since_s > SUPERSEDED_WAIT_S
-            late |= self._jobs_open > 1
+            late |= len(self._open) > 1
         return "its generation ended before all parts were written" if superseded and late else None
+
+
+def _kept(generation: int, step: int, error: BaseException | None) -> Kept:
+    text = None if error is None else one_line(error)
+    return Kept(generation=generation, step=step, error=text)
+
+
+def _over(generation: int, step: int, error: str | None) -> SaveOver:
+    return SaveOver(
+        generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
+    )
 
 
 def _each(items: Iterable[Item], work: Callable[[Item], None]) -> None:

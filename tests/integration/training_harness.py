@@ -191,7 +191,7 @@ class Running:
                 if isinstance(message, Captured):
                     self._savers[worker.node].captured(message)
                 if isinstance(message, GiveUp):
-                    self._savers[worker.node].give_up(message.step)
+                    self._savers[worker.node].give_up(message.generation, message.step)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(Save(wanted=self._wanted(worker, message)))
@@ -208,7 +208,9 @@ class Running:
         for node, saver in self._savers.items():
             for news in saver.news():
                 said: Message = (
-                    news if isinstance(news, Kept) else Saved(step=news.step, error=news.error)
+                    news
+                    if isinstance(news, Kept)
+                    else Saved(step=news.step, generation=news.generation, error=news.error)
                 )
                 self.overs += [news] if isinstance(news, SaveOver) else []
                 for worker in self.workers:

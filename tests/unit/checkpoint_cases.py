@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hypothesis import strategies as st
 
+from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.commit import commit
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
@@ -20,6 +21,8 @@ from elasticzero.checkpoint.manifest import (
     step_directory,
 )
 from elasticzero.checkpoint.shards import shard_specs, write_shard
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.writer import Piece
 from elasticzero.spans import Rule, Span
 
 RULES: tuple[Rule, ...] = ("even", "fsdp_rows", "whole")
@@ -108,3 +111,15 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def write_snapshot(root: Path, draft: Manifest, rank: int, pieces: Iterable[Piece]) -> None:
+    """One rank's sealed part of a snapshot."""
+    store = SnapshotStore(root)
+    states = {(held.generation, held.step) for held in store.held()}
+    shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
+    store.drop(shard)
+    writer = SnapshotWriter(root, 1000 * draft.step + rank)
+    writer.write(draft, rank, pieces, states, extra=True)
+    writer.close()
+    store.seal(shard)

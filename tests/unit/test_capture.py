@@ -74,6 +74,11 @@ def read(store: SnapshotStore, step: int, name: str = "a") -> torch.Tensor:
     return out
 
 
+def read_draft(store: SnapshotStore, step: int) -> torch.Tensor:
+    store.seal(ShardName(1, step, 0, 1))
+    return read(store, step)
+
+
 def test_a_capture_counts_once_it_is_sealed(tmp_path: Path) -> None:
     store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
     shard = captured(writer, 5)
@@ -116,7 +121,8 @@ def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -
     manifest = draft(3)
     writer.write(manifest, 0, pieces(manifest), {(1, 1), (1, 2)}, extra=True)
     assert len(list((tmp_path / SLOTS).iterdir())) == 3
-    store.keep_only({(1, 2)})
+    assert torch.equal(read_draft(store, 3), TENSORS["a"])
+    captured(SnapshotWriter(tmp_path, 0), 4, {(1, 2)})
     assert len(list((tmp_path / SLOTS).iterdir())) == 2
 
 
@@ -163,6 +169,42 @@ def test_memory_that_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> 
     with pytest.raises(StorageError, match="of shared memory for a snapshot cannot be had"):
         slots.take(1 << 60)
     assert slots.take(1000).bytes == 1000
+
+
+def test_a_slot_that_could_not_grow_has_no_hole(tmp_path: Path) -> None:
+    """Writing into a hole of a full tmpfs would be a bus error."""
+    slots = Slots(tmp_path, "worker-0")
+    slot = slots.take(1000)
+    blocks = os.stat(slot.path).st_blocks
+    with pytest.MonkeyPatch.context() as patched:
+
+        def full(*_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StorageError, match="No space left"):
+            slots.take(500_000)
+    assert slot.bytes == 1000 and os.stat(slot.path).st_blocks <= max(blocks, 4096)
+
+
+def test_ranks_of_one_node_do_not_take_each_other_s_third_slot(tmp_path: Path) -> None:
+    for step in range(1, 12):
+        shards = [ShardName(1, step, rank, 2) for rank in range(2)]
+
+        def stop(local_rank: int, step: int = step) -> None:
+            writer = SnapshotWriter(tmp_path, local_rank)
+            manifest = draft(step, world_size=2)
+            writer.write(manifest, local_rank, pieces(manifest, local_rank), {(1, 1)}, extra=True)
+
+        threads = [threading.Thread(target=stop, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store = SnapshotStore(tmp_path)
+        assert store.drafts()[-2:] == shards
+        for shard in shards:
+            store.seal(shard)
 
 
 def test_a_replica_is_seen_only_when_all_of_it_is_here(tmp_path: Path) -> None:

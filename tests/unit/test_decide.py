@@ -179,6 +179,9 @@ TABLE = [
     ("nobody can go on: storage is newer", v(STRANDED, can_save=True, storage_step=30), []),
     ("nobody can go on, and no directory", STRANDED, []),
     ("leaving: stays until what is held is saved", v(STRANDED, leaving=True, can_save=True, saving=True, saved_held=(3, 20), my_report=LEAVER, reports={"a": LEAVER}), []),
+    ("leaving: others have not stopped yet", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports={"a": LEAVER, "b": says("alive", B)}), []),
+    ("leaving: what others hold is not known", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports=None), []),
+    ("leaving: others did not stop in time", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports={"a": LEAVER, "b": says("alive", B)}, round_s=-60.0, saved_held=(3, 20)), [Leave(ExitCode.LEFT)]),
     ("leaving: saved, and goes", v(STRANDED, leaving=True, can_save=True, saved_held=(3, 20), my_report=LEAVER, reports={"a": LEAVER}), [Leave(ExitCode.LEFT)]),
     ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [Leave(ExitCode.LEFT)]),
     # A7

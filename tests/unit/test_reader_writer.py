@@ -38,10 +38,17 @@ from elasticzero.checkpoint.reader import (
     torch_dtype,
 )
 from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint, write_snapshot
+from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
-from tests.unit.checkpoint_cases import draft_of, elements, flip, layouts, simple_layout
+from tests.unit.checkpoint_cases import (
+    draft_of,
+    elements,
+    flip,
+    layouts,
+    simple_layout,
+    write_snapshot,
+)
 
 NO_WAIT = Terms(wait_s=0.0)
 
