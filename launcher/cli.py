@@ -82,7 +82,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--snapshot-every",),
-        "steps between snapshots in the nodes' memory; 0: none; auto: as often as 1 % of the time "
+        "steps between snapshots in the nodes' memory; 0: none; auto: as often as 1 %% of the time "
         "allows",
         "auto",
         metavar="N",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+
 import pytest
 
 from elasticzero.errors import UserError
@@ -84,3 +87,24 @@ def test_torchruns_spellings() -> None:
     args = build_parser().parse_args(["run", *words, "--lr", "3"])
     assert (args.etcd, args.job, args.nproc_per_node, args.module) == ("h:1", "j", "2", True)
     assert (args.script, args.arguments) == ("train", ["--lr", "3"])
+
+
+def every_command(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from every_command(command)
+
+
+@pytest.mark.parametrize(
+    "parser", list(every_command(build_parser())), ids=lambda parser: parser.prog
+)
+def test_help_can_be_shown(parser: argparse.ArgumentParser) -> None:
+    assert parser.prog in parser.format_help()
+
+
+def test_all_commands_are_there() -> None:
+    named = {parser.prog for parser in every_command(build_parser())}
+    assert {f"elasticzero {name}" for name in ("run", "local", "status", "checkpoint")} < named
+    assert "elasticzero checkpoint verify" in named
