@@ -144,3 +144,32 @@ def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
     assert last["resume_step"] == step
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "c", reference)
+
+
+def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    options = words(tmp_path / "c", "zero2", "--nnodes", "1:4", "--snapshot-every", "1")
+    with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
+        told.wait_for_step(20)
+        for name in members(told):
+            told.cluster.drain(told.cluster.nodes[name])
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {75}
+    assert commit.newest_good(open_directory(tmp_path / "c")) == told.step
+
+
+def test_without_shared_memory_checkpoints_are_written_all_the_same(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    options = [
+        "--nnodes", "1:1", "--nproc-per-node", "2", "--strategy", "zero1", "--checkpoint-dir",
+        str(tmp_path / "c"), "--checkpoint-every", "30", str(REGRESSION), "--no-memory",
+    ]  # fmt: skip
+    with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
+        codes = told.wait_for_end()
+    assert codes == {"node-0": 0}
+    assert {event["direct"] for event in told.of("captured")} == {True}
+    steps = [info.step for info in commit.steps(open_directory(tmp_path / "c"))]
+    assert sorted(steps) == [30, 60, 90, 102]
+    check_weights(tmp_path / "c", reference)

@@ -6,6 +6,7 @@ The dataset does not divide by the batch, nor the batch by the world.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import time
@@ -69,6 +70,15 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
                 time.sleep(1.5 if session.rank == 0 and session.generation == 1 else 0.0)
 
 
+def refuse_shared_memory() -> None:
+    """No file can be given room: what a /dev/shm that is too small does to a capture."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = refuse
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--global-batch", type=int, default=10)
@@ -80,7 +90,10 @@ if __name__ == "__main__":
     parser.add_argument("--slow-after", type=int)
     parser.add_argument("--slow-start", type=float, default=0.0)
     parser.add_argument("--linger", type=float, default=0.0)
+    parser.add_argument("--no-memory", action="store_true")
     chosen = parser.parse_args()
     time.sleep(chosen.slow_start)
+    if chosen.no_memory:
+        refuse_shared_memory()
     ez.run(lambda session: train(session, chosen))
     time.sleep(chosen.linger if os.environ.get("RANK", "0") != "0" else 0.0)
