@@ -304,7 +304,7 @@ def check_name(text: str, what: str) -> str:
 
 def _count(flag: str, text: str | None) -> int | None:
     if text is not None and not str(text).isdecimal():
-        raise UserError(f"{flag} {text}: a whole number is wanted")
+        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
     return None if text is None else int(text)
 
 
@@ -315,6 +315,38 @@ def _snapshot_every(text: str) -> int | None:
     if not text.isdecimal():
         raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
     return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What options that are more than a number say."""
+
+    keep: Keep
+    snapshot_every: int | None
+    """Steps; None: auto."""
+
+
+def check_numbers(args: argparse.Namespace) -> Numbers:
+    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
+    if args.lease_ttl < 2:
+        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
+    if args.checkpoint_dir is None:
+        idle = {
+            "--checkpoint-every": args.checkpoint_every > 0,
+            "--keep": keep.last is not None,
+            "--strict-checkpoint": args.strict_checkpoint,
+        }
+        for flag, given in idle.items():
+            if given:
+                raise UserError(
+                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
+                )
+    return Numbers(keep=keep, snapshot_every=_snapshot_every(args.snapshot_every))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -340,12 +372,7 @@ def _run(args: argparse.Namespace) -> int:
     node = check_name(args.node_name or socket.gethostname(), "--node-name")
     script = check_script(args.script, args.module)
     nproc = parse_nproc(args.nproc_per_node)
-    if args.checkpoint_every < 0:
-        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
-    if args.lease_ttl < 2:
-        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    given = check_numbers(args)
     directory = args.checkpoint_dir
     if directory is not None:
         place = open_directory(directory)
@@ -379,8 +406,8 @@ def _run(args: argparse.Namespace) -> int:
         snapshot_dir=runner.snapshot_directory(job, node),
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
-        snapshot_every=_snapshot_every(args.snapshot_every),
-        keep=Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every)),
+        snapshot_every=given.snapshot_every,
+        keep=given.keep,
         tee="all" if args.tee or not args.log_dir else "none",
     )
     endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []
@@ -392,6 +419,12 @@ def _local(args: argparse.Namespace) -> int:
     from elasticzero.launcher import local
 
     check_script(args.script, args.module)
+    parse_nproc(args.nproc_per_node)
+    if args.nnodes is not None:
+        parse_nnodes(args.nnodes)
+    if args.job is not None:
+        check_name(args.job, "--job")
+    check_numbers(args)
     return int(local.run(args))
 
 

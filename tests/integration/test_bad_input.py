@@ -35,6 +35,8 @@ CASES = [
     ("a bad nproc", ["run", "--nproc-per-node", "many"], 64, "--nproc-per-node many"),
     ("a bad fault", ["local", "--nodes", "2", "--fault", "explode@3"], 64, "--fault explode@3"),
     ("no nodes", ["local", "--nodes", "0"], 64, "--nodes 0"),
+    ("local keeps none", ["local", "--nodes", "2", "--keep", "0"], 64, "error: --keep 0"),
+    ("no place to save", ["run", "--checkpoint-every", "5"], 64, "needs --checkpoint-dir"),
 ]
 
 

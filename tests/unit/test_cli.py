@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticzero.errors import UserError
-from elasticzero.launcher.cli import RUN_OPTIONS, build_parser, parse_nnodes, parse_nproc
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.cli import (
+    RUN_OPTIONS,
+    build_parser,
+    check_numbers,
+    main,
+    parse_nnodes,
+    parse_nproc,
+)
 from elasticzero.launcher.local import Fault, most_nodes, parse_fault
 
 
@@ -108,3 +115,53 @@ def test_all_commands_are_there() -> None:
     named = {parser.prog for parser in every_command(build_parser())}
     assert {f"elasticzero {name}" for name in ("run", "local", "status", "checkpoint")} < named
     assert "elasticzero checkpoint verify" in named
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--checkpoint-every", "-1"], "--checkpoint-every -1: 0 or more"),
+        (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
+        (["--keep", "2"], "--keep needs --checkpoint-dir"),
+        (["--strict-checkpoint"], "--strict-checkpoint needs --checkpoint-dir"),
+        (["--keep", "0"], "--keep 0"),
+        (["--keep", "-1"], "--keep -1: a whole number, 1 or more"),
+        (["--keep-every", "5"], "--keep-every"),
+        (["--snapshot-every", "x"], "--snapshot-every x"),
+        (["--nproc-per-node", "many"], "--nproc-per-node many"),
+        (["--lease-ttl", "1"], "--lease-ttl 1"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("command", [["run"], ["local", "--nodes", "2"]], ids=["run", "local"])
+def test_bad_numbers_are_found_before_anything_starts(
+    command: list[str],
+    words: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def starts(*_: object) -> int:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("elasticzero.launcher.local.run", starts)
+    monkeypatch.setattr("elasticzero.launcher.runner.run_agent", starts)
+    assert main([*command, *words, __file__]) == ExitCode.USAGE
+    assert text in capsys.readouterr().err
+
+
+def test_a_value_from_the_environment_needs_a_directory_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ELASTICZERO_CHECKPOINT_EVERY", "5")
+    with pytest.raises(UserError, match="--checkpoint-dir"):
+        check_numbers(build_parser().parse_args(["run", "train.py"]))
+    monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", "c")
+    monkeypatch.setenv("ELASTICZERO_KEEP", "3")
+    numbers = check_numbers(build_parser().parse_args(["run", "--keep-every", "9", "train.py"]))
+    assert (numbers.keep.last, numbers.keep.every, numbers.snapshot_every) == (3, 9, None)
+
+
+def test_no_checkpoints_at_all_is_fine() -> None:
+    words = ["run", "--checkpoint-every", "0", "--snapshot-every", "4", "train.py"]
+    assert check_numbers(build_parser().parse_args(words)).snapshot_every == 4
