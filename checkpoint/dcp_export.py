@@ -25,7 +25,7 @@ from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.standalone import TREE
 from elasticzero.checkpoint.storage import Readable, explain
-from elasticzero.errors import StorageError, UserError
+from elasticzero.errors import ElasticZeroError, StorageError, UserError
 from elasticzero.spans import Span
 from elasticzero.values import decode_value, tensor_names
 
@@ -33,6 +33,8 @@ MODEL = "model"
 OURS = "elasticzero"
 """The key under which an export keeps what has no place in a state dict of torch's."""
 OPTIMIZER, GROUPS = "optimizer", "param_groups"
+_TORCHS_OWN_WRITER = "inline_container.cc"
+"""Stands in what torch raises where its file could not be written to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,14 @@ def export_dcp(
 
 def _cause(error: CheckpointException, path: Path) -> BaseException:
     """What went wrong inside of torch's writer, which wraps every exception."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, OSError):
-        return StorageError(f"cannot write to {path}: {explain(cause)}")
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    link: BaseException | None = cause
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    if link is not None and not isinstance(cause, ElasticZeroError):
+        return StorageError(f"cannot write to {path}: {explain(link)}")
+    if _TORCHS_OWN_WRITER in str(cause):
+        return StorageError(f"cannot write to {path}: is the disk full, or a quota used up?")
     return cause
 
 

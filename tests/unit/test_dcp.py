@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.reshard import Shape, adopt
 from elasticzero.checkpoint.standalone import load, load_state, save
 from elasticzero.checkpoint.storage import Storage, open_storage
-from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from tests.unit.test_huggingface import STRANGE, same_bits
 
 pickled: Any = torch.serialization.pickle  # what torch writes `.metadata` with
@@ -431,3 +432,15 @@ def test_items_are_read_by_range(victim: Path) -> None:
     assert window.read() == data[2:7]
     assert (window.seek(-2, io.SEEK_END), window.read(9)) == (3, data[5:7])
     assert (window.seek(9), window.read(1)) == (9, b"")
+
+
+def test_an_export_that_does_not_fit_is_a_storage_error_and_leaves_nothing(tmp_path: Path) -> None:
+    step = save(tmp_path / "a", {"model": {"w": torch.zeros(1 << 16)}})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write to .*: File too large"):
+            export_dcp(open_storage(step), str(tmp_path / "dcp"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "dcp").exists()
