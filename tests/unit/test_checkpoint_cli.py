@@ -318,6 +318,17 @@ def test_the_module_is_a_program(directory: Path) -> None:
     assert (done.returncode, done.stderr) == (70, "")
 
 
+@pytest.mark.parametrize("command", ["list", "inspect", "verify"])
+def test_output_that_cannot_be_written_is_one_line(directory: Path, command: str) -> None:
+    order = [sys.executable, "-m", "elasticzero.checkpoint.cli", command, str(directory)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            order, cwd=ROOT, timeout=60, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
 def test_the_package_is_not_imported_under_its_bare_name() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import checkpoint"],
