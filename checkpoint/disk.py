@@ -246,8 +246,11 @@ def _make_directories(path: Path) -> None:
     """Make a directory and those above it, each with a durable name."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     for place in reversed(missing):
-        place.mkdir(exist_ok=True)
-        sync_directory(place.parent)
+        try:
+            place.mkdir(exist_ok=True)
+            sync_directory(place.parent)
+        except FileNotFoundError as error:  # its parent is there: this is how /proc refuses
+            raise StorageError(f"cannot make the directory {place}: {explain(error)}") from error
 
 
 def sync_directory(path: Path) -> None:

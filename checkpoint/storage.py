@@ -136,6 +136,8 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
 def _disk_path(url: str | os.PathLike[str]) -> Path | None:
     """The absolute path of a directory on a file system, None for a URL of another kind."""
     text = os.fspath(url)
+    if not text.strip():
+        raise UserError('the path is empty: give a directory ("." for this one)')
     if "://" not in text:
         return Path(os.path.abspath(os.path.expanduser(text)))
     parts = urllib.parse.urlsplit(text)
@@ -143,6 +145,8 @@ def _disk_path(url: str | os.PathLike[str]) -> Path | None:
         return None
     if parts.netloc not in ("", "localhost"):
         raise UserError(f"{text!r} is on another machine: a file:// URL means a path on this one")
+    if not parts.path:
+        raise UserError(f"{text!r} names no directory: give file:///PATH")
     return Path(os.path.abspath(urllib.parse.unquote(parts.path)))
 
 

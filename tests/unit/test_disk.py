@@ -136,6 +136,21 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
             use()
 
 
+@pytest.mark.parametrize("url", ["", " ", "file://"])
+def test_an_empty_path_is_not_this_directory(url: str) -> None:
+    for opens in (open_directory, open_storage):
+        with pytest.raises(UserError, match=r"empty|names no directory"):
+            opens(url)
+
+
+def test_a_place_where_no_directory_can_be_made_is_named() -> None:
+    directory = DiskDirectory(Path("/proc/elasticzero/checkpoints"))
+    with pytest.raises(StorageError, match="cannot make the directory /proc/elasticzero: "):
+        directory.make("step-000000000001")
+    with pytest.raises(StorageError, match="cannot make the directory /proc/elasticzero: "):
+        directory.check_writable()
+
+
 def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
     for given, meant in (
         (tmp_path, tmp_path),
