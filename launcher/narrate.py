@@ -33,7 +33,9 @@ class Narrator:
         self._loss: float | None = None
         self._total = 0
         self._killed_s: float | None = None
-        self._stepped_s = 0.0
+        self._stepped_s: float | None = None
+        self._unsaved: set[int] = set()
+        """Steps of which it was said that they were not saved."""
         self._shown_s = 0.0
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
@@ -65,6 +67,16 @@ class Narrator:
             case "checkpoint":
                 self.say(
                     f"  checkpoint of step {event['step']} written in {event['seconds']:.2f} s",
+                    at_s,
+                )
+            case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
+                self._unsaved.add(event["step"])
+                text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
+                self.say(f"  {text}", at_s)
+            case "paced":
+                self.say(
+                    f"  snapshots every {counted(event['every'], 'step')}: one takes "
+                    f"{event['stall_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
             case "failed" if event["blame"] != "peer":
@@ -106,7 +118,7 @@ class Narrator:
         if self._killed_s is not None:
             self.say(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
             self._killed_s = None
-        else:
+        elif self._stepped_s is not None:
             self.say(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
 
     def _progress(self, step: int, at_s: float) -> None:

@@ -1,0 +1,76 @@
+"""What a person is told of a cluster on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.launcher.narrate import Narrator
+
+
+class Told:
+    """A narrator, and what it has printed since it was last looked at."""
+
+    def __init__(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.narrator = Narrator(tmp_path, 2, "127.0.0.1:2379")
+        self.lines()
+
+    def take(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
+        self.narrator.take(node, {"time": at_s, "event": event, **fields})
+
+    def world(self, generation: int, *, resume_step: int = 0, reason: str = "all here") -> None:
+        self.take(
+            "world",
+            generation=generation,
+            members=["node-0", "node-1"],
+            world_size=2,
+            resume_step=resume_step,
+            tier="storage" if resume_step else "fresh",
+            reason=reason,
+        )
+
+    def step(self, generation: int, step: int, at_s: float) -> None:
+        self.take("step", generation=generation, step=step, at_s=at_s)
+
+    def lines(self) -> list[str]:
+        return [line.partition(" s  ")[2] for line in self._capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Told:
+    return Told(tmp_path, capsys)
+
+
+def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
+    told.take("saved", step=7, error="/c: no space left")
+    told.take("saved", step=7, error="gave up waiting for rank 0", node="node-1")
+    told.take("saved", step=14, error=None)
+    told.take("saved", step=21, error="/c: no space left")
+    assert told.lines() == [
+        "  the checkpoint of step 7 was not saved: /c: no space left",
+        "  the checkpoint of step 21 was not saved: /c: no space left",
+    ]
+
+
+def test_the_chosen_interval_of_snapshots_is_told(told: Told) -> None:
+    told.take("paced", every=4, stall_s=0.0012, step_s=0.03)
+    told.take("paced", every=1, stall_s=0.0001, step_s=0.03)
+    assert told.lines() == [
+        "  snapshots every 4 steps: one takes 1.2 ms, a step 30 ms",
+        "  snapshots every 1 step: one takes 0.1 ms, a step 30 ms",
+    ]
+
+
+def test_a_pause_is_told_only_where_something_was_paused(told: Told) -> None:
+    told.world(1)
+    told.world(2, resume_step=40)
+    told.step(2, 41, 1_795_276_705.62)
+    assert not [line for line in told.lines() if "paused" in line]
+    told.world(3, resume_step=41)
+    told.step(3, 42, 1_795_276_707.12)
+    assert [line for line in told.lines() if "paused" in line] == [
+        "  training paused for 1.50 s",
+    ]
