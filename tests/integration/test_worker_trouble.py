@@ -198,7 +198,7 @@ def test_nodes_that_were_told_different_things_about_checkpoints_agree(
     pool: Pool, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"
-    told = {"strategy": "ddp", "steps": 5}
+    told = {"strategy": "ddp", "steps": 5, "pause": 0.3}  # a save is over before the next is due
     given = {"checkpoint_dir": str(directory), "checkpoint_every": 2}
     odd = {1: lambda a: replace(a, checkpoint_every=3)}
     running = start(pool, tmp_path, 2, told, odd=odd, **given)
