@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ def etcd() -> Iterator[EmbeddedEtcd]:
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> str:
     """A job id that no other test has."""
-    return f"test-{next(_jobs)}"
+    return f"test-{os.getpid()}-{next(_jobs)}"
 
 
 @pytest.fixture(scope="session")
