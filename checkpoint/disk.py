@@ -143,7 +143,7 @@ class DiskDirectory:
 
     def make(self, name: str) -> DiskStorage:
         path = self.path / name
-        with _complaining(f"cannot make the directory {path}"):
+        with _complaining(f"cannot make the directory {path}", or_missing=True):
             _make_directories(path)
         return DiskStorage(path)
 
@@ -246,11 +246,8 @@ def _make_directories(path: Path) -> None:
     """Make a directory and those above it, each with a durable name."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     for place in reversed(missing):
-        try:
-            place.mkdir(exist_ok=True)
-            sync_directory(place.parent)
-        except FileNotFoundError as error:  # its parent is there: this is how /proc refuses
-            raise StorageError(f"cannot make the directory {place}: {explain(error)}") from error
+        place.mkdir(exist_ok=True)
+        sync_directory(place.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -266,10 +263,11 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _complaining(what: str) -> Iterator[None]:
+def _complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
+    """Errors of the system as `StorageError`; `or_missing`: what is not there is one too."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not or_missing:
+            raise
         raise StorageError(f"{what}: {explain(error)}") from error
