@@ -9,6 +9,7 @@ different tokens, so what a failed save leaves behind can never become part of a
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from elasticzero.checkpoint.storage import (
     Storage,
     open_directory,
     open_storage,
+    out_of_reach,
     read_small,
 )
 from elasticzero.errors import (
@@ -83,7 +85,7 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
     return manifest
 
 
-def fault(storage: Readable) -> str | None:
+def trouble(storage: Readable) -> ElasticZeroError | None:
     """Why a step is not good, or None: the manifest parses, and its files are there in full size.
 
     Reads no tensor; `elasticzero checkpoint verify` does.
@@ -92,8 +94,20 @@ def fault(storage: Readable) -> str | None:
         manifest = read_manifest(storage)
         found = _each(lambda file: _file_fault(storage, file), manifest.files)
     except ElasticZeroError as error:
-        return str(error)
-    return next((reason for reason in found if reason is not None), None)
+        return error
+    reason = next((reason for reason in found if reason is not None), None)
+    return None if reason is None else CheckpointDamaged(reason)
+
+
+def fault(storage: Readable) -> str | None:
+    """`trouble` in words."""
+    error = trouble(storage)
+    return None if error is None else str(error)
+
+
+def in_words(error: ElasticZeroError) -> str:
+    """What is the matter with a step: that it is damaged, or only cannot be read, and why."""
+    return f"{'cannot be read' if out_of_reach(error) else 'is damaged'} ({error})"
 
 
 def _file_fault(storage: Readable, file: ShardFile) -> str | None:
@@ -247,27 +261,41 @@ def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | 
     return None
 
 
-def resolve(url: str | os.PathLike[str]) -> Storage:
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
     """The step that a path or URL means: itself, or a checkpoint directory's newest good one.
 
-    Raises `UserError` if there is none.
+    `tell`: hears in one line of newer steps that are passed over. Raises `UserError` if there is
+    none, and `StorageError` if one might be but cannot be read.
     """
     directory = open_directory(url)
     names = directory.names()
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
         return open_storage(url)
-    step = newest_good(directory)
-    if step is not None:
-        return directory.step(step_directory(step))
+    passed_over: list[tuple[int, ElasticZeroError]] = []
+    for info in every_step(directory):
+        error = trouble(info.storage)
+        if error is None:
+            if passed_over:
+                said = "; ".join(f"step {step} {in_words(why)}" for step, why in passed_over)
+                tell(f"{said}; step {info.step} is used")
+            return info.storage
+        if _has_manifest(info.storage):
+            passed_over.append((info.step, error))
     if not names:
-        raise UserError(
-            f"{directory.where} holds no good checkpoint: it is empty or does not exist"
-        )
-    found = steps(directory)
+        raise UserError(f"{directory.where} holds no checkpoint: it is empty or does not exist")
+    for _, error in passed_over:
+        if out_of_reach(error):
+            raise error
     raise UserError(
-        f"{directory.where} holds no good checkpoint"
-        + (f" ({len(found)} damaged; see `elasticzero checkpoint verify`)" if found else "")
+        f"{directory.where} holds no good checkpoint "
+        f"({len(passed_over)} damaged; see `elasticzero checkpoint verify`)"
+        if passed_over
+        else f"{directory.where} holds no checkpoint"
     )
 
 

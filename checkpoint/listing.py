@@ -11,7 +11,7 @@ from typing import Any
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elasticzero.checkpoint.storage import Readable
+from elasticzero.checkpoint.storage import Readable, out_of_reach
 from elasticzero.checkpoint.tables import age_text, counted, size_text, table
 from elasticzero.errors import ElasticZeroError
 from elasticzero.records import encode
@@ -25,6 +25,8 @@ class Look:
     manifest: Manifest
     fault: str | None
     """Why it is not whole; None: it is, by the sizes of its files."""
+    unreadable: bool = False
+    """The fault says nothing about the bytes: no permission, or no answer."""
     written_s: float | None
     """When the manifest's file was written, by the clock of its file system; None: not known."""
 
@@ -33,6 +35,7 @@ class Look:
         about: dict[str, Any] = {"path": self.where, "whole": self.fault is None}
         if self.fault is not None:
             about["reason"] = self.fault
+            about["unreadable"] = self.unreadable
         if self.written_s is not None:
             about["written"] = _date(self.written_s)
         return {**about, **encode(self.manifest)}
@@ -40,10 +43,13 @@ class Look:
 
 def look(storage: Readable) -> Look:
     """Look at a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
+    manifest = commit.read_manifest(storage)
+    error = commit.trouble(storage)
     return Look(
         where=storage.where,
-        manifest=commit.read_manifest(storage),
-        fault=commit.fault(storage),
+        manifest=manifest,
+        fault=None if error is None else str(error),
+        unreadable=error is not None and out_of_reach(error),
         written_s=_written_s(storage),
     )
 
@@ -55,10 +61,10 @@ def row_of(info: commit.StepInfo) -> dict[str, Any]:
     try:
         seen = look(storage)
     except ElasticZeroError as error:
-        return row | {"whole": False, "reason": str(error)}
+        return row | {"whole": False, "reason": str(error), "unreadable": out_of_reach(error)}
     row["whole"] = seen.fault is None
     if seen.fault is not None:
-        row["reason"] = seen.fault
+        row |= {"reason": seen.fault, "unreadable": seen.unreadable}
     if seen.written_s is not None:
         row["written"] = _date(seen.written_s)
         row["age"] = age_text(time.time() - seen.written_s)
@@ -79,7 +85,7 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
         line = [str(row.get(column, "-")) for column in columns]
         line[1] = row.get("age", "-")
         line[6] = size_text(row["bytes"]) if "bytes" in row else "-"
-        line[7] = "whole" if row["whole"] else f"DAMAGED: {row['reason']}"
+        line[7] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
         lines.append(line)
     text = table(columns, lines) if lines else f"{where} holds no checkpoint\n"
     left = (
@@ -102,7 +108,7 @@ def step_text(seen: Look) -> str:
         ("written", _written_text(seen.written_s)),
         (
             "health",
-            f"DAMAGED: {seen.fault}"
+            _trouble_text(seen.unreadable, seen.fault)
             if seen.fault
             else "whole by its files' sizes (`verify` reads the bytes)",
         ),
@@ -121,6 +127,10 @@ def step_text(seen: Look) -> str:
             table(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest)),
         ]
     )
+
+
+def _trouble_text(unreadable: bool, reason: str) -> str:
+    return f"{'UNREADABLE' if unreadable else 'DAMAGED'}: {reason}"
 
 
 def _kind_rows(manifest: Manifest) -> list[list[str]]:

@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
     `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
     """
-    checkpoint = open_step(commit.resolve(path))
+    checkpoint = open_step(commit.resolve(path) if _is_rank_0() else commit.resolve(path, _ignore))
     given: dict[str, torch.Tensor] = {}
     own = None if into is None else encode_value(into, "", given)
     checkpoint.check({n: spec_of(t) for n, t in given.items()}, allow_more=True)
@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state` that the checkpoint was saved with; `path` as in `load`."""
-    manifest = commit.read_manifest(commit.resolve(path))
+    manifest = commit.read_manifest(commit.resolve(path, _ignore))
     return {key: value for key, value in manifest.state.items() if key != TREE}
 
 
@@ -312,6 +312,14 @@ def _on_all(work: Callable[[], T]) -> T:
     if _greatest(int(failure is not None)):
         raise failure or StorageError("another rank could not save; see its error")
     return result[0]
+
+
+def _ignore(_: str) -> None:
+    """Where another call, or another rank, tells the same."""
+
+
+def _is_rank_0() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _from_rank_0(value: int) -> int:

@@ -161,6 +161,16 @@ def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
     return bytes(data[: storage.read_into(name, 0, memoryview(data))])
 
 
+def out_of_reach(error: BaseException) -> bool:
+    """Whether a `StorageError` says nothing about the bytes: no permission, or no answer."""
+    cause = error.__cause__
+    if not isinstance(error, StorageError) or cause is None:
+        return False
+    return isinstance(cause, (PermissionError, TimeoutError, ConnectionError)) or not isinstance(
+        cause, OSError
+    )
+
+
 def explain(error: BaseException) -> str:
     """An error's cause in words, without its number and file name."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, ShardFile
 from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, BlockReader, open_shard, parse_header
-from elasticzero.checkpoint.storage import Readable
+from elasticzero.checkpoint.storage import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 
 
@@ -26,12 +26,13 @@ class Fault:
 def faults(storage: Readable) -> Iterator[Fault]:
     """Everything wrong with a step: its manifest, and every block of every file it names.
 
-    Of a file that says itself that it is another, the reason tells which.
+    Of a file that says itself that it is another, the reason tells which. Raises `StorageError`
+    where nothing can be said of the bytes: no permission, or no answer.
     """
     try:
         manifest = read_manifest(storage)
     except ElasticZeroError as error:
-        yield Fault(file=MANIFEST_NAME, reason=str(error))
+        yield _fault(MANIFEST_NAME, error)
         return
     for rank, file in enumerate(manifest.files):
         found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
@@ -47,14 +48,21 @@ def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:
             reason = "more bytes than were written" if past else "not what was written, or missing"
             yield Fault(file=file.name, start=start, stop=stop, reason=reason)
     except ElasticZeroError as error:
-        yield Fault(file=file.name, reason=str(error))
+        yield _fault(file.name, error)
 
 
 def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterator[Fault]:
     try:
         open_shard(storage, manifest, rank)
     except ElasticZeroError as error:
-        yield Fault(file=manifest.files[rank].name, reason=str(error))
+        yield _fault(manifest.files[rank].name, error)
+
+
+def _fault(name: str, error: ElasticZeroError) -> Fault:
+    """An error as a fault of a file; raised anew where it says nothing about the file's bytes."""
+    if out_of_reach(error):
+        raise error
+    return Fault(file=name, reason=str(error))
 
 
 def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:

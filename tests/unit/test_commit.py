@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit
+from elasticzero.checkpoint import commit, listing, verify
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, step_directory
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
@@ -196,7 +197,9 @@ def empty_manifest(storage: DiskStorage) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_shard, remove_sums, truncate, empty_manifest])
-def test_the_newest_good_step_is_chosen(tmp_path: Path, damage: object) -> None:
+def test_the_newest_good_step_is_chosen(
+    tmp_path: Path, damage: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     storages = {step: write(tmp_path, step) for step in (1, 2, 3)}
     assert commit.newest_good(DiskDirectory(tmp_path)) == 3
     assert commit.newest_good(DiskDirectory(tmp_path), excluding={3}) == 2
@@ -205,7 +208,13 @@ def test_the_newest_good_step_is_chosen(tmp_path: Path, damage: object) -> None:
     assert commit.newest_good(DiskDirectory(tmp_path)) == 2
     assert commit.newest_good(DiskDirectory(tmp_path), excluding=(2,)) == 1
     assert commit.newest_good(DiskDirectory(tmp_path), excluding=(1, 2)) is None
+    assert capsys.readouterr().err == ""
     assert commit.resolve(tmp_path).where == storages[2].where
+    told = capsys.readouterr().err
+    assert told.startswith("step 3 is damaged (") and told.endswith("); step 2 is used\n")
+    (tmp_path / step_directory(4)).mkdir()
+    assert commit.resolve(storages[2].path).where == storages[2].where
+    assert capsys.readouterr().err == ""
     assert commit.resolve(storages[3].path).where == storages[3].where
 
 
@@ -214,11 +223,42 @@ def test_paths_that_mean_no_step(tmp_path: Path) -> None:
         commit.resolve(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
         commit.resolve(tmp_path / "step-000000000001")
-    with pytest.raises(UserError, match="holds no good checkpoint: it is empty"):
+    with pytest.raises(UserError, match="holds no checkpoint: it is empty"):
         commit.resolve(tmp_path)
     empty_manifest(write(tmp_path, 1))
     with pytest.raises(UserError, match="1 damaged"):
         commit.resolve(tmp_path)
+
+
+def test_a_step_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storages = {step: write(tmp_path, step) for step in (1, 2)}
+    refuse(monkeypatch, storages[2].path)
+    assert commit.resolve(tmp_path).where == storages[1].where
+    told = capsys.readouterr().err
+    assert told.startswith("step 2 cannot be read (") and "Permission denied); step 1" in told
+    refuse(monkeypatch, tmp_path)
+    with pytest.raises(StorageError, match="Permission denied"):
+        commit.resolve(tmp_path)
+    found = [listing.row_of(info) for info in commit.steps(DiskDirectory(tmp_path))]
+    assert [row["unreadable"] for row in found] == [True, True]
+    text = listing.steps_text("there", found, [])
+    assert "UNREADABLE: " in text and "DAMAGED" not in text
+    with pytest.raises(StorageError, match="Permission denied"):
+        list(verify.faults(storages[1]))
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Files below a place can no longer be opened: as for another user, and also for root."""
+    opens = os.open
+
+    def refusing(path: str | Path, *rest: int) -> int:
+        if Path(path).is_file() and Path(path).is_relative_to(place):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opens(path, *rest)
+
+    monkeypatch.setattr(os, "open", refusing)
 
 
 def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
