@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import xxhash
 
 from elasticzero import spans
-from elasticzero.errors import CheckpointDamaged
+from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.records import RecordError, decode, encode
 from elasticzero.spans import EMPTY, Rule, Span
 
@@ -54,6 +55,8 @@ _REASON_CHARACTERS = 300
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _DIGEST_BYTES = len(b',"digest":""}\n') + 32
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+MAX_STEP = 10**18 - 1
+"""What the name of a step's directory has room for."""
 _STEP_DIRECTORY = re.compile(r"step-(\d{12,18})")
 
 
@@ -73,6 +76,17 @@ def file_name(rank: int, world_size: int, token: str) -> str:
 def snapshot_manifest_name(rank: int, world_size: int) -> str:
     """The name of one rank's own manifest in a snapshot."""
     return f"manifest-rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def checked_step(step: object) -> int:
+    """A step's number as an int, for which any kind of integer will do; `UserError` for one that no
+    step can have."""
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise UserError(f"step {step!r}: a whole number is wanted")
+    number = operator.index(step)
+    if not 0 <= number <= MAX_STEP:
+        raise UserError(f"step {number}: give 0 to {MAX_STEP}")
+    return number
 
 
 def step_directory(step: int) -> str:
@@ -334,7 +348,9 @@ def from_json(data: bytes, where: str) -> Manifest:
             )
         manifest = decode(Manifest, value, "manifest")
         _check_files(manifest)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where} is damaged: not JSON ({reason(error)})") from None
+    except ValueError as error:
         raise CheckpointDamaged(f"{where}: {reason(error)}") from None
     return manifest
 

@@ -17,7 +17,9 @@ from elasticzero.checkpoint.manifest import (
     Layout,
     Manifest,
     TensorSpec,
+    checked_step,
     step_directory,
+    step_of,
     to_json,
 )
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, OpenSource, Source
@@ -25,6 +27,7 @@ from elasticzero.checkpoint.storage import Directory, Readable
 from elasticzero.errors import UserError
 from elasticzero.spans import Rule, Span
 
+MOST_RANKS = 100_000
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 _TOKEN_VERSION = b"reshard 1"
 
@@ -40,8 +43,8 @@ class Shape:
     """Of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UserError(f"a world of {self.world_size} ranks: give 1 or more")
+        if not 1 <= self.world_size <= MOST_RANKS:
+            raise UserError(f"a world of {self.world_size} ranks: give 1 to {MOST_RANKS}")
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise UserError(f"strategy {self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -69,6 +72,13 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     return Layout(world_size=shape.world_size, tensors=tensors, groups=groups)
 
 
+def check_target(where: str) -> None:
+    """Raise `UserError` for a place in a step's directory, which is no place for anything else."""
+    for part in where.split("/"):
+        if step_of(part) is not None:
+            raise UserError(f"{where} lies in a step's directory ({part}): give another")
+
+
 def reshard(
     source: Readable, directory: Directory, shape: Shape, effort: Effort | None = None
 ) -> Copied:
@@ -77,6 +87,7 @@ def reshard(
     The same source and shape give the same file names, so a run that was interrupted goes on where
     it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
     """
+    check_target(directory.where)
     old = commit.read_manifest(source)
     target = directory.step(step_directory(old.step))
     if target.where == source.where:
@@ -146,8 +157,8 @@ def adopt(
 ) -> Copied:
     """Write what another program saved as a checkpoint; raises `UserError` if `directory` has one
     of that step."""
-    if step < 0:
-        raise UserError(f"step {step}: give 0 or more")
+    check_target(directory.where)
+    step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
     draft = Manifest(
         step=step,

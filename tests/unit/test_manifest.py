@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 from elasticzero.checkpoint.manifest import (
+    MAX_STEP,
     Group,
     Layout,
     Manifest,
     ShardFile,
     TensorSpec,
+    checked_step,
     from_json,
     step_directory,
     step_of,
     to_json,
 )
-from elasticzero.errors import CheckpointDamaged
+from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, layouts, simple_layout
 from tests.unit.damage_cases import signed
@@ -99,7 +103,7 @@ def test_names_of_steps() -> None:
 
 
 DAMAGE = {
-    "not JSON": (lambda v: b"{", "Expecting property name"),
+    "not JSON": (lambda v: b"{", "is damaged: not JSON .Expecting property name"),
     "not text": (lambda v: b"\xff\xfe", "can't decode"),
     "nested without end": (lambda v: b"[" * 100_000, "recursion|RecursionError"),
     "not an object": (lambda v: [], "format version"),
@@ -153,10 +157,19 @@ def test_a_damaged_manifest_is_refused_with_its_place_and_reason(name: str) -> N
     data = value if isinstance(value, bytes) else signed(value)
     with pytest.raises(CheckpointDamaged, match=complaint) as caught:
         from_json(data, "/ckpt/manifest.json")
-    assert str(caught.value).startswith("/ckpt/manifest.json: ")
+    assert re.match("/ckpt/manifest.json(: | is damaged: not JSON)", str(caught.value))
 
 
 def test_a_key_that_stands_twice_is_refused() -> None:
     data = to_json(whole(simple_layout())).replace(b'{"version":1,', b'{"version":1,"step":1,')
     with pytest.raises(CheckpointDamaged, match="key 'step' stands twice"):
         from_json(data, "here")
+
+
+def test_any_integer_will_do_as_a_step_if_a_directory_can_be_named_so() -> None:
+    step = checked_step(np.int32(7))
+    assert step == 7 and type(step) is int
+    assert step_of(step_directory(checked_step(MAX_STEP))) == MAX_STEP
+    for wrong in (True, 1.0, "1", None, -1, MAX_STEP + 1):
+        with pytest.raises(UserError, match=f"step {wrong!r}"):
+            checked_step(wrong)
