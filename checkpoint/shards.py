@@ -191,22 +191,24 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
     try:
         data = read_small(storage, name, SUMS_LIMIT_BYTES)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{where} is missing") from None
+        raise CheckpointDamaged(f"{where} is missing; use another step") from None
     return parse_sums(data, where)
 
 
 def parse_sums(data: bytes, where: str) -> Sums:
     """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with it."""
     if len(data) < _SUMS_HEADER.size:
-        raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes")
+        raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes; use another step")
     magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
     if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= _MAX_BLOCK_BYTES:
-        raise CheckpointDamaged(f"{where} is not a checksum file of version {_SUMS_VERSION}")
+        raise CheckpointDamaged(
+            f"{where} is not a checksum file of version {_SUMS_VERSION}; use another step"
+        )
     count = -(-size // block_bytes)
     if len(data) != _SUMS_HEADER.size + 8 * count:
         raise CheckpointDamaged(
             f"{where} has {len(data)} bytes, not the {_SUMS_HEADER.size + 8 * count} of its "
-            f"{count} blocks"
+            f"{count} blocks; use another step"
         )
     blocks = array.array("Q", data[_SUMS_HEADER.size :])
     if sys.byteorder == "big":
@@ -226,7 +228,8 @@ class BlockReader:
         known = (file.digest, file.bytes)
         if file.digest is not None and (self._sums.digest, self._sums.size) != known:
             raise CheckpointDamaged(
-                f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names"
+                f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
+                "use another step"
             )
         self._scratch = memoryview(b"")
         self._scratch_block = -1
