@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import CastSource, cast_specs
 from elasticzero.checkpoint.copying import Effort, new_directory, run_jobs
-from elasticzero.checkpoint.huggingface import Exported, aliases_of, model_specs
+from elasticzero.checkpoint.huggingface import (
+    Exported,
+    aliases_of,
+    check_export_target,
+    model_specs,
+)
 from elasticzero.checkpoint.manifest import Manifest, TensorSpec
 from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
@@ -60,6 +65,7 @@ def export_dcp(
     wishes, effort = wishes or Wishes(), effort or Effort()
     if "://" in target and not target.startswith("file://"):
         raise UserError(f"{target} is not on this machine's disks: export to a directory and copy")
+    check_export_target(target)
     manifest = commit.read_manifest(source)
     chosen = manifest.layout.tensors if wishes.everything else model_specs(source, manifest)
     specs = cast_specs(chosen, wishes.dtype)

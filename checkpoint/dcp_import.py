@@ -25,6 +25,7 @@ from elasticzero.checkpoint.dcp_metadata import (
     StoredTensor,
     read_contents,
 )
+from elasticzero.checkpoint.huggingface import check_foreign
 from elasticzero.checkpoint.manifest import TensorSpec
 from elasticzero.checkpoint.reader import byte_view, spec_of, torch_dtype
 from elasticzero.checkpoint.reshard import Foreign
@@ -45,6 +46,7 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
     it was nested. `model_only`: leave all but the model out. Raises `UserError` for what is no such
     directory or asks for code to be run, `CheckpointDamaged` for what makes no sense.
     """
+    check_foreign(url)
     storage = open_storage(url)
     contents = read_contents(storage)
     exported = (OURS, "state") in contents.values

@@ -16,17 +16,32 @@ from typing import Any
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import CastSource, cast_specs
 from elasticzero.checkpoint.copying import Effort, Job, new_directory, run_jobs
-from elasticzero.checkpoint.manifest import Manifest, TensorSpec, itemsize
-from elasticzero.checkpoint.reshard import Foreign
+from elasticzero.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorSpec,
+    itemsize,
+    reason,
+    step_of,
+)
+from elasticzero.checkpoint.reshard import Foreign, check_target
 from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source, model_names
-from elasticzero.checkpoint.storage import Readable, Storage, open_storage, read_small
+from elasticzero.checkpoint.storage import (
+    Readable,
+    Storage,
+    explain,
+    open_directory,
+    open_storage,
+    read_small,
+)
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 
 ONE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+NO_IMPORT = "no import is needed; use `reshard` or `export`"
 _INDEX_LIMIT_BYTES = 1 << 28
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -62,6 +77,7 @@ def export_hf(
     `target`: a new or empty directory, or a URL. The index, which only several files need, comes
     last. An export that fails leaves `target` as it was.
     """
+    check_export_target(target)
     wishes, effort = wishes or Wishes(), effort or Effort()
     manifest = commit.read_manifest(source)
     specs = model_specs(source, manifest)
@@ -86,6 +102,19 @@ def export_hf(
         if count > 1:
             storage.write(INDEX_NAME, [_index(files, total)])
     return Exported(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
+
+
+def check_export_target(target: str) -> None:
+    """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
+    directory."""
+    where = open_directory(target).where
+    check_target(where)
+    parent = where.rstrip("/").rpartition("/")[0] or "/"
+    if parent.endswith(":/"):  # the bucket itself
+        return
+    for place in (where, parent):
+        if any(step_of(name) is not None for name in open_directory(place).names()):
+            raise UserError(f"{place} is a checkpoint directory: export to a directory elsewhere")
 
 
 def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
@@ -155,8 +184,10 @@ def _config(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         json.loads(data)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the config {path} cannot be used: {error}") from None
+    except OSError as error:
+        raise UserError(f"the config {path} cannot be read: {explain(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the config {path} is not JSON: {reason(error)}") from None
     return data
 
 
@@ -171,6 +202,11 @@ def open_hf(url: str) -> Foreign:
     aliases: dict[str, str] = {}
     for file, wanted in files.items():
         metadata, entries = _read_header(storage, file)
+        if {"step", "rank", "token"} <= metadata.keys():
+            raise UserError(
+                f"{storage.where}/{file} is one rank's part of an ElasticZero checkpoint: "
+                f"{NO_IMPORT}"
+            )
         if missing := next((name for name in wanted or () if name not in entries), None):
             raise CheckpointDamaged(
                 f"{storage.where}/{file} has no tensor {missing!r}, which the index says it has"
@@ -218,6 +254,7 @@ def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
     if name.endswith(".safetensors"):
         return open_storage(parent or "."), {name: None}
     storage = open_storage(url)
+    check_foreign(url)
     names = storage.names()
     found = [n for n in names if n.endswith(".safetensors")]
     indices = [n for n in names if n.endswith(".safetensors.index.json")]
@@ -236,6 +273,17 @@ def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
             "convert them to safetensors first"
         )
     raise UserError(f"{storage.where} holds no safetensors files")
+
+
+def check_foreign(url: str) -> None:
+    """Raise `UserError` for a directory that holds nothing, or what needs no import."""
+    directory = open_directory(url)
+    names = directory.names()
+    if not names:
+        raise UserError(f"{directory.where} is empty or does not exist")
+    a_step = MANIFEST_NAME in names and any(name.startswith("rank-") for name in names)
+    if a_step or any(step_of(name) is not None for name in names):
+        raise UserError(f"{directory.where} is an ElasticZero checkpoint already: {NO_IMPORT}")
 
 
 def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:

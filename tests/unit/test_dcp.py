@@ -297,7 +297,7 @@ def test_files_that_are_missing_or_cut_off(victim: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp is missing"):
         imported(victim, tmp_path / "new", model_only=True)
     (victim / METADATA_NAME).unlink()
-    with pytest.raises(UserError, match="is no directory of"):
+    with pytest.raises(UserError, match="is empty or does not exist"):
         open_dcp(str(victim))
     with pytest.raises(UserError, match="is no directory of"):
         open_dcp(str(tmp_path / "nowhere"))
