@@ -11,7 +11,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 from elasticzero.checkpoint import commit, copying, huggingface, listing, reshard, verify
 from elasticzero.checkpoint.casting import DTYPES
 from elasticzero.checkpoint.compare import Comparison, compare
+from elasticzero.checkpoint.manifest import step_of
 from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.storage import Directory, explain, open_directory
 from elasticzero.checkpoint.tables import counted, size_text
@@ -37,6 +40,8 @@ _ONE_STEP = "checkpoint directory (its newest good step), or one step's; a path 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
     the exit code."""
+
+    subparsers.dest = argparse.SUPPRESS  # where none is given, the error then names them all
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
         added = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -152,7 +157,7 @@ def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="elasticzero checkpoint")
-    add_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
+    add_commands(parser.add_subparsers(required=True))
     args = parser.parse_args(argv)
     try:
         return int(args.run_command(args))
@@ -175,6 +180,11 @@ def _say(text: str, end: str = "\n") -> None:
 
 def _list(args: argparse.Namespace) -> int:
     directory = _existing(args.directory)
+    parent, _, name = directory.where.rstrip("/").rpartition("/")
+    if step_of(name) is not None:
+        raise UserError(
+            f"{directory.where} is one step: list {parent}, or look at this step with `inspect`"
+        )
     rows = [listing.row_of(info) for info in commit.steps(directory)]
     left = [info.name for info in commit.uncommitted(directory)]
     if args.json:
@@ -241,7 +251,7 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
         [f"only in B: {name}" for name in result.only_b],
         [f"{name}: {left} in A, {right} in B" for name, left, right in result.specs],
         [
-            f"{d.name}: {d.count} of {d.of} elements differ, the first is {d.first}"
+            f"{d.name}: {d.count} of {d.of} elements differ, the first at index {d.first}"
             for d in result.tensors
         ],
         [f"state differs: {path}" for path in result.state],
@@ -310,13 +320,26 @@ def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], lef
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
-        with Progress(stream) as progress:
+        with _ended_as_by_ctrl_c(), Progress(stream) as progress:
             return work(
                 copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
             )
     except KeyboardInterrupt:
         print(f"interrupted: {left}", file=sys.stderr)
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends what is done in here as Ctrl-C does, so that it is cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:

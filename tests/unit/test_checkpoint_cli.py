@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.numpy
@@ -19,6 +21,8 @@ from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout,
 
 LAYOUT = simple_layout()
 CONTENTS = elements(LAYOUT.tensors)
+STEP_20 = "{}/ckpt/" + step_directory(20)
+RANK_0 = f"{STEP_20}/{draft_of(LAYOUT).file_name(0)}"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -173,20 +177,38 @@ def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
         (["list", "{}/nowhere"], 64, "does not exist"),
         (["inspect", "{}/nowhere"], 64, "does not exist"),
         (["verify", "{}/nowhere"], 64, "does not exist"),
-        (["verify", "{}"], 64, "holds no good checkpoint"),
+        (["verify", "{}"], 64, "holds no checkpoint"),
         (["inspect", "nonsense://bucket/x"], 64, "no place that fsspec knows"),
-        (["reshard", "{}", "{}/new", "--world-size", "2"], 64, "holds no good checkpoint"),
+        (["reshard", "{}", "{}/new", "--world-size", "2"], 64, "holds no checkpoint"),
         (["reshard", "{}/ckpt", "{}/new", "--world-size", "0"], 64, "0 ranks"),
         (["reshard", "{}/ckpt", "{}/ckpt", "--world-size", "1"], 64, "its own directory"),
-        (["export", "{}/ckpt", "{}/ckpt"], 64, "is not empty"),
+        (["reshard", "{}/ckpt", "{}/new", "--world-size", "1" + "0" * 20], 64, "give 1 to 100000"),
+        (
+            ["reshard", "{}/ckpt", "{}/ckpt/step-000000000020/x", "--world-size", "1"],
+            64,
+            "lies in a step's directory (step-000000000020)",
+        ),
+        (["list", "{}/ckpt/step-000000000020"], 64, "is one step: list {}/ckpt, or look at"),
+        (["list", "{}/ckpt/step-000000000020/"], 64, "is one step"),
+        (["export", "{}/ckpt", "{}/ckpt"], 64, "{}/ckpt is a checkpoint directory"),
+        (["export", "{}/ckpt", "{}/ckpt/hf"], 64, "{}/ckpt is a checkpoint directory"),
+        (["export", "{}/ckpt", "{}/ckpt/hf", "--format", "dcp"], 64, "is a checkpoint directory"),
+        (["export", "{}/ckpt", "{}/ckpt/step-000000000020/x"], 64, "lies in a step's directory"),
+        (["export", "{}/ckpt", "{}/x", "--config", "{}/no"], 64, "cannot be read: No such file"),
         (["export", "{}/ckpt", "{}/x", "--what", "all"], 64, "--what all is not for --format hf"),
         (
             ["export", "{}/ckpt", "{}/x", "--format", "dcp", "--max-shard-size", "1GB"],
             64,
             "--max-shard-size is not for --format dcp",
         ),
-        (["import", "{}/ckpt", "{}/x", "--format", "hf"], 64, "holds no safetensors files"),
-        (["import", "{}/ckpt", "{}/x", "--format", "dcp"], 64, ".metadata does not exist"),
+        (["import", "{}", "{}/x", "--format", "hf"], 64, "holds no safetensors files"),
+        (["import", "{}", "{}/x", "--format", "dcp"], 64, ".metadata does not exist"),
+        (["import", "{}/no", "{}/x", "--format", "hf"], 64, "{}/no is empty or does not exist"),
+        (["import", "{}/no", "{}/x", "--format", "dcp"], 64, "{}/no is empty or does not exist"),
+        (["import", "{}/ckpt", "{}/x", "--format", "hf"], 64, "no import is needed"),
+        (["import", "{}/ckpt", "{}/x", "--format", "dcp"], 64, "no import is needed"),
+        (["import", STEP_20, "{}/x", "--format", "hf"], 64, "no import is needed"),
+        (["import", RANK_0, "{}/x", "--format", "hf"], 64, "is one rank's part of"),
         (["diff", "{}/ckpt", "{}/nowhere"], 64, "does not exist"),
         (["diff", "{}/ckpt", "{}/ckpt", "--buffer-size", "1KB"], 64, "too small"),
     ],
@@ -198,7 +220,7 @@ def test_bad_input_is_one_line_and_a_code(
     assert main([part.format(where) for part in order]) == code
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("error: ") and complaint in output.err
+    assert output.err.startswith("error: ") and complaint.format(where) in output.err
     assert output.err.count("\n") == 1
 
 
@@ -233,7 +255,7 @@ def test_diff(directory: Path, tmp_path: Path, capsys: Output) -> None:
     write_step(tmp_path / "c", draft_of(LAYOUT, step=20, state={"epoch": 2}), spoiled)
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 1
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "model/b: 1 of 1000 elements differ, the first is 0",
+        "model/b: 1 of 1000 elements differ, the first at index 0",
         "state differs: epoch",
         "different; 2 tensors are the same",
     ]
@@ -290,6 +312,46 @@ def test_help_shows_every_command(capsys: Output) -> None:
     text = capsys.readouterr().out
     for name in ("list", "inspect", "verify", "reshard", "diff", "export", "import"):
         assert f"\n    {name} " in text
+
+
+def test_no_command_at_all_names_them(capsys: Output) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "{list,inspect,verify,reshard,diff,export,import}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["-1", "1" + "0" * 18])
+def test_a_step_that_none_can_have(
+    directory: Path, tmp_path: Path, capsys: Output, step: str
+) -> None:
+    hf = str(tmp_path / "hf")
+    assert main(["export", "-q", str(directory), hf]) == 0
+    order = ["import", hf, str(tmp_path / "x"), "--format", "hf", f"--step={step}"]
+    assert main(order) == 64
+    assert f"step {step}: give 0 to 9" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    assert main([*order[:-1], f"--step={10**18 - 1}", "-q"]) == 0
+    assert main(["list", str(tmp_path / "x")]) == 0
+    assert "999999999999999999" in capsys.readouterr().out
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    directory: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    write = DiskStorage.write
+
+    def write_and_be_ended(self: DiskStorage, *args: Any, **kwargs: Any) -> None:
+        write(self, *args, **kwargs)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(DiskStorage, "write", write_and_be_ended)
+    with pytest.raises(SystemExit) as caught:
+        main(["export", "-q", str(directory), str(tmp_path / "hf")])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted: nothing of the export is left\n"
+    assert not (tmp_path / "hf").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
