@@ -7,6 +7,7 @@ its checksum file beside it is whole and durable, and is not written again.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, TensorSpec
 from elasticzero.checkpoint.progress import Progress
+from elasticzero.checkpoint.retention import tidy_by_hand
 from elasticzero.checkpoint.shards import read_sums, shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.source import OpenSource, Source
 from elasticzero.checkpoint.storage import Directory, Storage, open_directory, open_storage
@@ -26,6 +28,8 @@ DEFAULT_BUFFER_BYTES = 64 << 20
 LEAST_BUFFER_BYTES = 4 << 20
 """What one worker needs."""
 _MOST_WORKERS = 8
+_PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
+"""What a writer calls a file until it is whole."""
 
 Job = Callable[[Source], None]
 """Reads what it needs from a source of its own."""
@@ -102,9 +106,17 @@ def run_jobs(jobs: Sequence[Job], open_source: OpenSource, effort: Effort) -> No
 
 @contextmanager
 def new_directory(url: str) -> Iterator[Storage]:
-    """A new or empty directory to write files into; where that fails it is again as it was."""
+    """A new or empty directory to write files into; where that fails it is again as it was.
+
+    Half-written files of one that was killed do not count, and go.
+    """
     storage = open_storage(url)
-    if storage.names():
+    names = storage.names()
+    partial = [name for name in names if _PARTIAL.fullmatch(name)]
+    if len(partial) == len(names):
+        for left in partial:
+            storage.remove(left)
+    else:
         raise UserError(f"{storage.where} is not empty: give a new directory")
     parent, _, name = storage.where.rpartition("/")
     directory = open_directory(parent or "/")
@@ -173,6 +185,7 @@ def write_step(
                 commit.discard(directory, draft, rank)
         raise
     _tidy(storage, draft)
+    tidy_by_hand(directory, draft)
     return _copied(storage, kept=len(kept))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elasticzero.checkpoint.commit import fault, read_manifest
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory, step_of
@@ -87,6 +87,12 @@ def tidy(
     return broom.tidied
 
 
+def tidy_by_hand(directory: Directory, committed: Manifest) -> Tidied:
+    """`tidy` after a save that no job made: every step stays, and a job's files until they are a
+    day old. Its number of a generation, if it has one, is the one that was copied."""
+    return tidy(directory, replace(committed, generation=0), Keep())
+
+
 class _Broom:
     """Removes what one save may remove."""
 
@@ -135,7 +141,9 @@ class _Broom:
             for file in dead:
                 storage.remove(file)
                 self.tidied.files.append(f"{name}/{file}")
-            if len(dead) == len(times) and (dead or step < self._committed.step):
+            # By hand, several steps may be begun at once: an empty directory may be such a one.
+            begun_before = self._committed.generation > 0 and step < self._committed.step
+            if len(dead) == len(times) and (dead or begun_before):
                 self._directory.remove(name)
 
     @contextmanager
@@ -153,8 +161,8 @@ class _Broom:
         if token == self._committed.token:
             return step < self._committed.step
         generation = token_generation(token)
-        if generation is None:
-            return self.now_s - written_s > HOUR_S
+        if generation is None:  # by hand: it never replaces what stands
+            return step == self._committed.step or self.now_s - written_s > HOUR_S
         return generation < self._committed.generation or self.now_s - written_s > DAY_S
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:

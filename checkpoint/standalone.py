@@ -19,6 +19,7 @@ from elasticzero import spans
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, step_directory
 from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
+from elasticzero.checkpoint.retention import tidy_by_hand
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
 from elasticzero.errors import (
@@ -85,6 +86,8 @@ def save(
         raise StorageError(str(error)) from None
     if not _greatest(int(written.committed)):
         raise StorageError(f"{storage.where}: another save of this step came first")
+    if written.committed:
+        tidy_by_hand(directory, draft)
     return storage.where
 
 

@@ -10,7 +10,15 @@ import pytest
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory
-from elasticzero.checkpoint.retention import DAY_S, HOUR_S, Keep, Tidied, tidy, token_generation
+from elasticzero.checkpoint.retention import (
+    DAY_S,
+    HOUR_S,
+    Keep,
+    Tidied,
+    tidy,
+    tidy_by_hand,
+    token_generation,
+)
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,
@@ -192,6 +200,24 @@ def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
     age(tmp_path, 2, DAY_S)
     assert len(run(tmp_path, draft(7), Keep(last=1)).files) == 4 + 1
     assert os.listdir(tmp_path) == [step_directory(7)]
+
+
+def test_a_save_by_hand_takes_what_was_killed_at_its_step_and_nothing_of_a_job(
+    tmp_path: Path,
+) -> None:
+    mine = draft_of(LAYOUT, step=7, token="mine", generation=9)
+    write_step(tmp_path, mine, CONTENTS)
+    left = shards(tmp_path, draft_of(LAYOUT, step=7, token="killed"))
+    left.append(f".{draft_of(LAYOUT, token='killed').file_name(1)}.123-ab12cd34.partial")
+    (tmp_path / step_directory(7) / left[-1]).write_bytes(b"x")
+    for manifest in (draft(5, 3), draft(7, 3), draft_of(LAYOUT, step=6, token="other")):
+        shards(tmp_path, manifest)
+    (tmp_path / step_directory(4)).mkdir()
+    before = {*tmp_path.rglob("*")}
+    tidied = tidy_by_hand(DiskDirectory(tmp_path), mine)
+    assert not tidied.problems
+    gone = {tmp_path / step_directory(7) / name for name in left}
+    assert before - {*tmp_path.rglob("*")} == gone
 
 
 def test_what_is_not_of_a_save_is_never_touched(tmp_path: Path) -> None:

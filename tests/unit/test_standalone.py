@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,17 @@ def test_a_url_is_a_checkpoint_directory_too() -> None:
     assert step.startswith("memory://") and step.endswith("/standalone/run/step-000000000002")
     assert equal(checkpoint.load("memory://standalone/run"), saved)
     assert equal(checkpoint.load(step), saved)
+
+
+def test_what_a_killed_save_left_goes_with_the_same_save_again(tmp_path: Path) -> None:
+    name = f"rank-00000-of-00001-{'ab' * 8}.safetensors"
+    for step in (1, 2):
+        place = tmp_path / f"step-{step:012}"
+        place.mkdir()
+        (place / f".{name}.123-ab12cd34.partial").write_bytes(b"x" * 100)
+    checkpoint.save(tmp_path, {"a": torch.ones(3)}, step=1)
+    assert len(os.listdir(tmp_path / "step-000000000001")) == 3
+    assert len(os.listdir(tmp_path / "step-000000000002")) == 1, "it may be going on"
 
 
 def test_the_state_stands_beside_the_nesting(tmp_path: Path) -> None:
