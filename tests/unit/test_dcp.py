@@ -299,7 +299,7 @@ def test_files_that_are_missing_or_cut_off(victim: Path, tmp_path: Path) -> None
     (victim / METADATA_NAME).unlink()
     with pytest.raises(UserError, match="is empty or does not exist"):
         open_dcp(str(victim))
-    with pytest.raises(UserError, match="is no directory of"):
+    with pytest.raises(UserError, match="is empty or does not exist"):
         open_dcp(str(tmp_path / "nowhere"))
 
 
