@@ -57,6 +57,8 @@ from elasticzero.errors import (
 
 SAVE_WAIT_S = 30.0
 POLL_S = 0.05
+ADVICE = "; use another step"
+"""What a damaged checkpoint asks of a person: here the job does it."""
 
 T = TypeVar("T")
 
@@ -310,12 +312,14 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
     message = Failed(
         step=standing.step,
         blame=_blame(error, from_agent=from_agent),
-        message=one_line(error),
+        message=one_line(error).removesuffix(ADVICE),
         traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
         bad_step=standing.bad_step if isinstance(error, unread) else None,
     )
     link.send(message)
+    if message.blame == "checkpoint" and message.bad_step is not None:
+        return 1  # the agent says so, once for all ranks
     if message.blame == "peer":
         print(f"a peer is gone; this worker stops at step {standing.step}", file=sys.stderr)
         return ExitCode.LEFT

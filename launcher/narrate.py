@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.lineage import Lineage
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
 BAR_CELLS = 30
+_SEEN = re.compile(r"(.*?); the checkpoint of step (\d+) is damaged: (.*)", re.DOTALL)
+_FOUND = re.compile(r"(.*rank \d+ on \S+ failed) \((.*)\)(.*)", re.DOTALL)
+"""The ways in which a world's reason tells of a damaged checkpoint: the leader saw it, or a rank
+found it."""
 
 
 def counted(count: int, thing: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def split_damage(
+    reason: str, resume_step: int, bad_steps: Collection[int]
+) -> tuple[str, str | None]:
+    """A world's reason without the damaged checkpoint that it passes over, and a line about that
+    one; None if there is none. bad_steps: the world's."""
+    then = f"; going on from step {resume_step}"
+    if seen := _SEEN.fullmatch(reason):
+        head, step, why = seen.groups()
+        return head, f"the checkpoint of step {step} is damaged: {why}{then}"
+    if found := _FOUND.fullmatch(reason):
+        head, why, rest = found.groups()
+        for bad in bad_steps:
+            if bad > resume_step and f"{step_directory(bad)}/" in why:
+                return head + rest, f"the checkpoint of step {bad} is damaged: {why}{then}"
+    return reason, None
 
 
 class Narrator:
@@ -79,7 +103,7 @@ class Narrator:
                     f"{event['stall_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
-            case "failed" if event["blame"] != "peer":
+            case "failed" if event["blame"] not in ("peer", "checkpoint"):
                 self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
             case "exit":
                 if event["code"] == ExitCode.LEFT:
@@ -92,9 +116,12 @@ class Narrator:
         place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
         lost = self.lineage.lost(self._generation)
         again = f", {lost} steps are computed again" if lost else ""
+        reason, damage = split_damage(event["reason"], event["resume_step"], event["bad_steps"])
+        if damage is not None:
+            self.say(damage, at_s)
         self.say(
             f"generation {self._generation}: {counted(event['world_size'], 'rank')} on "
-            f"{', '.join(self.training)} ({event['reason']}); step {event['resume_step']} "
+            f"{', '.join(self.training)} ({reason}); step {event['resume_step']} "
             f"{place[event['tier']]}{again}",
             at_s,
         )

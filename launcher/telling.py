@@ -22,6 +22,7 @@ from elasticzero.channel import (
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.events import EventLog
+from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import View, Workers
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
@@ -104,6 +105,7 @@ class Telling:
             resume_step=resume.step,
             tier=resume.tier,
             reason=world.reason,
+            bad_steps=list(world.bad_steps),
         )
         self._metrics.generation.set(world.generation)
         self._metrics.world_size.set(world.world_size)
@@ -123,13 +125,16 @@ class Telling:
             "ram": f"from step {resume.step}, held in memory",
             "storage": f"from the checkpoint of step {resume.step}",
         }
+        reason, damage = split_damage(world.reason, resume.step, world.bad_steps)
+        if damage is not None:
+            say(self._options.node, damage)
         names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
         more = len(world.members) - NAMES_SHOWN
         say(
             self._options.node,
             f"generation {world.generation}: {world.world_size} rank"
             f"{'s' * (world.world_size > 1)} on {names}{f' and {more} more' if more > 0 else ''}, "
-            f"{origin[resume.tier]}: {world.reason}",
+            f"{origin[resume.tier]}: {reason}",
         )
 
     def waiting(self, look: Callable[[], Iterable[str]]) -> None:

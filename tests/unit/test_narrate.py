@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from elasticzero.launcher.narrate import Narrator
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.launcher.narrate import Narrator, split_damage
 
 
 class Told:
@@ -21,7 +22,14 @@ class Told:
     def take(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
         self.narrator.take(node, {"time": at_s, "event": event, **fields})
 
-    def world(self, generation: int, *, resume_step: int = 0, reason: str = "all here") -> None:
+    def world(
+        self,
+        generation: int,
+        *,
+        resume_step: int = 0,
+        reason: str = "all here",
+        bad_steps: tuple[int, ...] = (),
+    ) -> None:
         self.take(
             "world",
             generation=generation,
@@ -30,6 +38,7 @@ class Told:
             resume_step=resume_step,
             tier="storage" if resume_step else "fresh",
             reason=reason,
+            bad_steps=bad_steps,
         )
 
     def step(self, generation: int, step: int, at_s: float) -> None:
@@ -74,3 +83,38 @@ def test_a_pause_is_told_only_where_something_was_paused(told: Told) -> None:
     assert [line for line in told.lines() if "paused" in line] == [
         "  training paused for 1.50 s",
     ]
+
+
+WHY = (
+    f"/c/{step_directory(60)}/rank-1: bytes 0 to 512 are not what was written "
+    "(their checksum differs)"
+)
+
+
+def test_a_checkpoint_that_a_rank_found_damaged_is_one_line(told: Told) -> None:
+    told.world(1, resume_step=60)
+    told.lines()
+    for rank in (0, 1):
+        told.take("failed", blame="checkpoint", rank=rank, message=WHY)
+    reason = f"node-2 left; rank 1 on node-1 failed ({WHY})"
+    told.world(2, resume_step=40, reason=reason, bad_steps=(60,))
+    assert told.lines() == [
+        f"the checkpoint of step 60 is damaged: {WHY}; going on from step 40",
+        "generation 2: 2 ranks on node-0, node-1 (node-2 left; rank 1 on node-1 failed); "
+        "step 40 from storage",
+    ]
+
+
+def test_a_checkpoint_that_the_leader_saw_damaged_is_one_line(told: Told) -> None:
+    reason = "2 nodes came together; the checkpoint of step 60 is damaged: rank-1 has 9 bytes"
+    told.world(1, resume_step=40, reason=reason)
+    assert told.lines() == [
+        "the checkpoint of step 60 is damaged: rank-1 has 9 bytes; going on from step 40",
+        "generation 1: 2 ranks on node-0, node-1 (2 nodes came together); step 40 from storage",
+    ]
+
+
+@pytest.mark.parametrize("bad_steps", [(), (60,), (2,)])
+def test_a_reason_of_another_kind_stays_as_it_is(bad_steps: tuple[int, ...]) -> None:
+    reason = "rank 1 on node-1 failed (ValueError: the checkpoint (mine) is damaged)"
+    assert split_damage(reason, 3, bad_steps) == (reason, None)
