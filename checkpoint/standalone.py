@@ -17,7 +17,14 @@ import torch.distributed as dist
 
 from elasticzero import spans
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec, step_directory
+from elasticzero.checkpoint.manifest import (
+    Group,
+    Layout,
+    Manifest,
+    TensorSpec,
+    checked_step,
+    step_directory,
+)
 from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
 from elasticzero.checkpoint.retention import tidy_by_hand
 from elasticzero.checkpoint.storage import open_directory
@@ -61,6 +68,7 @@ def save(
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     named, json_state = _on_all(lambda: _savable(tensors, step, state))
+    step = checked_step(step)
     writers = _on_all(lambda: _writers(named, world))
     layout = _on_all(lambda: _layout(named, len(writers)))
     directory = open_directory(path)
@@ -149,8 +157,7 @@ def _savable(
         raise UserError("checkpoint.save was given no tensors: there is nothing to save")
     for name, tensor in named.items():
         _check_kept(name, tensor)
-    if not isinstance(step, int) or step < 0:
-        raise UserError(f"checkpoint.save: step is {step!r}; it must be a whole number from 0 on")
+    checked_step(step)
     if TREE in (state or {}):
         raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
     nested = tree != _flat(named)

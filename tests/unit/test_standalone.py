@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elasticzero import checkpoint
-from elasticzero.errors import CheckpointDamaged, CheckpointMismatch
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, UserError
 from tests.unit.damage_cases import signed
 
 
@@ -179,3 +179,13 @@ def test_nesting_that_makes_no_sense_is_damage(tmp_path: Path, tree: str) -> Non
     path.write_bytes(signed(value))
     with pytest.raises(CheckpointDamaged, match="makes no sense"):
         checkpoint.load(tmp_path)
+
+
+def test_a_step_is_any_whole_number_that_a_directory_can_be_named_for(tmp_path: Path) -> None:
+    numbered = torch.arange(8).numpy()[7]
+    assert checkpoint.save(tmp_path, {"a": torch.ones(2)}, step=numbered).endswith("-000000000007")
+    refused: list[Any] = [True, -1, 10**18, 1.5]
+    for wrong in refused:
+        with pytest.raises(UserError, match=f"step {wrong}"):
+            checkpoint.save(tmp_path, {"a": torch.ones(2)}, step=wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000007"]
