@@ -72,6 +72,8 @@ class Captures:
         self._save_error = ""
         self._agreed = False
         self._stall_s = 0.0
+        self._wished = 0
+        """Rank 0: the interval it last asked for, in steps."""
         self._steps_s: deque[float] = deque(maxlen=_MEASURED_STEPS)
 
     def begin(self, copy: BoundaryCopy) -> None:
@@ -129,9 +131,10 @@ class Captures:
         if not self._stall_s or not self._steps_s:
             return 0
         step_s = statistics.median(self._steps_s)
-        every, known = interval(self._stall_s, step_s), self._ledger.every
+        every, known = interval(self._stall_s, step_s), self._wished
         if known and known / 2 <= every <= known * 2:
             return 0
+        self._wished = every
         return every
 
     def heard(self, word: Word) -> None:
