@@ -204,9 +204,9 @@ def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
             storage.remove(file.name + SUMS_SUFFIX)
 
 
-def discard(directory: Directory, draft: Manifest, rank: int) -> None:
+def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
     """Remove a rank's files of a save that failed, unless a manifest names them, and the step's
-    directory if nothing is left in it; as far as that can be done."""
+    directory if nothing is left in it; returns whether that could be done."""
     step, name = step_directory(draft.step), draft.file_name(rank)
     storage = directory.step(step)
     with suppress(ElasticZeroError, OSError):
@@ -214,6 +214,8 @@ def discard(directory: Directory, draft: Manifest, rank: int) -> None:
             storage.remove(name + SUMS_SUFFIX)
             storage.remove(name)
         directory.remove(step)
+        return True
+    return False
 
 
 def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:

@@ -182,7 +182,8 @@ def write_step(
     except BaseException as error:
         if not (resumable and isinstance(error, KeyboardInterrupt)):
             for rank in range(world):
-                commit.discard(directory, draft, rank)
+                if not commit.discard(directory, draft, rank):
+                    break  # storage that does not answer is not asked once for each rank
         raise
     _tidy(storage, draft)
     tidy_by_hand(directory, draft)

@@ -17,6 +17,9 @@ from elasticzero.errors import StorageError
 
 PART_BYTES = 16 << 20
 PARTS_IN_FLIGHT = 4
+PART_S = 60.0
+"""How long sending one part may take."""
+_ABORT_S = 5.0
 _MOST_PARTS = 10_000
 """What S3 allows."""
 
@@ -34,7 +37,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
     bucket, key, _ = fs.split_path(path)
     target: dict[str, Any] = {"Bucket": bucket, "Key": key}
     if len(first) < part_bytes:
-        retry(lambda: fs.call_s3("put_object", Body=io.BytesIO(first), **target))
+        retry(lambda: fs.call_s3("put_object", Body=io.BytesIO(first), timeout=PART_S, **target))
         return
     target["UploadId"] = retry(fs.call_s3, "create_multipart_upload", **target)["UploadId"]
     try:
@@ -49,7 +52,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
     except BaseException:
         with suppress(Exception):
             few = retry.copy(stop=stop_after_attempt(3))
-            few(fs.call_s3, "abort_multipart_upload", **target)
+            few(fs.call_s3, "abort_multipart_upload", timeout=_ABORT_S, **target)
         raise
 
 
@@ -61,7 +64,9 @@ def _send(
     def send(number: int, part: bytes) -> dict[str, Any]:
         named = target | {"PartNumber": number}
         try:
-            answer = retry(lambda: fs.call_s3("upload_part", Body=io.BytesIO(part), **named))
+            answer = retry(
+                lambda: fs.call_s3("upload_part", Body=io.BytesIO(part), timeout=PART_S, **named)
+            )
         except FileNotFoundError as error:
             raise StorageError(f"the upload was aborted by another: {error}") from error
         return {"PartNumber": number, "ETag": answer["ETag"]}

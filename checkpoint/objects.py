@@ -15,12 +15,14 @@ from datetime import datetime
 from typing import Any
 
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception,
     stop_after_attempt,
     stop_after_delay,
     wait_random_exponential,
 )
+from tenacity.stop import stop_base
 
 from elasticzero.checkpoint import multipart
 from elasticzero.checkpoint.storage import Bytes, explain, holds
@@ -35,6 +37,13 @@ _TRANSIENT_NAMES = frozenset(
     {"HTTPClientError", "ConnectionError", "ClientError", "ResponseParserError", "IncompleteRead"}
 )
 """Of botocore's, aiohttp's and http.client's exceptions, which are no `OSError`."""
+_UNANSWERED_NAMES = frozenset({"ReadTimeoutError", "ConnectTimeoutError"})
+"""Of botocore's."""
+_ANSWER_S = 10.0
+"""How long S3 may take to accept a connection, and to say anything."""
+_REQUEST_S = 30.0
+_SILENT_S = 1.5 * _ANSWER_S
+"""A server that has not answered for so long is asked no more."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -47,9 +56,22 @@ def is_transient(error: BaseException) -> bool:
     return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
 
 
+def _is_unanswered(error: BaseException | None) -> bool:
+    return isinstance(error, TimeoutError) or type(error).__name__ in _UNANSWERED_NAMES
+
+
+class _StopWhereSilent(stop_base):
+    """Whether the server has had its time, and the last request got no answer again."""
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        outcome = retry_state.outcome
+        error = outcome.exception() if outcome is not None else None
+        return _is_unanswered(error) and (retry_state.seconds_since_start or 0.0) >= _SILENT_S
+
+
 RETRY = Retrying(
     retry=retry_if_exception(is_transient),
-    stop=stop_after_attempt(8) | stop_after_delay(60),
+    stop=stop_after_attempt(8) | stop_after_delay(60) | _StopWhereSilent(),
     wait=wait_random_exponential(multiplier=0.2, max=10),
     sleep=time.sleep,
     reraise=True,
@@ -64,7 +86,13 @@ class Remote:
     retry: Retrying = RETRY
 
     def call(self, method: str, *arguments: object, **options: object) -> Any:
-        return self.retry(getattr(self.fs, method), *arguments, **options)
+        return self.retry(getattr(self.fs, method), *arguments, **self.limit(method), **options)
+
+    def limit(self, method: str) -> dict[str, float]:
+        """How long one request to S3 may take as a whole: what is sent to a server that reads
+        nothing has no other limit, and what is received has its own."""
+        limited = method != "cat_file" and self.speaks(frozenset({"s3", "s3a"}))
+        return {"timeout": _REQUEST_S} if limited else {}
 
     def speaks(self, protocols: frozenset[str]) -> bool:
         own = self.fs.protocol
@@ -124,9 +152,10 @@ class ObjectStorage:
         path = self._path(name)
 
         def create() -> None:
-            if self._remote.fs.exists(path):
+            remote = self._remote
+            if remote.fs.exists(path, **remote.limit("exists")):
                 raise FileExistsError(path)
-            self._remote.fs.pipe_file(path, data, mode="create")
+            remote.fs.pipe_file(path, data, mode="create", **remote.limit("pipe_file"))
 
         with self._complaining("create", name, or_missing=True):
             try:
@@ -248,7 +277,8 @@ def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         own = configured.get(scheme, {}).get("config_kwargs", {})
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **own}
+        limits = {"connect_timeout": _ANSWER_S, "read_timeout": _ANSWER_S}
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **limits, **own}
     return options
 
 

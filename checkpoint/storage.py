@@ -173,4 +173,6 @@ def out_of_reach(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> str:
     """An error's cause in words, without its number and file name."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import botocore.exceptions as botocore
@@ -11,7 +13,9 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tenacity import stop_after_attempt, wait_none
 
+from elasticzero.checkpoint import multipart, objects
 from elasticzero.checkpoint.objects import RETRY, ObjectStorage, Remote, is_transient
+from elasticzero.checkpoint.storage import open_directory
 from elasticzero.errors import StorageError
 
 FAST = RETRY.copy(wait=wait_none(), stop=stop_after_attempt(3))
@@ -131,3 +135,33 @@ def test_reads_are_given_up_after_some_tries_and_the_place_is_named() -> None:
     with pytest.raises(StorageError, match="cannot read file in gs://run: 403"):
         storage.read_into("file", 0, data)
     assert len(bucket.failures) == 1
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Accepts connections and never answers; a tenth of a second is long here."""
+    monkeypatch.setattr(objects, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(objects, "_SILENT_S", 0.15)
+    monkeypatch.setattr(objects, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(multipart, "PART_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield server
+
+
+def test_a_server_that_never_answers_is_soon_given_up(silent_server: socket.socket) -> None:
+    directory = open_directory("s3://silent-bucket/run")
+    uses: list[Callable[[], object]] = [
+        directory.names,
+        directory.check_writable,
+        lambda: directory.step("s").write("file", [b"x"]),
+        lambda: directory.step("s").write("file", [bytes(17 << 20)]),
+    ]
+    for use in uses:
+        began_s = time.monotonic()
+        with pytest.raises(StorageError, match=r"s3://silent-bucket/run.*[Tt]ime"):
+            use()
+        assert time.monotonic() - began_s < 5.0
