@@ -166,6 +166,8 @@ def out_of_reach(error: BaseException) -> bool:
     cause = error.__cause__
     if not isinstance(error, StorageError) or cause is None:
         return False
+    if isinstance(cause, StorageError):
+        return out_of_reach(cause)
     return isinstance(cause, (PermissionError, TimeoutError, ConnectionError)) or not isinstance(
         cause, OSError
     )
