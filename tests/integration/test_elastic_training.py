@@ -79,12 +79,12 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += ["--settle", "1", str(REGRESSION), "--pause", "0.05"]
+    words += ["--settle", "1", str(REGRESSION), "--pause", "0.2"]  # the newcomer needs seconds
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
-        told.wait_for_step(15)
+        told.wait_for_step(5)
         told.cluster.drain(told.node(0))
         told.wait("the leaver's end", lambda: not told.node(0).running)
-        told.wait_for_step(30)
+        told.wait_for_step(10)
         told.cluster.start_node()
         told.wait("the newcomer's world", lambda: told.generation >= 3)
         codes = told.wait_for_end()

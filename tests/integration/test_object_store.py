@@ -24,8 +24,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # another test's server
         fsspec.filesystem("s3", use_listings_cache=False).mkdir("jobs")
         yield
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def run(*words: str) -> str:

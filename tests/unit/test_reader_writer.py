@@ -375,7 +375,7 @@ def test_saving_over_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ({"x": torch.ones(1)}, {"state": {"$tree": 1}}, "key '.tree' of `state` is taken"),
         ({"x": torch.ones(1)}, {"state": {"x": object()}}, "`state` is not JSON: .*object"),
         ({"x": torch.ones(1)}, {"state": {("a", "b"): 1}}, "`state` is not JSON"),
-        ({"x": torch.ones(1)}, {"step": -1}, "step is -1"),
+        ({"x": torch.ones(1)}, {"step": -1}, "step -1: give 0 to"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_made(
