@@ -49,7 +49,7 @@ class Place:
     def __init__(self, where: str, size: int, options: argparse.Namespace) -> None:
         self.where = where
         self.size = size
-        self.path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=where))
+        self.path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=Path(where).resolve()))
         self.shared = Path(tempfile.mkdtemp(prefix="checkpoint-slots-", dir="/dev/shm"))
         self._options = options
 
