@@ -115,7 +115,7 @@ def test_snapshots_become_a_checkpoint_though_their_workers_are_gone(
 
 def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    told = {"strategy": "zero1", "steps": 10, "clip": 0.5}
+    told = {"strategy": "zero1", "steps": 10, "clip": 0.5, "pause": 0.1}
     given: dict[str, Any] = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
     start(pool, tmp_path, 2, told, **given).finish()
     newest = DiskStorage(directory / step_directory(10))
