@@ -33,6 +33,7 @@ SHARED_WAIT_S = 3.0
 """A file system of a network may take so long to show a file that another node has written."""
 _POLL_S = 0.002
 _MEASURED_STEPS = 20
+_MEASURED_STALLS = 7
 
 
 class Captures:
@@ -71,7 +72,7 @@ class Captures:
         self._unkept = self._unsaved = -1
         self._save_error = ""
         self._agreed = False
-        self._stall_s = 0.0
+        self._stalls_s: deque[float] = deque(maxlen=_MEASURED_STALLS)
         self._wished = 0
         """Rank 0: the interval it last asked for, in steps."""
         self._steps_s: deque[float] = deque(maxlen=_MEASURED_STEPS)
@@ -128,10 +129,10 @@ class Captures:
 
     def _wished_interval(self) -> int:
         """A new interval, where what was measured asks for one twice as long, or half; else 0."""
-        if not self._stall_s or not self._steps_s:
+        if not self._stalls_s or not self._steps_s:
             return 0
-        step_s = statistics.median(self._steps_s)
-        every, known = interval(self._stall_s, step_s), self._wished
+        stall_s, step_s = statistics.median(self._stalls_s), statistics.median(self._steps_s)
+        every, known = interval(stall_s, step_s), self._wished
         if known and known / 2 <= every <= known * 2:
             return 0
         self._wished = every
@@ -142,7 +143,8 @@ class Captures:
         before, self._ledger = self._ledger, self._ledger.heard(word)
         if before.every != self._ledger.every and self._assignment.rank == 0:
             step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
-            paced = Paced(every=self._ledger.every, stall_s=self._stall_s, step_s=step_s)
+            stall_s = statistics.median(self._stalls_s) if self._stalls_s else 0.0
+            paced = Paced(every=self._ledger.every, stall_s=stall_s, step_s=step_s)
             self._link.send(paced)
         saving = before.saving
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
@@ -211,11 +213,12 @@ class Captures:
                 return
             self._unkept = copy.step
             captured, size = replace(captured, direct=True, manifest=written), 0
-        self._stall_s = time.monotonic() - began_s
+        seconds = time.monotonic() - began_s
+        self._stalls_s.append(seconds)
         self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
             self._saved_step = self._handed = copy.step
-        message = replace(captured, checkpoint=checkpoint, seconds=self._stall_s, bytes=size)
+        message = replace(captured, checkpoint=checkpoint, seconds=seconds, bytes=size)
         self._link.send(message)
 
     def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> str | None:
