@@ -130,8 +130,8 @@ def test_only_the_first_creates(storage: Storage) -> None:
 def test_of_many_that_create_at_once_one_does(
     directory: Directory, request: pytest.FixtureRequest
 ) -> None:
-    if directory.where.startswith("memory"):
-        pytest.skip("memory:// looks and then writes: it is for the tests of one thread")
+    if not (directory.where.startswith("s3://") or "://" not in directory.where):
+        pytest.skip("this file system has no atomic create: it looks and then writes")
     directory.make("step")
     with ThreadPoolExecutor(8) as pool:
         data = [str(number).encode() for number in range(8)]
