@@ -36,7 +36,7 @@ write is conditioned on that document's revision.
 
 from __future__ import annotations
 
-from elasticzero.channel import FLAG_LEAVE, FLAG_STOP
+from elasticzero.channel import FLAG_LEAVE
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Decision,
@@ -127,9 +127,7 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
-        few = len(world.members) - 1 < limits.min_nodes
-        flags = FLAG_LEAVE | (FLAG_STOP if few else 0)
-        return ask(view, flags, "leave", f"{view.me.node} is leaving")
+        return ask(view, FLAG_LEAVE, "leave", f"{view.me.node} is leaving")
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")

@@ -100,10 +100,13 @@ class _Job:
     """To be copied from memory."""
     manifests: Mapping[int, str] = field(default_factory=dict)
     """Of the shards that workers wrote to storage themselves, by rank."""
-    commits: bool
-    """This node creates the manifest."""
     dropped: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for it any more."""
+
+    @property
+    def commits(self) -> bool:
+        """Whether this node creates the manifest: it has rank 0's part."""
+        return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
 
 
 @dataclass(slots=True)
@@ -204,8 +207,7 @@ class Saver:
     def _put(
         self, post: Post, step: int, shards: tuple[ShardName, ...], manifests: Mapping[int, str]
     ) -> None:
-        commits = 0 in manifests or any(shard.rank == 0 for shard in shards)
-        job = _Job(post=post, step=step, shards=shards, manifests=manifests, commits=commits)
+        job = _Job(post=post, step=step, shards=shards, manifests=manifests)
         self._open.append(job)
         self._jobs.put(job)
 
@@ -341,7 +343,7 @@ class Saver:
             source.close()
 
     def _save(self) -> None:
-        """The thread S."""
+        """The thread `saving`."""
         while (job := self._jobs.get()) is not None:
             began_s = time.monotonic()
             try:
@@ -441,7 +443,11 @@ def _over(generation: int, step: int, error: str | None) -> SaveOver:
 
 
 def _each(items: Iterable[Item], work: Callable[[Item], None]) -> None:
-    """`work` on every item, some at a time; raises the first error once all have ended."""
+    """`work` on every item, some at a time; raises the first error once all have ended.
+
+    By threads of its own: those of an executor are waited for at exit, and one whose storage hangs
+    would keep the agent from ending.
+    """
     waiting = list(items)
     errors: list[BaseException] = []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, Resume, Source
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -189,8 +189,8 @@ TABLE = [
     ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20)), []),
     # A8
     ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [Ask(FLAG_LEAVE)]),
-    ("leave, and too few remain: save too", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE | FLAG_STOP)]),
-    ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE | FLAG_STOP)), []),
+    ("leave, though too few remain: memory is saved after", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
+    ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
     ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     # A9
     ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
