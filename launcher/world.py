@@ -216,6 +216,22 @@ def choose_resume(
 
 def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
     """The snapshots that rules 1 and 2 admit."""
+    return [
+        Resume(
+            tier="ram",
+            step=step,
+            generation=generation,
+            sources=tuple(source for rank in sorted(by_rank) for source in by_rank[rank]),
+        )
+        for (generation, step, world_size), by_rank in _held(world, reports).items()
+        if len(by_rank) == world_size
+    ]
+
+
+def _held(
+    world: World, reports: Mapping[str, Report]
+) -> dict[tuple[int, int, int], dict[int, list[Source]]]:
+    """Who holds which rank's shard of each (generation, step, world size) that rule 1 admits."""
     origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
     addresses = {member.node: member.address for member in world.members}
     held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
@@ -228,16 +244,7 @@ def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume
             for rank in holding.ranks:
                 source = Source(rank=rank, node=node, address=addresses[node])
                 by_rank.setdefault(rank, []).append(source)
-    return [
-        Resume(
-            tier="ram",
-            step=step,
-            generation=generation,
-            sources=tuple(source for rank in sorted(by_rank) for source in by_rank[rank]),
-        )
-        for (generation, step, world_size), by_rank in held.items()
-        if len(by_rank) == world_size
-    ]
+    return held
 
 
 def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -> str:
@@ -245,15 +252,12 @@ def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -
     was taken."""
     if resume.tier == "ram":
         return ""
-    parts: dict[tuple[int, int], set[int]] = {}
-    for report in reports.values():
-        for holding in report.holdings:
-            if holding.generation == world.generation and holding.step > resume.step:
-                parts.setdefault((holding.step, holding.world_size), set()).update(holding.ranks)
-    if not parts:
+    parts = {state: by_rank for state, by_rank in _held(world, reports).items() if by_rank}
+    newer = [state for state in parts if state[1] > resume.step]
+    if not newer:
         return ""
-    (step, size), held = max(parts.items(), key=lambda item: (len(item[1]), item[0]))
-    missing = [rank for rank in range(size) if rank not in held]
+    _, step, size = most = max(newer, key=lambda state: (len(parts[state]), state[1]))
+    missing = [rank for rank in range(size) if rank not in parts[most]]
     names = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
     return (
         f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "

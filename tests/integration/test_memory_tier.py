@@ -80,9 +80,9 @@ def test_a_lost_pair_falls_back_to_storage_and_says_so(
         told.wait_for_step(35)
         lose(told, 2, 3)
         told.wait_for_end()
-    last = max(told.of("world"), key=lambda world: world["generation"])
-    assert last["tier"] == "storage" and last["resume_step"] % 10 == 0
-    assert "no node is left that holds the part of rank" in last["reason"]
+    fallen = [world for world in told.of("world") if world["tier"] == "storage"]
+    assert fallen and all(world["resume_step"] % 10 == 0 for world in fallen)
+    assert any("no node is left that holds the part of rank" in w["reason"] for w in fallen)
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "c", reference)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticzero.channel import Resume, Source
@@ -218,3 +220,11 @@ def test_a_snapshot_that_lost_its_holders_is_named() -> None:
     assert lost_snapshot(before, reports, ram(57, 3, (0, "a"))) == ""
     assert lost_snapshot(before, {}, storage) == ""
     assert lost_snapshot(before, reports, Resume(tier="storage", step=60)) == ""
+
+
+def test_the_snapshot_a_generation_began_from_is_named_too_when_its_holders_are_lost() -> None:
+    before = replace(world(A, B, C), resume=ram(57, 2, (0, "a"), (1, "b"), (2, "d")))
+    reports = {"a": holds((2, 57, 3, (0,))), "b": holds((2, 57, 3, (1,)))}
+    assert lost_snapshot(before, reports, Resume(tier="storage", step=50)) == (
+        "; no node is left that holds the part of rank 2 of the snapshot of step 57"
+    )
