@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from elasticzero.checkpoint.blocks import read_sums
 from elasticzero.checkpoint.manifest import (
     MANIFEST_NAME,
     SUMS_SUFFIX,
@@ -27,7 +28,6 @@ from elasticzero.checkpoint.manifest import (
     step_of,
     to_json,
 )
-from elasticzero.checkpoint.shards import read_sums
 from elasticzero.checkpoint.storage import (
     Directory,
     Readable,

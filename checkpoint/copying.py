@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.blocks import read_sums
 from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, TensorSpec
 from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.retention import tidy_by_hand
-from elasticzero.checkpoint.shards import read_sums, shard_header, shard_specs, write_shard
+from elasticzero.checkpoint.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.source import OpenSource, Source
 from elasticzero.checkpoint.storage import Directory, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError

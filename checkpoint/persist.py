@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, from_json
-from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore, mapped
+from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Directory, Storage
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -29,17 +29,17 @@ def persist(
     written: 0 where the step stands already, unless that one is to be replaced. Raises
     `StorageError`, and `FileNotFoundError` where the snapshot is gone.
     """
-    path = store.path(shard.generation, shard.step) / store.file_of(shard)
-    size = 0
-    with store.holding(path) as held:
+    name = store.file_of(shard)
+    with store.holding(shard, name) as held:
         storage = commit.prepare(directory, shard.step)
-        if replacing or not commit.stands(storage):
-            size = held.stat().st_size
-            storage.write(path.name, mapped(held), size=size)
+        size = held.size if replacing or not commit.stands(storage) else 0
+        if size:
+            storage.write(name, held.parts(sealed=store.sealed(shard)), size=size)
     sealed = seal()
     if size:
-        storage.write(path.name + SUMS_SUFFIX, [sealed.sums])
-    return from_json(sealed.manifest, f"{path.parent}: the manifest of rank {shard.rank}"), size
+        storage.write(name + SUMS_SUFFIX, [sealed.sums])
+    where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
+    return from_json(sealed.manifest, where), size
 
 
 def await_commit(

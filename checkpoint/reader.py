@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.manifest import (
     Manifest,
     TensorSpec,
@@ -18,7 +19,7 @@ from elasticzero.checkpoint.manifest import (
     snapshot_manifest_name,
 )
 from elasticzero.checkpoint.plan import Copy, plan
-from elasticzero.checkpoint.shards import BLOCK_BYTES, ShardReader, open_shard
+from elasticzero.checkpoint.shards import ShardReader, open_shard
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elasticzero.checkpoint.blocks import SUMS_LIMIT_BYTES, BlockReader
 from elasticzero.checkpoint.commit import MANIFEST_LIMIT_BYTES
 from elasticzero.checkpoint.manifest import SUMS_SUFFIX, from_json, snapshot_manifest_name
-from elasticzero.checkpoint.shards import SUMS_LIMIT_BYTES, BlockReader
 from elasticzero.checkpoint.slots import Slots
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Readable, read_small

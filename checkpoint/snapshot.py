@@ -9,16 +9,18 @@ a manifest is whole, be it this node's own or a replica of another's.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakValueDictionary
 
+from elasticzero.checkpoint.blocks import PASS_BYTES, SharedSums
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
@@ -32,14 +34,12 @@ from elasticzero.checkpoint.manifest import (
     to_json,
     with_digest,
 )
-from elasticzero.checkpoint.shards import BlockSums
 from elasticzero.checkpoint.slots import SLOTS
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import ElasticZeroError, StorageError
 from elasticzero.records import encode
 
 HELD = "held"
 """The folder of the links of those who read a shard while its snapshot may go."""
-_READ_BYTES = 8 << 20
 _SHARD_SUFFIX = ".safetensors"
 _GENERATION = re.compile(r"gen-(\d{1,18})")
 _RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
@@ -80,11 +80,53 @@ class Seal:
     """The contents of its manifest."""
 
 
+class HeldShard:
+    """A shard's file in memory that stays as it is while it is held."""
+
+    def __init__(self, name: str, size: int, descriptor: int, sums: SharedSums) -> None:
+        """`sums`: shared by all that hold it now."""
+        self.name = name
+        self.size = size
+        self.sums = sums
+        self._descriptor = descriptor
+        self._buffer = memoryview(bytearray(min(PASS_BYTES, size)))
+
+    def parts(self, *, sealed: bool) -> Iterator[memoryview]:
+        """The file's bytes; a part is gone once the next is asked for.
+
+        Unless it is `sealed`, checksums are computed on the way: the bytes are at hand.
+        """
+        for start in range(0, self.size, PASS_BYTES):
+            part = self._read(start)
+            if not sealed:
+                self.sums.add(start, part)
+            yield part
+
+    def add_sums(self) -> None:
+        """Compute the checksums that are missing, from the end on: a copy comes from the front."""
+        for start in reversed(range(0, self.size, PASS_BYTES)):
+            if not self.sums.knows(start, min(start + PASS_BYTES, self.size)):
+                self.sums.add(start, self._read(start))
+
+    def _read(self, start: int) -> memoryview:
+        part = self._buffer[: self.size - start]
+        done = 0
+        while done < len(part):
+            count = os.preadv(self._descriptor, [part[done:]], start + done)
+            if not count:
+                raise StorageError(f"{self.name} ends at byte {start + done} of {self.size}")
+            done += count
+        return part
+
+
 class SnapshotStore:
     """This node's snapshots, in a directory of shared memory that the agent owns."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._lock = threading.Lock()
+        self._sums: WeakValueDictionary[str, SharedSums] = WeakValueDictionary()
+        """Of the files that are held, by name, which has the save's token."""
 
     def path(self, generation: int, step: int) -> Path:
         """The directory of one snapshot, there or not."""
@@ -169,17 +211,16 @@ class SnapshotStore:
         """
         storage = self.open(shard.generation, shard.step)
         of = (shard.rank, shard.world_size)
-        if (storage.path / snapshot_manifest_name(*of)).exists():
+        if self.sealed(shard):
+            storage.remove(draft_name(*of))  # who sealed it may have been killed before this
             return None
         draft = json.loads((storage.path / draft_name(*of)).read_bytes())
         value = draft["manifest"]
         names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
         own = names[shard.rank]
-        sums = BlockSums()
-        with self.holding(storage.path / own) as held:
-            for _ in sums.watch(mapped(held)):
-                pass
-        data, file = sums.finish(own, draft["layout_digest"])
+        with self.holding(shard, own) as held:
+            held.add_sums()
+            data, file = held.sums.finish(own, draft["layout_digest"])
         storage.write(own + SUMS_SUFFIX, [data])
         files = [ShardFile(name, 0, None) for name in names]
         files[shard.rank] = file
@@ -191,14 +232,19 @@ class SnapshotStore:
         return Seal(data, text)
 
     @contextmanager
-    def holding(self, path: Path) -> Iterator[Path]:
-        """A link of one's own to a shard, by which its slot stays as it is while it is read."""
+    def holding(self, shard: ShardName, name: str) -> Iterator[HeldShard]:
+        """A shard's file, by a link of one's own: its slot stays as it is while it is read, though
+        its snapshot may go."""
         folder = self.root / HELD
         folder.mkdir(exist_ok=True)
         own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
-        os.link(path, own)
+        os.link(self.path(shard.generation, shard.step) / name, own)
         try:
-            yield own
+            with own.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                with self._lock:
+                    sums = self._sums.setdefault(name, SharedSums(size))
+                yield HeldShard(name, size, file.fileno(), sums)
         finally:
             own.unlink(missing_ok=True)
 
@@ -263,14 +309,6 @@ class SnapshotStore:
 def draft_name(rank: int, world_size: int) -> str:
     """The name of what a worker leaves beside a shard that is not sealed yet."""
     return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
-
-
-def mapped(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file of shared memory, in parts, not copied; it must not shrink meanwhile."""
-    with path.open("rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    for start in range(0, len(view), _READ_BYTES):
-        yield view[start : start + _READ_BYTES]
 
 
 def _names(path: Path) -> list[str]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Protocol
 
+from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.manifest import Manifest, TensorSpec, itemsize
 from elasticzero.checkpoint.plan import plan
-from elasticzero.checkpoint.shards import BLOCK_BYTES, ShardReader, open_shard
+from elasticzero.checkpoint.shards import ShardReader, open_shard
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.spans import Span
 

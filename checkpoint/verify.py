@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from elasticzero.checkpoint.blocks import BlockReader
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, ShardFile
-from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, BlockReader, open_shard, parse_header
+from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
 from elasticzero.checkpoint.storage import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 
+from elasticzero.checkpoint.blocks import BlockSums, parse_sums
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX
-from elasticzero.checkpoint.shards import BlockSums, parse_sums
 
 
 def signed(value: Any) -> bytes:
@@ -35,7 +35,7 @@ def forge_shard(step: Path, rank: int, data: bytes) -> str:
     old = parse_sums((step / (file["name"] + SUMS_SUFFIX)).read_bytes(), "forged")
     sums = BlockSums()
     assert sum(len(chunk) for chunk in sums.watch([data])) == len(data)
-    contents = sums.to_bytes(old.layout_digest)
+    contents, _ = sums.finish(file["name"], old.layout_digest)
     file |= {"bytes": len(data), "digest": xxhash.xxh3_128_hexdigest(contents)}
     (step / file["name"]).write_bytes(data)
     (step / (file["name"] + SUMS_SUFFIX)).write_bytes(contents)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint import shards
+from elasticzero.checkpoint import blocks
+from elasticzero.checkpoint.blocks import BlockReader, BlockSums, SharedSums
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import ShardFile
-from elasticzero.checkpoint.shards import BlockReader
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
 
@@ -26,7 +27,7 @@ def written(folder: str) -> tuple[DiskStorage, str, bytes]:
     """A shard file in blocks of 64 bytes: 8 KiB of head, then 803 bytes."""
     draft = draft_of(simple_layout(world_size=1, numel=50))
     storage = DiskStorage(Path(folder), durable=False)
-    with patch.object(shards, "BLOCK_BYTES", BLOCK):
+    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
         write_ranks(storage, draft, elements(draft.layout.tensors))
     name = draft.file_name(0)
     return storage, name, (Path(folder) / name).read_bytes()
@@ -35,7 +36,7 @@ def written(folder: str) -> tuple[DiskStorage, str, bytes]:
 def filled(storage: DiskStorage, name: str, pieces: list[Piece]) -> list[bytes]:
     reader = BlockReader(storage, ShardFile(name, 0, None))
     buffers = [(start, bytearray(count)) for start, count in pieces]
-    with patch.object(shards, "READ_BYTES", 2 * BLOCK):
+    with patch.object(blocks, "READ_BYTES", 2 * BLOCK):
         reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
     return [bytes(buffer) for _, buffer in buffers]
 
@@ -93,3 +94,26 @@ def test_a_block_that_two_tensors_share_is_read_once(tmp_path: Path) -> None:
     reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
     assert reads == [(128, 64), (192, 36), (228, 28), (256, 64)]
     assert b"".join(buffer for _, buffer in buffers) == content[128:266]
+
+
+@given(data=st.binary(max_size=2000), order=st.randoms(use_true_random=False))
+def test_shared_sums_in_any_order_are_those_of_one_stream(data: bytes, order: Random) -> None:
+    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
+        stream, shared = BlockSums(), SharedSums(len(data))
+        assert b"".join(stream.watch([data])) == data
+        starts = [*range(0, len(data), 3 * BLOCK), *range(0, len(data), 2 * BLOCK)]
+        order.shuffle(starts)
+        for start in starts:
+            shared.add(start, memoryview(data)[start : start + 3 * BLOCK])
+        assert shared.knows(0, len(data))
+        assert shared.finish("a", "0" * 32) == stream.finish("a", "0" * 32)
+
+
+def test_blocks_that_nobody_has_read_are_not_taken_for_known() -> None:
+    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
+        shared = SharedSums(5 * BLOCK + 1)
+        shared.add(2 * BLOCK, memoryview(bytes(2 * BLOCK)))
+        assert shared.knows(2 * BLOCK, 4 * BLOCK)
+        assert not shared.knows(BLOCK, 4 * BLOCK) and not shared.knows(5 * BLOCK, 5 * BLOCK + 1)
+        with pytest.raises(AssertionError, match="not read"):
+            shared.finish("a", "0" * 32)

@@ -129,12 +129,12 @@ def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -
 def test_a_slot_is_not_written_while_somebody_reads_it(tmp_path: Path) -> None:
     store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
     shard = captured(writer, 1)
-    with store.holding(store.path(1, 1) / draft(1).file_name(0)) as held:
-        before = held.read_bytes()
+    with store.holding(shard, draft(1).file_name(0)) as held:
+        before = b"".join(map(bytes, held.parts(sealed=False)))
         captured(writer, 2)
         with pytest.raises(StorageError, match="in use"):
             captured(writer, 3, {(1, 2)})
-        assert held.read_bytes() == before
+        assert b"".join(map(bytes, held.parts(sealed=True))) == before
     captured(writer, 3, {(1, 2)})
     assert not store.has(shard)
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from elasticzero.checkpoint.blocks import BlockSums, parse_sums
 from elasticzero.checkpoint.manifest import ShardFile, from_json, to_json
-from elasticzero.checkpoint.shards import BlockSums, parse_header, parse_sums, shard_header
+from elasticzero.checkpoint.shards import parse_header, shard_header
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.checkpoint_cases import draft_of, simple_layout
 from tests.unit.damage_cases import sign
@@ -36,7 +37,7 @@ def sums_file() -> bytes:
     sums = BlockSums()
     for _ in sums.watch([bytes(3 << 20), b"end"]):
         pass
-    return sums.to_bytes("0" * 32)
+    return sums.finish("a", "0" * 32)[0]
 
 
 SUMS = sums_file()

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from elasticzero.checkpoint import reader
+from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
 from elasticzero.checkpoint.reader import Checkpoint, Target, open_step
-from elasticzero.checkpoint.shards import BLOCK_BYTES, open_shard
+from elasticzero.checkpoint.shards import open_shard
 from elasticzero.checkpoint.storage import Readable
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.copying import Copied, Effort
 from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
 from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.reshard import STRATEGIES, Shape, reshaped, reshard
-from elasticzero.checkpoint.shards import BLOCK_BYTES, open_shard, shard_specs
+from elasticzero.checkpoint.shards import open_shard, shard_specs
 from elasticzero.checkpoint.source import CheckpointSource
 from elasticzero.checkpoint.storage import Readable, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError

@@ -11,17 +11,14 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticzero.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockSums, read_sums
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, ShardFile, TensorSpec, itemsize
 from elasticzero.checkpoint.shards import (
-    BLOCK_BYTES,
-    BlockReader,
-    BlockSums,
     ShardReader,
     header,
     open_shard,
     parse_header,
-    read_sums,
     shard_specs,
     write_shard,
 )
@@ -246,7 +243,8 @@ def rewrite(disk: DiskStorage, draft: Manifest, data: bytes) -> ShardFile:
     (disk.path / name).write_bytes(data)
     sums = BlockSums()
     list(sums.watch([data]))
-    (disk.path / f"{name}.sums").write_bytes(sums.to_bytes(draft.layout.digest()))
+    contents, _ = sums.finish(name, draft.layout.digest())
+    (disk.path / f"{name}.sums").write_bytes(contents)
     return ShardFile(name, len(data), read_sums(disk, name).digest)
 
 

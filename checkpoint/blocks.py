@@ -1,0 +1,317 @@
+"""Checksums of a file's blocks, and verified reads by them.
+
+The checksum file is binary, little-endian: magic, version, block size, the file's size and the
+digest of the layout it was written by (`_SUMS_HEADER`), then one xxh3_64 for each block of the
+file, its header included.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from elasticzero.checkpoint.manifest import SUMS_SUFFIX, ShardFile
+from elasticzero.checkpoint.storage import Bytes, Readable, read_small
+from elasticzero.errors import CheckpointDamaged, StorageError
+
+BLOCK_BYTES = 256 << 10
+READ_BYTES = 8 << 20
+"""Read in one go and then checked, while the processor's cache still has it."""
+PASS_BYTES = 2 * BLOCK_BYTES
+"""Checksummed and handed on at a time: a core's own cache has it yet when it is written."""
+SHARERS = 4
+"""A block that more pieces than these share is read by way of the kept one."""
+SUMS_LIMIT_BYTES = 1 << 28
+_MAX_BLOCK_BYTES = 1 << 26
+_SUMS_HEADER = struct.Struct("<8sIIQ16s")
+_SUMS_MAGIC = b"EZSUMS\r\n"
+_SUMS_VERSION = 1
+
+
+class BlockSums:
+    """Checksums of the blocks of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._done: list[int] = []
+        self._open = xxhash.xxh3_64()
+
+    def watch(self, chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+        """The same bytes, each taken into the checksums just before it is handed on."""
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), PASS_BYTES):
+                part = view[start : start + PASS_BYTES]
+                self._add(part)
+                yield part
+
+    def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
+        """(contents of the checksum file, what a manifest says) of the shard file `name`."""
+        if self.size % BLOCK_BYTES:
+            self._close_block()
+        return _finished(name, self.size, self._done, layout_digest)
+
+    def _add(self, view: memoryview) -> None:
+        start = 0
+        while start < len(view):
+            stop = min(len(view), start + BLOCK_BYTES - self.size % BLOCK_BYTES)
+            self._open.update(view[start:stop])
+            self.size += stop - start
+            start = stop
+            if self.size % BLOCK_BYTES == 0:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open.reset()
+
+
+class SharedSums:
+    """Checksums of a file's blocks, each by that thread of several that comes to it first."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: bytes of the file."""
+        self.size = size
+        self._blocks: list[int | None] = [None] * -(-size // BLOCK_BYTES)
+
+    def knows(self, start: int, stop: int) -> bool:
+        """Whether every block of a range has its checksum; `start` is a block's first byte."""
+        return None not in self._blocks[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
+
+    def add(self, start: int, view: memoryview) -> None:
+        """Take in the bytes from `start` on: whole blocks, or up to the file's end."""
+        for offset in range(0, len(view), BLOCK_BYTES):
+            block = (start + offset) // BLOCK_BYTES
+            if self._blocks[block] is None:
+                self._blocks[block] = _checksum(view[offset : offset + BLOCK_BYTES])
+
+    def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
+        """As `BlockSums.finish`, once all blocks are known."""
+        blocks = [block for block in self._blocks if block is not None]
+        assert len(blocks) == len(self._blocks), f"{name}: some of its blocks are not read"
+        return _finished(name, self.size, blocks, layout_digest)
+
+
+def _checksum(*views: memoryview) -> int:
+    found = xxhash.xxh3_64()
+    for view in views:
+        found.update(view)  # of all xxhash's ways the one that always lets other threads run
+    return found.intdigest()
+
+
+def _finished(
+    name: str, size: int, blocks: Iterable[int], layout_digest: str
+) -> tuple[bytes, ShardFile]:
+    sums = array.array("Q", blocks)
+    if sys.byteorder == "big":
+        sums.byteswap()
+    digest = bytes.fromhex(layout_digest)
+    head = _SUMS_HEADER.pack(_SUMS_MAGIC, _SUMS_VERSION, BLOCK_BYTES, size, digest)
+    data = head + sums.tobytes()
+    return data, ShardFile(name, size, xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The contents of a checksum file."""
+
+    block_bytes: int
+    size: int
+    """Bytes of the shard file."""
+    layout_digest: str
+    """Of the layout by which the shard was written."""
+    blocks: array.array[int]
+    digest: str
+    """Of the checksum file itself."""
+
+
+def read_sums(storage: Readable, shard_name: str) -> Sums:
+    """The checksums of a shard; `CheckpointDamaged` if they are missing or make no sense."""
+    name = shard_name + SUMS_SUFFIX
+    where = f"{storage.where}/{name}"
+    try:
+        data = read_small(storage, name, SUMS_LIMIT_BYTES)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{where} is missing; use another step") from None
+    return parse_sums(data, where)
+
+
+def parse_sums(data: bytes, where: str) -> Sums:
+    """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with it."""
+    if len(data) < _SUMS_HEADER.size:
+        raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes; use another step")
+    magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
+    if magic != _SUMS_MAGIC or version != _SUMS_VERSION or not 0 < block_bytes <= _MAX_BLOCK_BYTES:
+        raise CheckpointDamaged(
+            f"{where} is not a checksum file of version {_SUMS_VERSION}; use another step"
+        )
+    count = -(-size // block_bytes)
+    if len(data) != _SUMS_HEADER.size + 8 * count:
+        raise CheckpointDamaged(
+            f"{where} has {len(data)} bytes, not the {_SUMS_HEADER.size + 8 * count} of its "
+            f"{count} blocks; use another step"
+        )
+    blocks = array.array("Q", data[_SUMS_HEADER.size :])
+    if sys.byteorder == "big":
+        blocks.byteswap()
+    return Sums(block_bytes, size, layout.hex(), blocks, xxhash.xxh3_128_hexdigest(data))
+
+
+class BlockReader:
+    """Verified reads of one file's bytes: none leaves it that its checksum does not vouch for."""
+
+    def __init__(self, storage: Readable, file: ShardFile) -> None:
+        """Reads the checksums; raises `CheckpointDamaged` if they are not those that `file` names
+        (its digest is checked if it is known)."""
+        self._storage = storage
+        self._name = file.name
+        self._sums = read_sums(storage, file.name)
+        known = (file.digest, file.bytes)
+        if file.digest is not None and (self._sums.digest, self._sums.size) != known:
+            raise CheckpointDamaged(
+                f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
+                "use another step"
+            )
+        self._scratch = memoryview(b"")
+        self._scratch_block = -1
+
+    def twin(self) -> BlockReader:
+        """Another reader of the file, for another thread: it keeps a block of its own."""
+        twin = copy.copy(self)
+        twin._scratch = memoryview(b"")
+        twin._scratch_block = -1
+        return twin
+
+    @property
+    def where(self) -> str:
+        return f"{self._storage.where}/{self._name}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._sums.size
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on. Raises `CheckpointDamaged`."""
+        self.fill([(start, buffer)])
+
+    def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its byte of the file on; best in the file's order.
+
+        What covers whole blocks, alone or with the pieces next to it, is read straight into its
+        place, all else by way of one block that is kept. Raises `CheckpointDamaged`.
+        """
+        block_bytes = self._sums.block_bytes
+        shared = self._shared(pieces)
+        unchecked: list[memoryview] = []
+        for start, buffer in pieces:
+            position, stop = start, start + len(buffer)
+            while position < stop:
+                block, within = divmod(position, block_bytes)
+                whole = 0 if within else min(stop - position, READ_BYTES) // block_bytes
+                end = position + whole * block_bytes if whole else (block + 1) * block_bytes
+                end = min(end, stop)
+                view = buffer[position - start : end - start]
+                if whole:
+                    self._fill(position, view)
+                    for i in range(whole):
+                        self._check(block + i, view[i * block_bytes : (i + 1) * block_bytes])
+                elif block in shared:
+                    self._fill(position, view)
+                    unchecked.append(view)
+                    if end == (block + 1) * block_bytes:
+                        self._check(block, *unchecked)
+                        unchecked.clear()
+                else:
+                    view[:] = self._block(block)[within : within + end - position]
+                position = end
+        assert not unchecked
+
+    def _shared(self, pieces: Sequence[tuple[int, memoryview]]) -> set[int]:
+        """The blocks that a few pieces cover together; none where pieces overlap or go back."""
+        block_bytes = self._sums.block_bytes
+        found: set[int] = set()
+        count, reached = 0, -1
+        for start, buffer in pieces:
+            stop = start + len(buffer)
+            if start < reached:
+                return set()
+            block = start // block_bytes
+            if start % block_bytes:
+                count = count + 1 if count and start == reached else 0
+                if 0 < count <= SHARERS and stop >= (block + 1) * block_bytes:
+                    found.add(block)
+            if stop // block_bytes > block or start % block_bytes == 0:
+                count = 1 if stop % block_bytes else 0
+            reached = stop
+        return found
+
+    def bad_ranges(self) -> Iterator[tuple[int, int]]:
+        """Read every block, and give the byte range of each stretch of bad ones."""
+        bad: tuple[int, int] | None = None
+        for block in range(len(self._sums.blocks)):
+            start, view = self._window(block)
+            self._scratch_block = -1
+            if self._read_whole(start, view) and self._vouched(block, view):
+                continue
+            stop = start + len(view)
+            if bad is not None and bad[1] == start:
+                bad = (bad[0], stop)
+                continue
+            if bad is not None:
+                yield bad
+            bad = (start, stop)
+        if bad is not None:
+            yield bad
+        if (actual := self._storage.size(self._name)) > self.size:
+            yield (self.size, actual)
+
+    def _block(self, block: int) -> memoryview:
+        """One verified block, kept until the next: small tensors that share it cost one read."""
+        start, view = self._window(block)
+        if block != self._scratch_block:
+            self._scratch_block = -1
+            self._fill(start, view)
+            self._check(block, view)
+            self._scratch_block = block
+        return view
+
+    def _window(self, block: int) -> tuple[int, memoryview]:
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(min(self._sums.block_bytes, self.size)))
+        start = block * self._sums.block_bytes
+        return start, self._scratch[: min(self._sums.block_bytes, self.size - start)]
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        if not self._read_whole(start, view):
+            raise CheckpointDamaged(
+                f"{self.where} ends before byte {start + len(view)}: it should have "
+                f"{self.size} bytes; use another step"
+            )
+
+    def _read_whole(self, start: int, view: memoryview) -> bool:
+        try:
+            return self._storage.read_into(self._name, start, view) == len(view)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{self.where} is missing; use another step") from None
+        except StorageError as error:
+            stop = start + len(view)
+            raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error
+
+    def _check(self, block: int, *views: memoryview) -> None:
+        if not self._vouched(block, *views):
+            start = block * self._sums.block_bytes
+            stop = start + sum(map(len, views))
+            raise CheckpointDamaged(
+                f"{self.where}: bytes {start} to {stop} are not what was written "
+                "(their checksum differs); use another step"
+            )
+
+    def _vouched(self, block: int, *views: memoryview) -> bool:
+        return _checksum(*views) == self._sums.blocks[block]
