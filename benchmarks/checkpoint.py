@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint_cache import forget
+from checkpoint_cache import forget, warm_memory
 from checkpoint_plan import growth
 from checkpoint_report import OURS, UNITS, Memory, Report, Row, in_words
 
@@ -147,6 +147,7 @@ class Place:
                 os.sync()
                 if self._options.cold:
                     forget(source)
+                warm_memory(self.size)
                 started_s = time.monotonic()
                 subprocess.run(command, shell=True, check=True, stdout=subprocess.DEVNULL)
                 times[name].append(time.monotonic() - started_s)

@@ -80,10 +80,6 @@ class SharedSums:
         self.size = size
         self._blocks: list[int | None] = [None] * -(-size // BLOCK_BYTES)
 
-    def knows(self, start: int, stop: int) -> bool:
-        """Whether every block of a range has its checksum; `start` is a block's first byte."""
-        return None not in self._blocks[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
-
     def add(self, start: int, view: memoryview) -> None:
         """Take in the bytes from `start` on: whole blocks, or up to the file's end."""
         for offset in range(0, len(view), BLOCK_BYTES):

@@ -32,7 +32,7 @@ def persist(
     name = store.file_of(shard)
     with store.holding(shard, name) as held:
         storage = commit.prepare(directory, shard.step)
-        size = held.size if replacing or not commit.stands(storage) else 0
+        size = len(held.data) if replacing or not commit.stands(storage) else 0
         if size:
             storage.write(name, held.parts(sealed=store.sealed(shard)), size=size)
     sealed = seal()

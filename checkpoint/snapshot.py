@@ -9,6 +9,7 @@ a manifest is whole, be it this node's own or a replica of another's.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ from elasticzero.checkpoint.manifest import (
     with_digest,
 )
 from elasticzero.checkpoint.slots import SLOTS
-from elasticzero.errors import ElasticZeroError, StorageError
+from elasticzero.errors import ElasticZeroError
 from elasticzero.records import encode
 
 HELD = "held"
@@ -83,40 +84,27 @@ class Seal:
 class HeldShard:
     """A shard's file in memory that stays as it is while it is held."""
 
-    def __init__(self, name: str, size: int, descriptor: int, sums: SharedSums) -> None:
-        """`sums`: shared by all that hold it now."""
+    def __init__(self, name: str, data: memoryview, sums: SharedSums) -> None:
+        """`data`: the file, mapped. `sums`: shared by all that hold it now."""
         self.name = name
-        self.size = size
+        self.data = data
         self.sums = sums
-        self._descriptor = descriptor
-        self._buffer = memoryview(bytearray(min(PASS_BYTES, size)))
 
     def parts(self, *, sealed: bool) -> Iterator[memoryview]:
-        """The file's bytes; a part is gone once the next is asked for.
-
-        Unless it is `sealed`, checksums are computed on the way: the bytes are at hand.
-        """
-        for start in range(0, self.size, PASS_BYTES):
-            part = self._read(start)
+        """The file's bytes. Unless it is `sealed`, checksums are computed on the way."""
+        for start, part in self._passes():
             if not sealed:
                 self.sums.add(start, part)
             yield part
 
     def add_sums(self) -> None:
         """Compute the checksums that are missing, from the end on: a copy comes from the front."""
-        for start in reversed(range(0, self.size, PASS_BYTES)):
-            if not self.sums.knows(start, min(start + PASS_BYTES, self.size)):
-                self.sums.add(start, self._read(start))
+        for start, part in reversed(list(self._passes())):
+            self.sums.add(start, part)
 
-    def _read(self, start: int) -> memoryview:
-        part = self._buffer[: self.size - start]
-        done = 0
-        while done < len(part):
-            count = os.preadv(self._descriptor, [part[done:]], start + done)
-            if not count:
-                raise StorageError(f"{self.name} ends at byte {start + done} of {self.size}")
-            done += count
-        return part
+    def _passes(self) -> Iterator[tuple[int, memoryview]]:
+        for start in range(0, len(self.data), PASS_BYTES):
+            yield start, self.data[start : start + PASS_BYTES]
 
 
 class SnapshotStore:
@@ -127,6 +115,8 @@ class SnapshotStore:
         self._lock = threading.Lock()
         self._sums: WeakValueDictionary[str, SharedSums] = WeakValueDictionary()
         """Of the files that are held, by name, which has the save's token."""
+        self._maps: dict[int, mmap.mmap] = {}
+        """Of the slots, by inode: one that was read once is mapped, page by page, for the next."""
 
     def path(self, generation: int, step: int) -> Path:
         """The directory of one snapshot, there or not."""
@@ -240,13 +230,25 @@ class SnapshotStore:
         own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
         os.link(self.path(shard.generation, shard.step) / name, own)
         try:
-            with own.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                with self._lock:
-                    sums = self._sums.setdefault(name, SharedSums(size))
-                yield HeldShard(name, size, file.fileno(), sums)
+            with self._lock:
+                data = self._mapped(own)
+                sums = self._sums.setdefault(name, SharedSums(len(data)))
+            yield HeldShard(name, data, sums)
         finally:
             own.unlink(missing_ok=True)
+
+    def _mapped(self, path: Path) -> memoryview:
+        """A slot's bytes. Its inode is its own for as long as it is mapped here."""
+        slots = self.root / SLOTS
+        living = {entry.inode() for entry in os.scandir(slots)} if slots.is_dir() else set()
+        self._maps = {inode: known for inode, known in self._maps.items() if inode in living}
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            known = self._maps.get(status.st_ino)
+            if known is None or len(known) < status.st_size:
+                known = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._maps[status.st_ino] = known
+        return memoryview(known)[: status.st_size]
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
         """Remove every snapshot but those of these (generation, step)."""
