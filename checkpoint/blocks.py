@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import xxhash
 
 from elasticzero.checkpoint.manifest import SUMS_SUFFIX, ShardFile
-from elasticzero.checkpoint.storage import Bytes, Readable, read_small
+from elasticzero.checkpoint.storage import Bytes, Readable, Views, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
 BLOCK_BYTES = 256 << 10
@@ -25,8 +25,8 @@ READ_BYTES = 8 << 20
 """Read in one go and then checked, while the processor's cache still has it."""
 PASS_BYTES = 2 * BLOCK_BYTES
 """Checksummed and handed on at a time: a core's own cache has it yet when it is written."""
-SHARERS = 4
-"""A block that more pieces than these share is read by way of the kept one."""
+MOST_VIEWS = 512
+"""Buffers that one read fills; Linux takes 1024."""
 SUMS_LIMIT_BYTES = 1 << 28
 _MAX_BLOCK_BYTES = 1 << 26
 _SUMS_HEADER = struct.Struct("<8sIIQ16s")
@@ -200,53 +200,40 @@ class BlockReader:
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its byte of the file on; best in the file's order.
 
-        What covers whole blocks, alone or with the pieces next to it, is read straight into its
-        place, all else by way of one block that is kept. Raises `CheckpointDamaged`.
+        Blocks that the pieces cover whole, alone or with their neighbours, are read straight into
+        place, several at a time; the others by way of one block that is kept. Raises
+        `CheckpointDamaged`.
         """
         block_bytes = self._sums.block_bytes
-        shared = self._shared(pieces)
-        unchecked: list[memoryview] = []
-        for start, buffer in pieces:
-            position, stop = start, start + len(buffer)
-            while position < stop:
-                block, within = divmod(position, block_bytes)
-                whole = 0 if within else min(stop - position, READ_BYTES) // block_bytes
-                end = position + whole * block_bytes if whole else (block + 1) * block_bytes
-                end = min(end, stop)
-                view = buffer[position - start : end - start]
-                if whole:
-                    self._fill(position, view)
-                    for i in range(whole):
-                        self._check(block + i, view[i * block_bytes : (i + 1) * block_bytes])
-                elif block in shared:
-                    self._fill(position, view)
-                    unchecked.append(view)
-                    if end == (block + 1) * block_bytes:
-                        self._check(block, *unchecked)
-                        unchecked.clear()
-                else:
-                    view[:] = self._block(block)[within : within + end - position]
-                position = end
-        assert not unchecked
+        for start, views in _stretches(pieces):
+            stop = start + sum(map(len, views))
+            first = min(stop, -(-start // block_bytes) * block_bytes)
+            last = stop if stop == self.size else max(first, stop // block_bytes * block_bytes)
+            rest = Views(views)
+            self._fill_kept(start, rest.take(first - start))
+            for at in range(first, last, READ_BYTES):
+                self._fill_straight(at, rest.take(min(READ_BYTES, last - at)))
+            self._fill_kept(last, rest.take(stop - last))
 
-    def _shared(self, pieces: Sequence[tuple[int, memoryview]]) -> set[int]:
-        """The blocks that a few pieces cover together; none where pieces overlap or go back."""
+    def _fill_straight(self, start: int, views: list[memoryview]) -> None:
+        """Whole blocks, from the first byte of one on."""
+        self._fill(start, *views)
         block_bytes = self._sums.block_bytes
-        found: set[int] = set()
-        count, reached = 0, -1
-        for start, buffer in pieces:
-            stop = start + len(buffer)
-            if start < reached:
-                return set()
-            block = start // block_bytes
-            if start % block_bytes:
-                count = count + 1 if count and start == reached else 0
-                if 0 < count <= SHARERS and stop >= (block + 1) * block_bytes:
-                    found.add(block)
-            if stop // block_bytes > block or start % block_bytes == 0:
-                count = 1 if stop % block_bytes else 0
-            reached = stop
-        return found
+        stop = start + sum(map(len, views))
+        rest = Views(views)
+        for at in range(start, stop, block_bytes):
+            self._check(at // block_bytes, *rest.take(min(block_bytes, stop - at)))
+
+    def _fill_kept(self, start: int, views: list[memoryview]) -> None:
+        """Parts of blocks."""
+        for view in views:
+            done = 0
+            while done < len(view):
+                block, within = divmod(start + done, self._sums.block_bytes)
+                part = self._block(block)[within : within + len(view) - done]
+                view[done : done + len(part)] = part
+                done += len(part)
+            start += len(view)
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
         """Read every block, and give the byte range of each stretch of bad ones."""
@@ -284,20 +271,22 @@ class BlockReader:
         start = block * self._sums.block_bytes
         return start, self._scratch[: min(self._sums.block_bytes, self.size - start)]
 
-    def _fill(self, start: int, view: memoryview) -> None:
-        if not self._read_whole(start, view):
+    def _fill(self, start: int, *views: memoryview) -> None:
+        if not self._read_whole(start, *views):
+            stop = start + sum(map(len, views))
             raise CheckpointDamaged(
-                f"{self.where} ends before byte {start + len(view)}: it should have "
-                f"{self.size} bytes; use another step"
+                f"{self.where} ends before byte {stop}: it should have {self.size} bytes; "
+                "use another step"
             )
 
-    def _read_whole(self, start: int, view: memoryview) -> bool:
+    def _read_whole(self, start: int, *views: memoryview) -> bool:
+        size = sum(map(len, views))
         try:
-            return self._storage.read_into(self._name, start, view) == len(view)
+            return self._storage.read_into(self._name, start, *views) == size
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} is missing; use another step") from None
         except StorageError as error:
-            stop = start + len(view)
+            stop = start + size
             raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error
 
     def _check(self, block: int, *views: memoryview) -> None:
@@ -311,3 +300,22 @@ class BlockReader:
 
     def _vouched(self, block: int, *views: memoryview) -> bool:
         return _checksum(*views) == self._sums.blocks[block]
+
+
+def _stretches(
+    pieces: Sequence[tuple[int, memoryview]],
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Pieces that follow each other without a gap, put together: (first byte, the buffers)."""
+    start, reached = 0, -1
+    views: list[memoryview] = []
+    for at, view in pieces:
+        if not len(view):
+            continue
+        if at != reached or len(views) == MOST_VIEWS:
+            if views:
+                yield start, views
+            start, views = at, []
+        views.append(view)
+        reached = at + len(view)
+    if views:
+        yield start, views

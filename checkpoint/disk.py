@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elasticzero.checkpoint.storage import Bytes, explain, holds
+from elasticzero.checkpoint.storage import Bytes, Views, explain, holds
 from elasticzero.checkpoint.syscalls import NOT_TO_BE_HAD, rename_new, reserve, start_writeback
 from elasticzero.errors import StorageError
 
@@ -40,15 +40,16 @@ class DiskStorage:
         with self._complaining("look at", name):
             return os.stat(self.path / name).st_size
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         with self._complaining("read", name):
             fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], start + done)
+                done, size, views = 0, sum(map(len, buffers)), Views(buffers)
+                while done < size:
+                    count = os.preadv(fd, views.rest(), start + done)
                     if not count:
                         break
+                    views.take(count)
                     done += count
                 return done
             finally:
@@ -115,7 +116,7 @@ class DiskStorage:
 
     @contextmanager
     def _complaining(self, verb: str, name: str) -> Iterator[None]:
-        with _complaining(f"cannot {verb} {name} in {self.where}"):
+        with complaining(f"cannot {verb} {name} in {self.where}"):
             yield
 
 
@@ -130,7 +131,7 @@ class DiskDirectory:
         return str(self.path)
 
     def names(self) -> list[str]:
-        with _complaining(f"cannot list {self.path}"), suppress(FileNotFoundError):
+        with complaining(f"cannot list {self.path}"), suppress(FileNotFoundError):
             return sorted(os.listdir(self.path))
         return []
 
@@ -143,7 +144,7 @@ class DiskDirectory:
 
     def make(self, name: str) -> DiskStorage:
         path = self.path / name
-        with _complaining(f"cannot make the directory {path}", or_missing=True):
+        with complaining(f"cannot make the directory {path}", or_missing=True):
             _make_directories(path)
         return DiskStorage(path)
 
@@ -232,7 +233,7 @@ def _rename_locked(staged: Path, target: Path) -> bool:
 def _times(path: Path) -> dict[str, float] | None:
     """When each file in a directory was last written; None where it is none."""
     found = {}
-    with _complaining(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
+    with complaining(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
             with suppress(FileNotFoundError):
                 status = os.lstat(path / name)
@@ -263,7 +264,7 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
+def complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
     """Errors of the system as `StorageError`; `or_missing`: what is not there is one too."""
     try:
         yield

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import http.client
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from elasticzero.checkpoint.storage import explain
+from elasticzero.checkpoint.storage import Views, explain
 from elasticzero.errors import StorageError, UserError
 
 
@@ -39,10 +39,11 @@ class HttpStorage:
                 raise StorageError(f"{self.where}/{name}: the server does not say its size")
             return int(length)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        if not len(buffer):
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        size = sum(map(len, buffers))
+        if not size:
             return 0
-        headers = {"Range": f"bytes={start}-{start + len(buffer) - 1}"}
+        headers = {"Range": f"bytes={start}-{start + size - 1}"}
         with self._connected() as connection:
             response = self._request(connection, "GET", name, headers)
             if response.status == 416:
@@ -51,7 +52,7 @@ class HttpStorage:
             if response.status != 206:
                 raise self._refusal(name, response)
             try:
-                return self._receive(response, start, buffer)
+                return self._receive(response, start, buffers)
             except (OSError, http.client.HTTPException) as error:
                 raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
 
@@ -93,17 +94,23 @@ class HttpStorage:
         raise AssertionError("unreachable")
 
     @staticmethod
-    def _receive(response: http.client.HTTPResponse, start: int, buffer: memoryview) -> int:
+    def _receive(
+        response: http.client.HTTPResponse, start: int, buffers: Sequence[memoryview]
+    ) -> int:
         length = response.length
         given = response.headers.get("Content-Range", "")
-        if length is None or length > len(buffer) or not given.startswith(f"bytes {start}-"):
+        most = sum(map(len, buffers))
+        if length is None or length > most or not given.startswith(f"bytes {start}-"):
             raise http.client.HTTPException("the answer is not the range that was asked for")
         done = 0
-        while done < length:
-            count = response.readinto(buffer[done:length])
-            if not count:
-                raise http.client.HTTPException(f"the answer broke off after {done} bytes")
-            done += count
+        for view in Views(buffers).take(length):
+            filled = 0
+            while filled < len(view):
+                count = response.readinto(view[filled:])
+                if not count:
+                    raise http.client.HTTPException(f"the answer broke off after {done} bytes")
+                filled += count
+                done += count
         return done
 
     def _refusal(self, name: str, response: http.client.HTTPResponse) -> Exception:

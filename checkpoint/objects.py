@@ -25,7 +25,7 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from elasticzero.checkpoint import multipart
-from elasticzero.checkpoint.storage import Bytes, explain, holds
+from elasticzero.checkpoint.storage import Bytes, Views, explain, holds
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
 
 _READ_BYTES = 16 << 20
@@ -115,12 +115,15 @@ class ObjectStorage:
             raise FileNotFoundError(f"{self.where}/{name}")
         return int(found["size"])
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        done = 0
-        while done < len(buffer):
-            stop = min(len(buffer), done + _READ_BYTES)
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        done, size, views = 0, sum(map(len, buffers)), Views(buffers)
+        while done < size:
+            stop = min(size, done + _READ_BYTES)
             data = self._range(name, start + done, start + stop)
-            buffer[done : done + len(data)] = data
+            at = 0
+            for view in views.take(len(data)):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
             done += len(data)
             if done < stop:
                 break

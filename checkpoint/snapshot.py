@@ -148,7 +148,8 @@ class SnapshotStore:
         """Whether a shard was written, sealed or not."""
         path = self.path(shard.generation, shard.step)
         of = (shard.rank, shard.world_size)
-        return (path / snapshot_manifest_name(*of)).exists() or (path / draft_name(*of)).exists()
+        # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
+        return (path / draft_name(*of)).exists() or (path / snapshot_manifest_name(*of)).exists()
 
     def sealed(self, shard: ShardName) -> bool:
         """Whether a shard is whole: this node's own with its checksums, or a replica."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +29,9 @@ class Readable(Protocol):
         """Bytes of the file."""
         ...
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from byte `start` on; fewer bytes than it holds only at the file's end."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        """Fill the buffers, one after the other, from byte `start` on; returns how many bytes came:
+        fewer than they hold only at the file's end."""
         ...
 
 
@@ -93,6 +94,29 @@ class Directory(Protocol):
     def check_writable(self) -> None:
         """Make the directory if need be and try that it can be written, or raise `StorageError`."""
         ...
+
+
+class Views:
+    """Buffers, filled from front to back as if they were one."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._rest = list(reversed(buffers))
+
+    def rest(self) -> list[memoryview]:
+        """What is not taken yet."""
+        return self._rest[::-1]
+
+    def take(self, size: int) -> list[memoryview]:
+        """The next `size` bytes."""
+        taken = []
+        while size:
+            view = self._rest.pop()
+            if len(view) > size:
+                self._rest.append(view[size:])
+                view = view[:size]
+            taken.append(view)
+            size -= len(view)
+        return taken
 
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:

@@ -372,7 +372,8 @@ class _Memory:
     def size(self, name: str) -> int:
         return len(self.data)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        (buffer,) = buffers
         part = self.data[start : start + len(buffer)]
         buffer[: len(part)] = part
         return len(part)

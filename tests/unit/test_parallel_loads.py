@@ -52,8 +52,8 @@ class Meeting:
     def size(self, name: str) -> int:
         return self._storage.size(name)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        if start and len(buffer) >= BLOCK_BYTES:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        if start and sum(map(len, buffers)) >= BLOCK_BYTES:
             self._threads.add(threading.get_ident())
             if len(self._threads) > 1:
                 self._met.set()
@@ -61,7 +61,7 @@ class Meeting:
                 raise StorageError(f"{self.where}: one thread reads alone")
             if self._failing:
                 raise StorageError(f"{self.where}/{name}: the disk is gone")
-        return self._storage.read_into(name, start, buffer)
+        return self._storage.read_into(name, start, *buffers)
 
 
 @pytest.fixture(autouse=True)

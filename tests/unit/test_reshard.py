@@ -70,11 +70,11 @@ class Watched:
     def size(self, name: str) -> int:
         return self.inner.size(name)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        self.read_bytes += len(buffer)
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        self.read_bytes += sum(map(len, buffers))
         if self.interrupt_after_bytes is not None and self.read_bytes > self.interrupt_after_bytes:
             raise KeyboardInterrupt
-        return self.inner.read_into(name, start, buffer)
+        return self.inner.read_into(name, start, *buffers)
 
 
 @settings(max_examples=30)

@@ -49,8 +49,8 @@ class Counting:
     def size(self, name: str) -> int:
         return self._disk.size(name)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        count = self._disk.read_into(name, start, buffer)
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        count = self._disk.read_into(name, start, *buffers)
         self.bytes += count
         return count
 
