@@ -94,6 +94,8 @@ class Keeper:
         """Kept, or given up; known to the thread `keeping` alone."""
         self._seals: dict[ShardName, Seal] = {}
         """The newest: a save may need one whose snapshot has made room for another."""
+        self._failed: dict[ShardName, str] = {}
+        """Why a shard of this generation has no seal and will get none."""
         self._replica_slots: dict[int, Slots] = {}
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
@@ -105,6 +107,7 @@ class Keeper:
     def begin(self) -> None:
         """A new generation: captures of the one before are no longer pulled."""
         self._newest = None
+        self._failed = {}
         self._dirty.set()
 
     def captured(self, newest: Step | None) -> None:
@@ -120,12 +123,16 @@ class Keeper:
         return True
 
     def seal_of(self, shard: ShardName) -> Seal | None:
-        """A shard's seal, once it has one."""
+        """A shard's seal, once it has one. Raises `StorageError` where it will get none."""
         with self._lock:
             known = self._seals.get(shard)
-        if known is None and self._snapshots.sealed(shard):
+        if known is not None:
+            return known
+        if self._snapshots.sealed(shard):
             return self._snapshots.read_seal(shard)
-        return known
+        if (why := self._failed.get(shard)) is not None:
+            raise StorageError(f"the snapshot of step {shard.step} cannot be sealed: {why}")
+        return None
 
     def close(self) -> None:
         """Stop, and give back the slots of replicas."""
@@ -158,6 +165,7 @@ class Keeper:
         except FileNotFoundError:
             self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
         except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+            self._failed[shard] = one_line(error)
             self._snapshots.drop_draft(shard)
             self._tell(_kept(shard.generation, shard.step, error))
 
