@@ -1,7 +1,7 @@
 """Checkpoints beside torch DCP, safetensors and plain system calls, all in one run.
 
     python benchmarks/checkpoint.py [--sizes 1GiB,4GiB] [--places runs,/dev/shm] [--rounds 3]
-                                    [--cases stall,write,load,reshard,offline,memory,plan]
+                                    [--cases stall,write,load,reshard,offline,memory,plan,profile]
                                     [--cold] [--record]
 
 The state is a model in single precision with Adam's two moments, dealt by rows to 2 ranks, which
@@ -25,11 +25,12 @@ from typing import Any
 
 from checkpoint_cache import forget, warm_memory
 from checkpoint_plan import growth
+from checkpoint_profile import Profile
 from checkpoint_report import OURS, UNITS, Memory, Report, Row, in_words
 
 HERE = Path(__file__).resolve().parent
 RANKS, MORE_RANKS = 2, 3
-CASES = ("stall", "write", "load", "reshard", "offline", "memory", "plan")
+CASES = ("stall", "write", "load", "reshard", "offline", "memory", "plan", "profile")
 MEMORY = (
     "save",
     "save in the background",
@@ -76,6 +77,14 @@ class Place:
         """How far a fresh process of one rank grows."""
         (found,) = self._launch(RANKS, [what], script="checkpoint_memory.py")
         return Memory(**found)
+
+    def profiles(self) -> list[Profile]:
+        """Where the time of a load goes, at the world that writes and at another."""
+        found = [
+            self._launch(world, ["profile"], script="checkpoint_profile.py")
+            for world in (RANKS, MORE_RANKS)
+        ]
+        return [Profile(**row) for rows in found for row in rows]
 
     def _ranks(self, world: int, cases: list[str]) -> Iterator[Row]:
         seconds: dict[tuple[str, str], list[float]] = {}
@@ -184,6 +193,7 @@ def main() -> None:
     options = arguments()
     rows: list[Row] = []
     memory: list[Memory] = []
+    profiles: list[Profile] = []
     for where in options.places.split(","):
         Path(where).mkdir(parents=True, exist_ok=True)
         for size in map(size_of, options.sizes.split(",")):
@@ -191,6 +201,8 @@ def main() -> None:
                 rows += place.rows(options.cases)
                 if "memory" in options.cases and not memory:
                     memory = [place.memory(what) for what in MEMORY]
+                if "profile" in options.cases:
+                    profiles = place.profiles()
     report = Report(
         command=" ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
         rounds=options.rounds,
@@ -198,6 +210,7 @@ def main() -> None:
         rows=rows,
         memory=memory,
         plans=growth() if "plan" in options.cases else [],
+        profiles=profiles,
     )
     print(report)
     if options.record:

@@ -212,6 +212,7 @@ class Rank:
                 for before in (STEP + 1, STEP + 2):  # in each slot one, as in a run that goes on
                     writer.write(replace(self.draft, step=before), order.rank, self.pieces(), ())
                     store.seal(replace(shard, step=before))
+                    dist.barrier()
                 writer.write(self.draft, order.rank, self.pieces(), ())
                 yield save
             self.fresh("ours")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from checkpoint_plan import Growth
 from checkpoint_plan import table as growth_table
+from checkpoint_profile import Profile
+from checkpoint_profile import table as profile_table
 
 HERE = Path(__file__).resolve().parent
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
@@ -164,6 +166,8 @@ class Report:
     rows: list[Row]
     memory: list[Memory]
     plans: list[Growth]
+    profiles: list[Profile]
+    """Of the last place."""
 
     def __str__(self) -> str:
         tables = [
@@ -171,6 +175,7 @@ class Report:
             self.rows and table(self.rows),
             self.memory and memory_table(self.memory),
             self.plans and growth_table(self.plans),
+            self.profiles and profile_table(self.profiles),
         ]
         return "\n\n".join(text for text in tables if text)
 
