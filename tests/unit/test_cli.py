@@ -8,15 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli import (
-    RUN_OPTIONS,
-    build_parser,
-    check_numbers,
-    main,
-    parse_nnodes,
-    parse_nproc,
-)
+from elasticzero.launcher.cli import build_parser, main
 from elasticzero.launcher.local import Fault, most_nodes, parse_fault
+from elasticzero.launcher.options import RUN_OPTIONS, check_numbers, parse_nnodes, parse_nproc
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher import cli
+from elasticzero.launcher import cli, options
 
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 FOLDERS = ("base", "overlays/example")
@@ -110,10 +110,10 @@ def test_the_agent_understands_its_command_line(
     assert args.command == "run"
     assert args.host == "10.1.2.3"
     assert args.checkpoint_dir == f"/checkpoints/{args.job}"
-    assert args.http_port == cli.DEFAULT_HTTP_PORT
-    least, most = cli.parse_nnodes(args.nnodes)
+    assert args.http_port == options.DEFAULT_HTTP_PORT
+    least, most = options.parse_nnodes(args.nnodes)
     assert least < most
-    assert cli.check_name(args.node_name, "--node-name").endswith("001122334455")
+    assert options.check_name(args.node_name, "--node-name").endswith("001122334455")
 
 
 def test_the_image_is_this_version(agent: Manifest, root: Path) -> None:
@@ -124,11 +124,11 @@ def test_the_image_is_this_version(agent: Manifest, root: Path) -> None:
 def test_every_variable_is_one_of_the_launchers(agent: Manifest) -> None:
     ours = {name for name in environment(agent) if name.startswith(PREFIX)}
     assert {f"{PREFIX}ETCD", f"{PREFIX}JOB", f"{PREFIX}NODE_NAME"} <= ours
-    assert ours <= set(cli.run_options().values())
+    assert ours <= set(options.run_options().values())
 
 
 def test_nodes_and_pods_are_as_many(job: Manifest, agent: Manifest) -> None:
-    _, most = cli.parse_nnodes(environment(agent)[f"{PREFIX}NNODES"])
+    _, most = options.parse_nnodes(environment(agent)[f"{PREFIX}NNODES"])
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == most
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
@@ -148,7 +148,7 @@ def test_exit_codes_that_end_the_job(job: Manifest, agent: Manifest) -> None:
 def test_every_port_is_the_agents(
     manifests: list[Manifest], job: Manifest, agent: Manifest, root: Path
 ) -> None:
-    port = cli.DEFAULT_HTTP_PORT
+    port = options.DEFAULT_HTTP_PORT
     assert agent["ports"] == [{"name": "http", "containerPort": port}]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert agent[probe]["httpGet"] == {"path": "/healthz", "port": "http"}

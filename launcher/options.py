@@ -1,0 +1,269 @@
+"""The options of `elasticzero run`: their flags, defaults and what their words may say.
+
+Flag over environment over default, resolved here and nowhere else. Every option of `run` may be
+given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticzero.checkpoint.retention import Keep
+from elasticzero.errors import UserError
+
+DEFAULT_HTTP_PORT = 9400
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `run`: its flags, the ones torchrun users know, its default."""
+
+    flags: tuple[str, ...]
+    help: str
+    default: Any = None
+    type: Any = str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    is_switch: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.flags[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"ELASTICZERO_{self.name.upper()}"
+
+
+RUN_OPTIONS = (
+    Option(("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX"),
+    Option(
+        ("--nproc-per-node",),
+        "workers on this node: a number, auto, gpu or cpu",
+        "auto",
+        metavar="N",
+    ),
+    Option(("--etcd", "--rdzv-endpoint"), "etcd endpoints, HOST:PORT,…", metavar="HOST:PORT"),
+    Option(
+        ("--job", "--rdzv-id"), "name of the training run; the same on every node", metavar="ID"
+    ),
+    Option(("--strategy",), "how state lies on the ranks", "ddp", choices=STRATEGIES),
+    Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
+    Option(
+        ("--checkpoint-every",),
+        "steps between checkpoints; 0: at the end only",
+        0,
+        int,
+        metavar="N",
+    ),
+    Option(
+        ("--keep",),
+        "checkpoints that stay: the newest N good ones; default: all",
+        metavar="N",
+    ),
+    Option(
+        ("--keep-every",),
+        "with --keep: also those of steps that K divides stay, for good",
+        metavar="K",
+    ),
+    Option(
+        ("--snapshot-every",),
+        "steps between snapshots in the nodes' memory; 0: none; auto: as often as 1 %% of the time "
+        "allows",
+        "auto",
+        metavar="N",
+    ),
+    Option(
+        ("--max-restarts",),
+        "failures in a row without progress before giving up",
+        3,
+        int,
+        metavar="N",
+    ),
+    Option(
+        ("--strict-checkpoint",),
+        "end the job when a checkpoint is damaged, instead of going on from the one before",
+        False,
+        is_switch=True,
+    ),
+    Option(("--log-dir",), "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log", metavar="DIR"),
+    Option(("--tee",), "repeat workers' output here too", False, is_switch=True),
+    Option(
+        ("--node-name",),
+        "name of this node, its own among all; default: the host's",
+        metavar="NAME",
+    ),
+    Option(("--host",), "address under which other nodes reach this one", metavar="ADDRESS"),
+    Option(
+        ("--http-port",),
+        "port of /metrics, /healthz, /status; 0: any",
+        DEFAULT_HTTP_PORT,
+        int,
+        metavar="PORT",
+    ),
+    Option(("--http-host",), "address the HTTP server listens on", "0.0.0.0", metavar="ADDRESS"),
+    Option(
+        ("--settle",),
+        "seconds without a new node before the first generation starts below MAX",
+        3.0,
+        float,
+        metavar="S",
+    ),
+    Option(
+        ("--lease-ttl",), "seconds after which a silent node is presumed gone", 5, int, metavar="S"
+    ),
+    Option(
+        ("--join-timeout",), "seconds to wait for etcd and for MIN nodes", 600.0, float, metavar="S"
+    ),
+    Option(("--restart",), "run a job again that is already done", False, is_switch=True),
+    Option(
+        ("--standalone",),
+        "one node, with an etcd of its own (the default when MAX is 1)",
+        False,
+        is_switch=True,
+    ),
+)
+
+
+def run_options() -> dict[str, str]:
+    """Flag -> environment variable, for every option of `elasticzero run`."""
+    return {option.flags[0]: option.variable for option in RUN_OPTIONS}
+
+
+def _spellings(flag: str) -> list[str]:
+    return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
+
+
+def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> None:
+    for option in RUN_OPTIONS:
+        if option.flags[0] in omit:
+            continue
+        flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
+        default = os.environ.get(option.variable, option.default)
+        if option.is_switch:
+            on = str(default).lower() in ("1", "true", "yes")
+            parser.add_argument(*flags, action="store_true", default=on, help=option.help)
+        else:
+            parser.add_argument(
+                *flags,
+                dest=option.name,
+                default=default,
+                type=option.type,
+                choices=option.choices,
+                metavar=option.metavar,
+                help=option.help
+                + (f" (default: {option.default})" if option.default is not None else ""),
+            )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
+    )
+    parser.add_argument("script", help="training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`MIN:MAX` or `N`; raises `UserError`."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    if not match:
+        raise UserError(f"--nnodes {text}: a number or MIN:MAX is wanted, such as 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UserError(f"--nnodes {text}: MIN must be at least 1 and not above MAX")
+    return least, most
+
+
+def parse_nproc(text: str) -> int:
+    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
+    value = str(text)
+    if value in ("auto", "gpu"):
+        gpus = len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
+        if gpus == 0 and value == "gpu":
+            raise UserError(
+                "--nproc-per-node gpu: this node has no NVIDIA GPU; use cpu or a number"
+            )
+        return gpus or 1
+    if value == "cpu":
+        return os.cpu_count() or 1
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
+    return int(value)
+
+
+def check_script(script: str, is_module: bool) -> str:
+    """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
+    if is_module:
+        top = script.partition(".")[0]
+        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if found is None and top not in sys.builtin_module_names:
+            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
+        return script
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise UserError(f"the training script {path} does not exist")
+    return str(path)
+
+
+def check_name(text: str, what: str) -> str:
+    """A name that is safe in keys and paths."""
+    if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
+        raise UserError(
+            f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
+        )
+    return text
+
+
+def _count(flag: str, text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
+    return None if text is None else int(text)
+
+
+def _snapshot_every(text: str) -> int | None:
+    """Steps, or None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What options that are more than a number say."""
+
+    keep: Keep
+    snapshot_every: int | None
+    """Steps; None: auto."""
+
+
+def check_numbers(args: argparse.Namespace) -> Numbers:
+    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
+    if args.lease_ttl < 2:
+        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
+    if args.checkpoint_dir is None:
+        idle = {
+            "--checkpoint-every": args.checkpoint_every > 0,
+            "--keep": keep.last is not None,
+            "--strict-checkpoint": args.strict_checkpoint,
+        }
+        for flag, given in idle.items():
+            if given:
+                raise UserError(
+                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
+                )
+    return Numbers(keep=keep, snapshot_every=_snapshot_every(args.snapshot_every))
