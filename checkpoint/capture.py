@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from elasticzero.checkpoint.disk import complaining
 from elasticzero.checkpoint.manifest import Manifest
 from elasticzero.checkpoint.shards import shard_header
 from elasticzero.checkpoint.slots import Slot, Slots
@@ -50,6 +51,17 @@ class SnapshotWriter:
         and step, that may not go; all others' slots are given back first. `extra`: take a third
         slot if need be. When this returns the pieces may change. Raises `StorageError`.
         """
+        with complaining(f"cannot write a snapshot in {self._store.root}", or_missing=True):
+            return self._write(draft, rank, pieces, keep, extra)
+
+    def _write(
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[Piece],
+        keep: Collection[tuple[int, int]],
+        extra: bool,
+    ) -> int:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         self._store.keep_only({*keep, (draft.generation, draft.step)})
         head, size = shard_header(draft, rank)

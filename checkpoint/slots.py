@@ -13,6 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from elasticzero.checkpoint.disk import complaining
 from elasticzero.checkpoint.storage import explain
 from elasticzero.errors import StorageError
 
@@ -125,8 +126,9 @@ class Slots:
         self._slots.clear()
 
     def _open(self, number: int) -> Slot:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return Slot(self._path(number))
+        with complaining(f"cannot make a slot in {self._folder}", or_missing=True):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return Slot(self._path(number))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}-{number}"

@@ -113,8 +113,9 @@ class SnapshotStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock = threading.Lock()
-        self._sums: WeakValueDictionary[str, SharedSums] = WeakValueDictionary()
-        """Of the files that are held, by name, which has the save's token."""
+        self._sums: WeakValueDictionary[tuple[ShardName, str], SharedSums] = WeakValueDictionary()
+        """Of the files that are held, by shard and by name, which has the generation's token: its
+        shards of other steps have the same name."""
         self._maps: dict[int, mmap.mmap] = {}
         """Of the slots, by inode: one that was read once is mapped, page by page, for the next."""
 
@@ -233,7 +234,7 @@ class SnapshotStore:
         try:
             with self._lock:
                 data = self._mapped(own)
-                sums = self._sums.setdefault(name, SharedSums(len(data)))
+                sums = self._sums.setdefault((shard, name), SharedSums(len(data)))
             yield HeldShard(name, data, sums)
         finally:
             own.unlink(missing_ok=True)
