@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-CREATING = ("open", "write", "fsync", "link", "replace", "rename", "mkdir")
-OTHERS = ("unlink", "rmdir", "preadv", "stat", "lstat", "listdir")
+CREATING = (
+    *("open", "write", "fsync", "link", "replace", "rename", "mkdir"),
+    *("posix_fallocate", "ftruncate"),
+)
+OTHERS = ("unlink", "rmdir", "preadv", "stat", "lstat", "listdir", "scandir")
 Harm = Literal["none", "full", "full for good", "error", "error for good", "kill", "power cut"]
 
 
@@ -21,16 +25,20 @@ class Killed(BaseException):
 class Faults:
     """While entered, lets the calls of `os` pass until the `at`-th (from 0) that `harm` concerns.
 
-    A killed process leaves all that it has written. A power cut leaves what was made durable: file
-    contents by fsync of the file, names by fsync of the directory; other files are empty.
+    A killed process leaves all that it has written. A power cut leaves below `root` what was made
+    durable: file contents by fsync of the file, names by fsync of the directory; other files are
+    empty.
     """
 
     def __init__(self, root: Path, harm: Harm = "none", at: int = -1) -> None:
         self.calls: list[str] = []
         self._root = root
-        self._harm = harm
+        self.harm = harm
         self._at = at
-        self._real: dict[str, Callable[..., Any]] = {}
+        self._real: list[tuple[Any, str, Callable[..., Any]]] = []
+        """The module, the name in it, and what has that name else."""
+        self._own = False
+        """What is called now is called by this object."""
         self._contents: dict[int, bytes] = {}
         """By inode: what of each file is durable."""
         self._names: dict[int, dict[str, int]] = {}
@@ -42,16 +50,18 @@ class Faults:
                 self._contents[path.stat().st_ino] = path.read_bytes()
 
     def __enter__(self) -> Faults:
-        concerned = CREATING if self._harm.startswith("full") else CREATING + OTHERS
-        for name in concerned:
-            self._real[name] = getattr(os, name)
-            setattr(os, name, self._watched(name, self._real[name]))
+        concerned = CREATING if self.harm.startswith("full") else CREATING + OTHERS
+        self._real = [(os, name, getattr(os, name)) for name in concerned]
+        if concerned != CREATING:
+            self._real.append((io, "open", io.open))  # what pathlib reads files by
+        for module, name, real in self._real:
+            setattr(module, name, self._watched(name if module is os else "io.open", real))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(os, name, real)
-        if self._harm == "power cut":
+        for module, name, real in self._real:
+            setattr(module, name, real)
+        if self.harm == "power cut":
             top = self._root.stat().st_ino
             for path in sorted(self._root.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
@@ -59,12 +69,16 @@ class Faults:
 
     def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
+            if self._own:
+                return real(*arguments, **options)
             number = len(self.calls)
             self.calls.append(name)
             if number >= self._at >= 0:
                 self._do_harm(number, name, real, arguments)
             result = real(*arguments, **options)
+            self._own = True
             self._note(name, arguments, result)
+            self._own = False
             return result
 
         return call
@@ -72,12 +86,12 @@ class Faults:
     def _do_harm(
         self, number: int, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> None:
-        if self._harm in ("kill", "power cut"):
+        if self.harm in ("kill", "power cut"):
             if name == "write" and number == self._at:
                 real(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
             raise Killed
-        if number == self._at or self._harm.endswith("for good"):
-            code = errno.ENOSPC if self._harm.startswith("full") else errno.EIO
+        if number == self._at or self.harm.endswith("for good"):
+            code = errno.ENOSPC if self.harm.startswith("full") else errno.EIO
             raise OSError(code, os.strerror(code))
 
     def _note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:

@@ -1,15 +1,14 @@
-"""Saves one step after the other as one rank of two; forks such processes on demand.
+"""Saves one step after the other, each of two ranks in a process of its own.
 
-Imports once and forks for each line of JSON on its input: `[directory, rank, generation, first
-step, last step, seconds to wait for the other rank]`. Answers with the process's id. `null` waits
-until all of them have ended.
+An order is `[directory, generation, first step, last step, seconds to wait for the other rank]`.
 """
 
-import json
-import os
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from elasticzero.checkpoint.reader import spec_of
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from elasticzero.errors import ElasticZeroError, StorageError
+from tests.integration.scripts.processes import fork, serve
 
 WORLD_SIZE = 2
 
@@ -31,27 +31,39 @@ def state(generation: int, step: int) -> dict[str, torch.Tensor]:
     return whole | {"optimizer/step": torch.tensor(float(step))}
 
 
-def save(directory: Path, rank: int, generation: int, step: int, wait_s: float) -> None:
-    whole = state(generation, step)
+def draft(generation: int, step: int, whole: Mapping[str, torch.Tensor]) -> Manifest:
     layout = Layout(
         world_size=WORLD_SIZE,
         tensors={name: spec_of(tensor) for name, tensor in whole.items()},
         groups=(Group("even", tuple(whole)),),
     )
-    manifest = Manifest(
+    return Manifest(
         step=step,
         generation=generation,
-        token=f"g{generation:06d}-{generation:016x}",
+        token=token(generation),
         strategy="saved",
         layout=layout,
         state={"step": step},
     )
-    pieces = [
+
+
+def token(generation: int) -> str:
+    return f"g{generation:06d}-{generation:016x}"
+
+
+def pieces(manifest: Manifest, rank: int, whole: Mapping[str, torch.Tensor]) -> list[Piece]:
+    return [
         Piece(name, whole[name].reshape(-1)[span.start : span.stop])
-        for name, span in layout.spans(rank).items()
+        for name, span in manifest.layout.spans(rank).items()
     ]
+
+
+def save(directory: Path, rank: int, generation: int, step: int, wait_s: float) -> None:
+    whole = state(generation, step)
+    manifest = draft(generation, step, whole)
     place = DiskDirectory(directory)
-    written = write_checkpoint(place, manifest, rank, pieces, Terms(wait_s=wait_s))
+    terms = Terms(wait_s=wait_s)
+    written = write_checkpoint(place, manifest, rank, pieces(manifest, rank, whole), terms)
     if written.committed:
         tidy(place, manifest, Keep(last=2))
     deadline_s = time.monotonic() + wait_s
@@ -70,24 +82,10 @@ def run(directory: str, rank: int, generation: int, first: int, last: int, wait_
             return
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order is None:
-            while True:
-                try:
-                    os.wait()
-                except ChildProcessError:
-                    break
-            print("ended", flush=True)
-            continue
-        child = os.fork()
-        if child == 0:
-            run(*order)
-            os._exit(0)
-        print(child, flush=True)
+def start(directory: str, *order: Any) -> list[int]:
+    return [fork(partial(run, directory, rank, *order)) for rank in range(WORLD_SIZE)]
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    serve(start)

@@ -1,0 +1,106 @@
+"""Processes that save and are killed, and what they may leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticzero.checkpoint import verify
+from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.manifest import MANIFEST_NAME
+from elasticzero.checkpoint.reader import Checkpoint, Target, open_step, torch_dtype
+from elasticzero.checkpoint.storage import Storage
+from elasticzero.spans import Span
+from tests.integration.scripts.save_until_killed import state
+
+FOREVER = 1_000_000
+"""A last step that is never reached."""
+
+
+class Savers:
+    """Starts saving processes, by a script that serves such orders."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, *order: object) -> list[int]:
+        """The ids of the processes that the script starts."""
+        ids: list[int] = self._ask(order)
+        return ids
+
+    def wait(self) -> dict[int, int]:
+        """Until all have ended; their exit statuses by id, negative for a signal."""
+        return {int(process): status for process, status in self._ask(None).items()}
+
+    def save(self, *order: object) -> None:
+        """Undisturbed saves."""
+        self.start(*order)
+        ended = self.wait()
+        assert not any(ended.values()), ended
+
+    def _ask(self, order: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order, default=str) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def serving(script: str, root: Path) -> Iterator[Savers]:
+    """A process of this script, run in the repository's root."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"tests.integration.scripts.{script}"],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield Savers(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def kill_soon(dice: random.Random, processes: Sequence[int], within_s: float) -> None:
+    """Kill these after a random time in which some steps are saved."""
+    time.sleep(dice.uniform(0.0, within_s))
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+def assert_right(storage: Storage) -> int:
+    """A step is whole, and bit for bit what the generation that its manifest names had; which."""
+    assert list(verify.faults(storage)) == []
+    return assert_bits(open_step(storage))
+
+
+def assert_bits(checkpoint: Checkpoint) -> int:
+    """It loads, bit for bit, what the generation that its manifest names had; which."""
+    manifest = checkpoint.manifest
+    loaded = {
+        name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        for name, spec in manifest.layout.tensors.items()
+    }
+    checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in loaded.items())
+    wanted = state(manifest.generation, manifest.step)
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    return manifest.generation
+
+
+def assert_nothing_left(directory: Path) -> None:
+    """Whole steps and nothing else, two at most."""
+    files: Mapping[str, Mapping[str, float]] = DiskDirectory(directory).files()
+    assert all(len(names) == 5 and MANIFEST_NAME in names for names in files.values()), files
+    assert len(files) <= 2
