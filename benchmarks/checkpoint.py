@@ -64,12 +64,13 @@ class Place:
     def rows(self, cases: Iterable[str]) -> Iterator[Row]:
         """Run the cases; first those at the world that writes, then those that change it."""
         wanted = [case for case in cases if case in CASES]
-        first = [case for case in wanted if case in ("stall", "write")]
         if set(wanted) & {"load", "reshard", "offline"}:
-            first.append("files")
-        yield from self._ranks(RANKS, [*first, *(["load"] if "load" in wanted else [])])
+            wanted.insert(sum(case in ("stall", "write") for case in wanted), "files")
+        for case in wanted:
+            if case in ("stall", "write", "files", "load"):
+                yield from self._ranks(RANKS, case)
         if "reshard" in wanted:
-            yield from self._ranks(MORE_RANKS, ["reshard"])
+            yield from self._ranks(MORE_RANKS, "reshard")
         if "offline" in wanted:
             yield from self._offline()
 
@@ -86,9 +87,10 @@ class Place:
         ]
         return [Profile(**row) for rows in found for row in rows]
 
-    def _ranks(self, world: int, cases: list[str]) -> Iterator[Row]:
+    def _ranks(self, world: int, case: str) -> Iterator[Row]:
+        """One case, in processes of its own: what a peer keeps in memory harms no other."""
         seconds: dict[tuple[str, str], list[float]] = {}
-        for found in self._launch(world, cases) if cases else ():
+        for found in self._launch(world, [case]):
             key = (found["case"], found["variant"])
             seconds.setdefault(key, []).append(found["seconds"])
             said = f"{self.where} {in_words(self.size)}: {key[0]}: {key[1]}"

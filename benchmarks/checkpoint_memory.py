@@ -6,8 +6,10 @@ lies in the snapshots' shared memory, sampled every 2 ms from before the first a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,12 +27,11 @@ def private_bytes() -> int:
 def shared_bytes(folder: Path) -> int:
     """Of all files in a folder; a file with several names counts once."""
     found = {}
-    for path in folder.rglob("*"):
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue
-        found[status.st_ino] = status.st_blocks * 512
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.stat(os.path.join(place, name))
+                found[status.st_ino] = status.st_blocks * 512
     return sum(found.values())
 
 

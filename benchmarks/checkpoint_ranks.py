@@ -90,6 +90,7 @@ class Rank:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.place = Path(order.place)
+        self.shared = Path(order.shared) / str(order.rank)
         self.layout = layout(order.bytes, order.world)
         self.spans = self.layout.spans(order.rank)
         self.tensors = {n: self._own(n).clone() for n in self.spans}
@@ -129,7 +130,7 @@ class Rank:
 
     def time(self, work: Work) -> float:
         """Seconds that the slowest rank needs."""
-        warm_memory(self.bytes)
+        warm_memory(self.bytes, of=self.order.world)
         dist.barrier()
         started_s = time.perf_counter()
         work()
@@ -194,7 +195,7 @@ class Rank:
         def background() -> Iterator[Work]:
             path, order = self.fresh("ours"), self.order
             shard = ShardName(self.draft.generation, STEP, order.rank, order.world)
-            store, directory = SnapshotStore(Path(order.shared)), open_directory(path)
+            store, directory = SnapshotStore(self.shared), open_directory(path)
 
             def save() -> None:
                 sealing = threading.Thread(target=store.seal, args=(shard,))
@@ -327,15 +328,11 @@ class Rank:
     @contextmanager
     def slots(self) -> Iterator[SnapshotWriter]:
         """A snapshot writer whose memory is warm."""
-        root = Path(self.order.shared)
-        writer = SnapshotWriter(root, self.order.rank)
+        writer = SnapshotWriter(self.shared, self.order.rank)
         writer.reserve(self.bytes + (1 << 20))
         yield writer
         writer.close()
-        dist.barrier()
-        if self.order.rank == 0:
-            shutil.rmtree(root)
-            root.mkdir()
+        shutil.rmtree(self.shared)
         dist.barrier()
 
     def pieces(self) -> list[Piece]:
