@@ -167,6 +167,13 @@ class Place:
             yield self._row("offline", name, taken)
 
 
+def fits(where: str, size: int) -> bool:
+    """Whether a state of `size` bytes can be measured there: the peers keep up to four copies of it
+    in memory, and in a place that is memory its files take as much again."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return size * (8 if where.startswith("/dev/shm") else 5) < free
+
+
 def size_of(text: str) -> int:
     unit = next((u for u in UNITS if text.endswith(u)), None)
     if unit is None:
@@ -199,6 +206,9 @@ def main() -> None:
     for where in options.places.split(","):
         Path(where).mkdir(parents=True, exist_ok=True)
         for size in map(size_of, options.sizes.split(",")):
+            if not fits(where, size):
+                print(f"left out: {in_words(size)} in {where}: too little memory", file=sys.stderr)
+                continue
             with Place(where, size, options) as place:
                 rows += place.rows(options.cases)
                 if "memory" in options.cases and not memory:

@@ -6,6 +6,7 @@ its peers do. A time is that of the slowest rank, from a barrier on.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -121,16 +122,19 @@ class Rank:
             for _ in range(self.order.rounds):
                 for name, variant in variants.items():
                     with variant() as work:
-                        seconds = self.time(work)
+                        seconds = self.time(work, allocates=case in ("stall", "write"))
+                    del work  # and with it what it holds: it may be as large as the state
+                    gc.collect()
                     self.tell({"case": case, "variant": name, "seconds": seconds})
 
     def tell(self, found: Mapping[str, object]) -> None:
         if self.order.rank == 0:
             print(json.dumps(found), flush=True)
 
-    def time(self, work: Work) -> float:
-        """Seconds that the slowest rank needs."""
-        warm_memory(self.bytes, of=self.order.world)
+    def time(self, work: Work, *, allocates: bool) -> float:
+        """Seconds that the slowest rank needs. `allocates`: it makes new files, or large buffers."""
+        if allocates:
+            warm_memory(self.bytes, of=self.order.world)
         dist.barrier()
         started_s = time.perf_counter()
         work()
