@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py [--sizes 1GiB,4GiB] [--places runs,/dev/shm] [--rounds 3]
                                     [--cases stall,write,load,reshard,offline,memory,plan,profile]
-                                    [--cold] [--record]
+                                    [--cold] [--record [--add]]
 
 The state is a model in single precision with Adam's two moments, dealt by rows to 2 ranks, which
 are processes of this machine. Reads come from the page cache; with --cold, files on a disk are
@@ -158,7 +158,7 @@ class Place:
                 os.sync()
                 if self._options.cold:
                     forget(source)
-                warm_memory(self.size)
+                warm_memory(4 * self.size)
                 started_s = time.monotonic()
                 subprocess.run(command, shell=True, check=True, stdout=subprocess.DEVNULL)
                 times[name].append(time.monotonic() - started_s)
@@ -190,6 +190,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
     parser.add_argument(
         "--record", action="store_true", help="write benchmarks/results/ and docs/performance.md"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="with --record: keep today's record of other cases"
     )
     options = parser.parse_args()
     options.cases = options.cases.split(",")
@@ -226,7 +229,7 @@ def main() -> None:
     )
     print(report)
     if options.record:
-        report.record()
+        report.record(add=options.add)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -179,22 +179,45 @@ class Report:
         ]
         return "\n\n".join(text for text in tables if text)
 
-    def record(self) -> None:
-        """Write the dated result, and put the tables in docs/performance.md."""
+    def after(self, path: Path) -> Report:
+        """This report together with what an earlier run of the day recorded and this one left."""
+        if not path.exists():
+            return self
+        before = json.loads(path.read_text())
+        old = [Row(**row | {"seconds": tuple(row["seconds"])}) for row in before["rows"]]
+        found = {(row.place, row.bytes, row.case) for row in self.rows}
+        rows = [row for row in old if (row.place, row.bytes, row.case) not in found] + self.rows
+        place = list(dict.fromkeys((row.place, row.bytes) for row in old + self.rows))
+        cases = list(dict.fromkeys(row.case for row in old + self.rows))
+        return replace(
+            self,
+            command=f"{before['command']}\n{self.command}",
+            rows=sorted(rows, key=lambda r: (place.index((r.place, r.bytes)), cases.index(r.case))),
+            memory=self.memory or [Memory(**row) for row in before["memory"]],
+            plans=self.plans or [Growth(**row) for row in before["plans"]],
+            profiles=self.profiles or [Profile(**row) for row in before["profiles"]],
+        )
+
+    def record(self, *, add: bool) -> None:
+        """Write the dated result, and put the tables in docs/performance.md.
+
+        `add`: keep what an earlier run of the day recorded of other cases, with its command.
+        """
         commit = subprocess.run(
             ["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip()
         about = machine()
         kind = "cold" if self.cold else "warm"
         path = HERE / "results" / f"checkpoint-{date.today()}{'-cold' if self.cold else ''}.json"
-        document = {"date": str(date.today()), "commit": commit, "machine": about, **asdict(self)}
+        whole = self.after(path) if add else self
+        document = {"date": str(date.today()), "commit": commit, "machine": about, **asdict(whole)}
         path.write_text(json.dumps(document, indent=1) + "\n")
         words = (
             f"{date.today()}, commit {commit}: {about['processor']}, {about['cores']} cores, "
             f"{about['memory_bytes'] >> 30} GiB, Linux {about['kernel']}, torch {about['torch']}, "
             f"safetensors {about['safetensors']}; medians and fastest of {self.rounds} rounds."
         )
-        publish(kind, f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        publish(kind, f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
         print(f"recorded in {path} and {PERFORMANCE}")
 
 
