@@ -158,7 +158,7 @@ class Place:
                 os.sync()
                 if self._options.cold:
                     forget(source)
-                warm_memory(4 * self.size)
+                warm_memory()
                 started_s = time.monotonic()
                 subprocess.run(command, shell=True, check=True, stdout=subprocess.DEVNULL)
                 times[name].append(time.monotonic() - started_s)

@@ -18,13 +18,13 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def warm_memory(size: int, of: int = 1) -> None:
-    """Touch so many bytes of free memory, so that what is timed next finds them at hand: half of
-    what is free at most, over the `of` processes that do so now.
+def warm_memory(of: int = 1) -> None:
+    """Touch half of the free memory, so that what is timed next finds it at hand: this process's
+    part, where `of` of them do so now.
 
-    A virtual machine gets a page from its host when it first touches it, and may give free ones
-    back: a file written to memory would be timed by its luck, many times over.
+    A virtual machine gets a page from its host when it first touches it, and gives free ones back:
+    a file written to memory would be timed by its luck, many times over.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    mmap.mmap(-1, min(size, free // (2 * of)), flags=flags).close()
+    mmap.mmap(-1, free // (2 * of), flags=flags).close()

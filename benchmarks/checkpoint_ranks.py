@@ -133,8 +133,9 @@ class Rank:
 
     def time(self, work: Work, *, allocates: bool) -> float:
         """Seconds that the slowest rank needs. `allocates`: it makes files, or large buffers."""
-        if allocates:  # more than it takes: the kernel may take others of the free pages
-            warm_memory(4 * self.bytes, of=self.order.world)
+        if allocates:
+            dist.barrier()
+            warm_memory(of=self.order.world)
         dist.barrier()
         started_s = time.perf_counter()
         work()
