@@ -29,6 +29,7 @@ from elasticzero.channel import (
 from elasticzero.checkpoint.retention import Keep
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.launcher.acting import StoreActions
 from elasticzero.launcher.actions import (
     Action,
     Ask,
@@ -48,29 +49,15 @@ from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
-from elasticzero.launcher.observe import (
-    ALARM,
-    DONE,
-    MEMBERS,
-    WORLD,
-    Observer,
-    members_of,
-    reports_of,
-)
+from elasticzero.launcher.observe import MEMBERS, Observer, members_of
 from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
 from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.storage_look import StorageLook
-from elasticzero.launcher.store import Condition, Store
+from elasticzero.launcher.store import Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, View, Workers
 from elasticzero.launcher.workers import Gang
-from elasticzero.launcher.world import (
-    Done,
-    World,
-    charge,
-    check_invariants,
-    to_bytes,
-)
+from elasticzero.launcher.world import World, charge
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
@@ -131,6 +118,14 @@ class Agent:
         self._claim: Claim | None = None
         look = StorageLook(options.checkpoint_dir, self.wake)
         self._lookout = Lookout(store, self._observer, membership, self.snapshots, look)
+        self._store_actions = StoreActions(
+            store,
+            self._observer,
+            membership,
+            self._lookout,
+            lambda now_s: self._decide(now_s)[1],
+            time.monotonic,
+        )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: tuple[int, int] | None = None
         self._leaving = False
@@ -156,12 +151,11 @@ class Agent:
         """The loop; returns when the job is done or this node has left."""
         sweep()
         self._claim = Claim(self.options.snapshot_dir)
-        self._lookout.begin()
+        self._lookout.begin(time.monotonic())
         try:
             while self.exit_code is None:
                 now_s = time.monotonic()
-                view = self._observe(now_s)
-                decision = decide(view, now_s, self.options.limits)
+                view, decision = self._decide(now_s)
                 self.view = view
                 self.telling.decided(view, decision)
                 self._act(view, decision, now_s)
@@ -185,8 +179,12 @@ class Agent:
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
 
+    def _decide(self, now_s: float) -> tuple[View, Decision]:
+        view = self._observe(now_s)
+        return view, decide(view, now_s, self.options.limits)
+
     def _observe(self, now_s: float) -> View:
-        self._keep_registered(now_s)
+        self._store_actions.keep_registered(now_s, leaving=self._leaving)
         self._hear(now_s)
         self._leaving |= self.options.node in self._observer.control().drain
         workers = self._gang.view(now_s) if self._gang is not None else Workers()
@@ -194,12 +192,6 @@ class Agent:
             workers = replace(workers, sealing=self.saver.unsealed())
         view = self._lookout.view(workers, self._leaving, now_s, self.options.limits)
         return replace(view, saving=self.saver.saving, saved_held=self._saved_held)
-
-    def _keep_registered(self, now_s: float) -> None:
-        world, revision = self._observer.world()
-        named = world is None or world.names(self._membership.me)
-        if named or not self._leaving:
-            self._membership.check(now_s, named=named, world_revision=revision)
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -270,23 +262,8 @@ class Agent:
                 self._gang.stop(reason, now_s)
             case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
                 self._gang.kill(spare_saving=spare_saving)
-            case RaiseAlarm(alarm):
-                assert view.world is not None
-                key = f"{ALARM}{view.world.generation}"
-                self._store.write(
-                    {key: to_bytes(alarm)}, conditions=[Condition(key=key, mod_revision=0)]
-                )
-                self._observer.put(ALARM, self._store.read(ALARM))
-            case PutReport(report):
-                assert view.world is not None
-                generation = view.world.generation
-                key = f"{reports_of(generation)}{view.me.node}"
-                self._store.write({key: to_bytes(report)})
-                self._lookout.reported(generation, report)
-            case WriteWorld():
-                self._look_again_and_write(now_s)
-            case WriteDone(done):
-                self._write_done(view, done)
+            case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
+                self._store_actions.do(action, view, now_s, self.options.limits)
             case SaveHeld(generation, step, world_size, ranks):
                 self._saved_held = (generation, step)
                 self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
@@ -295,42 +272,6 @@ class Agent:
                 self.exit_code = code
             case _:
                 pass
-
-    def _look_again_and_write(self, now_s: float) -> None:
-        """Write the next world, if it is still what a fresh look at the store leads to.
-
-        A slow answer means that the store was away, and that others could not be heard either:
-        their time to answer begins anew.
-        """
-        world, revision = self._observer.world()
-        generation = world.generation if world is not None else 0
-        for prefix in (reports_of(generation), MEMBERS):
-            self._observer.put(prefix, self._store.read(prefix))
-        asked_s = time.monotonic()
-        if asked_s - now_s > self.options.limits.alive_s / 2:
-            self._membership.well_since_s = asked_s
-        view = self._observe(asked_s)
-        decision = decide(view, asked_s, self.options.limits)
-        for action in decision.actions:
-            if isinstance(action, WriteWorld):
-                check_invariants(world, action.world)
-                old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
-                conditions = [
-                    Condition(key=WORLD, mod_revision=revision),
-                    self._membership.condition(),
-                ]
-                key_value = {WORLD: to_bytes(action.world)}
-                deletes = [f"{MEMBERS}{node}" for node in action.gone]
-                deletes += old if generation > 1 else []
-                written = self._store.write(key_value, deletes=deletes, conditions=conditions)
-                if written is not None:
-                    self._observer.put(WORLD, self._store.read(WORLD))
-
-    def _write_done(self, view: View, done: Done) -> None:
-        _, revision = self._observer.world()
-        conditions = [Condition(key=WORLD, mod_revision=revision), self._membership.condition()]
-        self._store.write({DONE: to_bytes(done)}, conditions=conditions)
-        self._observer.put(DONE, self._store.read(DONE))
 
     def _start(self, world: World, index: int, now_s: float) -> None:
         options, member = self.options, world.members[index]

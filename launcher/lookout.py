@@ -7,12 +7,12 @@ wants it to see, and looks at memory and storage no more often than that can mat
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
-from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.checkpoint.snapshot import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.membership import Membership
@@ -26,16 +26,36 @@ from elasticzero.launcher.observe import (
     Since,
     reports_of,
 )
-from elasticzero.launcher.storage_look import Seen, StorageLook
+from elasticzero.launcher.storage_look import Seen
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Holding, Member, Report
 
-"""A look through the checkpoints serves for so long."""
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
+
+
+def _draw_token() -> str:
+    return secrets.token_hex(8)
+
+
+class Memory(Protocol):
+    """This node's snapshots: see `SnapshotStore`."""
+
+    def held(self) -> Sequence[HeldSnapshot]: ...
+
+
+class Storage(Protocol):
+    """The checkpoint directory: see `StorageLook`."""
+
+    @property
+    def possible(self) -> bool: ...
+
+    def forget(self) -> None: ...
+
+    def ask(self, bad: Mapping[int, str]) -> Seen: ...
 
 
 class Lookout:
@@ -46,15 +66,17 @@ class Lookout:
         store: Store,
         observer: Observer,
         membership: Membership,
-        snapshots: SnapshotStore,
-        storage_look: StorageLook,
+        snapshots: Memory,
+        storage_look: Storage,
+        draw_token: Callable[[], str] = _draw_token,
     ) -> None:
         self._store = store
         self._observer = observer
         self._membership = membership
         self._snapshots = snapshots
         self._storage_look = storage_look
-        self._began_s = self._last_join_s = time.monotonic()
+        self._draw_token = draw_token
+        self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
         self._joined: frozenset[tuple[str, str]] = frozenset()
         self._my_reports: dict[int, Report] = {}
@@ -65,9 +87,9 @@ class Lookout:
         self._looked_for_oldest_s = 0.0
         self._oldest = False
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         """The node is registered: the time to wait for others counts from now."""
-        self._began_s = time.monotonic()
+        self._began_s = self._last_join_s = now_s
 
     def reported(self, generation: int, report: Report) -> None:
         """This agent's report of a generation was put."""
@@ -122,7 +144,7 @@ class Lookout:
             ),
             can_save=self._storage_look.possible,
             bad_steps=tuple(sorted(self.bad_steps)),
-            token=f"g{generation + 1:06d}-{secrets.token_hex(8)}",
+            token=f"g{generation + 1:06d}-{self._draw_token()}",
         )
         leads = is_leader(view) or (outside and self._oldest)
         if leads and (world is None or opened or outside):

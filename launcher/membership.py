@@ -23,11 +23,31 @@ OUTAGE_SHARE_OF_TTL = 0.6
 """A gap so long between two confirmations means that the store was away."""
 
 
+def new_incarnation() -> str:
+    return secrets.token_hex(4)
+
+
+def bound_socket() -> socket.socket:
+    """A TCP socket bound to a free port and not listening: the port stays ours for rank 0's
+    store."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("", 0))
+    return sock
+
+
 class Membership:
     """Registers `member` and keeps it registered until `close`."""
 
     def __init__(
-        self, store: Store, member: Member, ttl_s: int, store_socket: socket.socket
+        self,
+        store: Store,
+        member: Member,
+        ttl_s: int,
+        store_socket: socket.socket,
+        *,
+        bind: Callable[[], socket.socket] = bound_socket,
+        draw_incarnation: Callable[[], str] = new_incarnation,
     ) -> None:
         self.me = member
         self.well_since_s = 0.0
@@ -35,6 +55,8 @@ class Membership:
         self._store = store
         self._ttl_s = ttl_s
         self._socket = store_socket
+        self._bind = bind
+        self._draw_incarnation = draw_incarnation
         self._lease: Lease | None = None
         self._retry_s = 0.0
         self._last_confirmed_s = 0.0
@@ -66,7 +88,7 @@ class Membership:
         """
         deadline_s = time.monotonic() + self._ttl_s + 1.0
         told = False
-        while not self._register():
+        while not self.register():
             if time.monotonic() > deadline_s:
                 raise UserError(
                     f"another agent is registered as node {self.me.node!r} and is alive; give each "
@@ -103,11 +125,11 @@ class Membership:
                 self._seen_revision = world_revision
                 return
             if not named and self.me.incarnation == self._registered.incarnation:
-                self.me = replace(self.me, incarnation=new_incarnation())
-            if self._register():
+                self.me = replace(self.me, incarnation=self._draw_incarnation())
+            if self.register():
                 self._seen_revision = world_revision
 
-    def _register(self) -> bool:
+    def register(self) -> bool:
         """Put the registration under a live lease; False when another incarnation has the name."""
         entry = self._store.read(self.key).entries.get(self.key)
         if entry is not None and not self._is_mine(entry.value):
@@ -131,7 +153,7 @@ class Membership:
     def take_store_socket(self) -> socket.socket:
         """The socket bound to the registered port, for rank 0; a new one is offered from now on."""
         taken = self._socket
-        self._socket = bound_socket()
+        self._socket = self._bind()
         self.me = replace(self.me, store_port=self._socket.getsockname()[1])
         return taken
 
@@ -142,19 +164,6 @@ class Membership:
                 self._lease.close(revoke=True)
             self._lease = None
         self._socket.close()
-
-
-def new_incarnation() -> str:
-    return secrets.token_hex(4)
-
-
-def bound_socket() -> socket.socket:
-    """A TCP socket bound to a free port and not listening: the port stays ours for rank 0's
-    store."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("", 0))
-    return sock
 
 
 def reachable_address(endpoint: str) -> str:

@@ -36,11 +36,22 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
 )
 
 
+def document(kind: type[Any], data: bytes) -> Any:
+    """The document of this kind that stands in the store as `data`."""
+    return world_from_bytes(data) if kind is World else decode(kind, json.loads(data))
+
+
 class Observer:
     """Follows prefixes of the store and reads documents out of their newest snapshots."""
 
-    def __init__(self, store: Store, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        changed: Callable[[], None],
+        read_document: Callable[[type[Any], bytes], Any] = document,
+    ) -> None:
         self._store = store
+        self._read = read_document
         self._changed = changed
         self._lock = threading.Lock()
         self._latest: dict[str, Snapshot] = {}
@@ -84,19 +95,19 @@ class Observer:
         entry = self._entry(WORLD, WORLD)
         if entry is None:
             return None, 0
-        return self._document(entry, world_from_bytes), entry.mod_revision
+        return self._document(entry, World), entry.mod_revision
 
     def done(self) -> Done | None:
         entry = self._entry(DONE, DONE)
-        return self._document(entry, _reader(Done)) if entry is not None else None
+        return self._document(entry, Done) if entry is not None else None
 
     def control(self) -> Control:
         entry = self._entry(CONTROL, CONTROL)
-        return self._document(entry, _reader(Control)) if entry is not None else Control()
+        return self._document(entry, Control) if entry is not None else Control()
 
     def alarm(self, generation: int) -> Alarm | None:
         entry = self._entry(ALARM, f"{ALARM}{generation}")
-        return self._document(entry, _reader(Alarm)) if entry is not None else None
+        return self._document(entry, Alarm) if entry is not None else None
 
     def reports(self, generation: int) -> dict[str, Report] | None:
         """By node; None while they are not followed."""
@@ -105,7 +116,7 @@ class Observer:
         if snapshot is None:
             return None
         return {
-            key.removeprefix(prefix): self._document(entry, _reader(Report))
+            key.removeprefix(prefix): self._document(entry, Report)
             for key, entry in snapshot.entries.items()
         }
 
@@ -115,21 +126,21 @@ class Observer:
         if snapshot is None:
             return None
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
-        found = (self._document(entry, _reader(Member)) for entry in entries)
+        found = (self._document(entry, Member) for entry in entries)
         return {member.node: member for member in found}
 
     def _entry(self, prefix: str, key: str) -> Entry | None:
         snapshot = self.get(prefix)
         return snapshot.entries.get(key) if snapshot is not None else None
 
-    def _document(self, entry: Entry, read: Callable[[bytes], T]) -> T:
+    def _document(self, entry: Entry, kind: type[T]) -> T:
         """What stands in an entry, read once for each revision."""
-        revision, document = self._decoded.get(entry.key, (0, None))
+        revision, found = self._decoded.get(entry.key, (0, None))
         if revision != entry.mod_revision:
-            document = read(entry.value)
-            self._decoded[entry.key] = (entry.mod_revision, document)
-        found: T = document
-        return found
+            found = self._read(kind, entry.value)
+            self._decoded[entry.key] = (entry.mod_revision, found)
+        result: T = found
+        return result
 
 
 def reports_of(generation: int) -> str:
@@ -142,10 +153,6 @@ def members_of(snapshot: Snapshot) -> dict[str, Member]:
     entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
     members = [decode(Member, json.loads(entry.value), entry.key) for entry in entries]
     return {member.node: member for member in members}
-
-
-def _reader(kind: type[T]) -> Callable[[bytes], T]:
-    return lambda data: decode(kind, json.loads(data))
 
 
 class Since:
