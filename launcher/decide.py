@@ -23,8 +23,8 @@ Rules of the acting leader, who is the first member of `world` that is alive (be
 world: the oldest registration):
  L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
  L2  everybody finished: write `done`.
- L3  a member's lease has lapsed, the store is well and no step was finished with it since: raise
-     the alarm.
+ L3  a member's lease has lapsed, the store is well and no step was finished with it since, or none
+     for long: raise the alarm.
  L4  a round is open: once every member answered, or is silent past alive_s, and those alive have
      stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
  L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its

@@ -36,6 +36,9 @@ from elasticzero.launcher.world import (
 
 NAMES_SHOWN = 8
 MOST_PAUSE_S = 10.0
+PROOF_OF_LIFE_S = 30.0
+"""So long a finished step speaks for a member whose registration is gone: it may fall silent too,
+and no later lapse would tell of that."""
 STORAGE_PATIENCE_S = 10.0
 """Storage that has not said by then what it holds is done without, where memory has a snapshot."""
 SAVE_AFTER_ALIVE = 2
@@ -181,7 +184,9 @@ def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:
     health = view.store
     own_lease_is_fresh = now_s - health.confirmed_s <= limits.lease_ttl_s / 2
     store_is_well = health.reachable and now_s - health.well_since_s >= limits.lease_ttl_s
-    return own_lease_is_fresh and store_is_well and view.workers.stepped_s < since_s
+    stepped_s = view.workers.stepped_s
+    proven_alive = stepped_s >= since_s and now_s - stepped_s < PROOF_OF_LIFE_S
+    return own_lease_is_fresh and store_is_well and not proven_alive
 
 
 def ask(view: View, flags: int, kind: Literal["leave", "grow"], reason: str) -> Decision:

@@ -20,7 +20,8 @@ from elasticzero.launcher.world import Member, to_bytes
 
 RETRY_S = 0.3
 OUTAGE_SHARE_OF_TTL = 0.6
-"""A gap so long between two confirmations means that the store was away."""
+"""A gap so long between two confirmations means that the store was away, unless nobody looked at
+them for so long."""
 
 
 def new_incarnation() -> str:
@@ -60,7 +61,10 @@ class Membership:
         self._lease: Lease | None = None
         self._retry_s = 0.0
         self._last_confirmed_s = 0.0
+        self._last_check_s = 0.0
         self._registered = member
+        self._stands = False
+        """The registration was put under the present lease."""
         self._seen_revision = 0
 
     @property
@@ -81,15 +85,21 @@ class Membership:
             )
         return Condition(key=self.key, mod_revision=entry.mod_revision)
 
-    def join(self, waiting: Callable[[str], None]) -> None:
+    def join(
+        self,
+        waiting: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """Register; a predecessor of the same name gets its TTL and a second to be gone.
 
         waiting: told what is waited for. Raises `UserError` if the name stays taken.
         """
-        deadline_s = time.monotonic() + self._ttl_s + 1.0
+        deadline_s = clock() + self._ttl_s + 1.0
         told = False
-        while not self.register():
-            if time.monotonic() > deadline_s:
+        while not self._registers():
+            if clock() > deadline_s:
                 raise UserError(
                     f"another agent is registered as node {self.me.node!r} and is alive; give each "
                     "node a name of its own with --node-name, or stop the other agent"
@@ -99,7 +109,7 @@ class Membership:
                     f"a former registration of {self.me.node} has not lapsed yet; waiting for it"
                 )
                 told = True
-            time.sleep(RETRY_S)
+            sleep(RETRY_S)
 
     def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
         """Renew what has lapsed, or what the leader ended because nothing was heard from here.
@@ -109,25 +119,32 @@ class Membership:
         lease = self._lease
         if lease is None:
             return
-        if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > (
-            OUTAGE_SHARE_OF_TTL * self._ttl_s
-        ):
+        unlooked_s = now_s - self._last_check_s + self._ttl_s / 3
+        longest_s = max(OUTAGE_SHARE_OF_TTL * self._ttl_s, unlooked_s)
+        if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > longest_s:
             self.well_since_s = lease.confirmed_s
+        self._last_check_s = now_s
         self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
         left_out = not named and self._seen_revision != world_revision
-        if not (lease.lost or left_out) or now_s < self._retry_s:
+        if (self._stands and not lease.lost and not left_out) or now_s < self._retry_s:
             return
         self._retry_s = now_s + RETRY_S
         if lease.lost:
             self.well_since_s = now_s
         with suppress(StoreUnavailable, LeaseLost):
-            if left_out and self._store.read(self.key).entries:
+            if left_out and self.key in self._store.read(self.key).entries:
                 self._seen_revision = world_revision
                 return
             if not named and self.me.incarnation == self._registered.incarnation:
                 self.me = replace(self.me, incarnation=self._draw_incarnation())
             if self.register():
                 self._seen_revision = world_revision
+
+    def _registers(self) -> bool:
+        try:
+            return self.register()
+        except LeaseLost:  # etcd was away for longer than the lease lives: take another
+            return False
 
     def register(self) -> bool:
         """Put the registration under a live lease; False when another incarnation has the name."""
@@ -137,6 +154,7 @@ class Membership:
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
                 self._lease.close(revoke=False)
+            self._stands = False
             self._lease = self._store.lease(self._ttl_s)
         revision = entry.mod_revision if entry is not None else 0
         condition = Condition(key=self.key, mod_revision=revision)
@@ -144,6 +162,7 @@ class Membership:
         if self._store.write(put, conditions=[condition], lease=self._lease) is None:
             return False
         self._registered = self.me
+        self._stands = True
         return True
 
     def _is_mine(self, value: bytes) -> bool:

@@ -62,13 +62,13 @@ class Observer:
     def follow(self, prefixes: Iterable[str]) -> None:
         """Follow exactly these prefixes from now on."""
         wanted = set(prefixes)
-        for prefix in self._subscriptions.keys() - wanted:
+        for prefix in sorted(self._subscriptions.keys() - wanted):
             self._subscriptions.pop(prefix).close()
             with self._lock:
                 self._latest.pop(prefix, None)
             for key in [key for key in self._decoded if key.startswith(prefix)]:
                 del self._decoded[key]
-        for prefix in wanted - self._subscriptions.keys():
+        for prefix in sorted(wanted - self._subscriptions.keys()):
             self._subscriptions[prefix] = self._store.watch(prefix, self._take(prefix))
 
     def _take(self, prefix: str) -> Callable[[Snapshot], None]:

@@ -205,6 +205,7 @@ TABLE = [
     # L3
     ("a lapsed lease", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
     ("a step since", v(AT_REST, members=named(A), missing_since_s={"b": 98.0}), []),
+    ("a step since, but none for long", v(AT_REST, members=named(A), missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
     ("the store came back just now", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, well_since_s=96.0)), []),
     ("the store is away", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, reachable=False)), []),
     ("own lease not confirmed", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, confirmed_s=90.0)), []),
