@@ -55,10 +55,8 @@ class StoreActions:
                 self._raise_alarm(generation, alarm)
             case PutReport(report):
                 self._put_report(generation, view.me.node, report)
-            case WriteWorld():
+            case WriteWorld() | WriteDone():
                 self._look_again_and_write(now_s, limits)
-            case WriteDone(done):
-                self._write_done(done)
 
     def _raise_alarm(self, generation: int, alarm: Alarm) -> None:
         key = f"{ALARM}{generation}"
@@ -70,7 +68,7 @@ class StoreActions:
         self._lookout.reported(generation, report)
 
     def _look_again_and_write(self, now_s: float, limits: Limits) -> None:
-        """Write the next world, if it is still what a fresh look at the store leads to.
+        """Write the next world, or the end, if it is still what a fresh look at the store leads to.
 
         A slow answer means that the store was away, and that others could not be heard either:
         their time to answer begins anew.
@@ -83,7 +81,9 @@ class StoreActions:
         if asked_s - now_s > limits.alive_s / 2:
             self._membership.well_since_s = asked_s
         for action in self._again(asked_s).actions:
-            if isinstance(action, WriteWorld):
+            if isinstance(action, WriteDone):
+                self._write_done(action.done)
+            elif isinstance(action, WriteWorld):
                 check_invariants(world, action.world)
                 old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
                 conditions = [

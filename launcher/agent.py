@@ -184,14 +184,15 @@ class Agent:
         return view, decide(view, now_s, self.options.limits)
 
     def _observe(self, now_s: float) -> View:
+        saving = self.saver.saving  # before the news of its end is heard
         self._store_actions.keep_registered(now_s, leaving=self._leaving)
         self._hear(now_s)
-        self._leaving |= self.options.node in self._observer.control().drain
+        self._leaving |= self._observer.control().drains(self._membership.me)
         workers = self._gang.view(now_s) if self._gang is not None else Workers()
         if not workers.running:
             workers = replace(workers, sealing=self.saver.unsealed())
         view = self._lookout.view(workers, self._leaving, now_s, self.options.limits)
-        return replace(view, saving=self.saver.saving, saved_held=self._saved_held)
+        return replace(view, saving=saving, saved_held=self._saved_held)
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -230,7 +231,7 @@ class Agent:
                 case SaveOver():
                     message = Saved(step=news.step, generation=news.generation, error=news.error)
                     self.telling.saved(news)
-                    if news.committed:
+                    if news.error is None:
                         self._lookout.saved(news.step)
             if self._gang is not None and self._gang.generation == news.generation:
                 self._gang.tell(message)

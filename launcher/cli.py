@@ -1,4 +1,4 @@
-"""The command line: `elasticzero run | local | status | checkpoint …`."""
+"""The command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`."""
 
 from __future__ import annotations
 
@@ -60,17 +60,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_run_options(local, omit=omit)
     local.add_argument("--nnodes", help="fewest and most nodes (default: 1:N)", metavar="MIN:MAX")
     status = commands.add_parser("status", help="what a job is doing")
-    for flags, required in ((("--job", "--rdzv-id"), True), (("--etcd", "--rdzv-endpoint"), True)):
-        variable = os.environ.get(f"ELASTICZERO_{flags[0][2:].upper()}")
-        status.add_argument(
-            *flags,
-            required=required and variable is None,
-            default=variable,
-            help="name of the training run"
-            if flags[0] == "--job"
-            else "etcd endpoints, HOST:PORT,…",
-        )
     status.add_argument("--json", action="store_true", help="for scripts")
+    drain = commands.add_parser("drain", help="have a node leave at the next step")
+    drain.add_argument("node", metavar="NODE", help="its name, as `elasticzero status` shows it")
+    scale = commands.add_parser("scale", help="change the fewest and most nodes of a job")
+    scale.add_argument("nnodes", metavar="MIN:MAX", help="or N, for exactly so many")
+    stop = commands.add_parser("stop", help="end a job at the next step, with its state saved")
+    for command in (status, drain, scale, stop):
+        _add_job_options(command)
+    for command in (drain, scale, stop):
+        _add_wait_options(command)
     checkpoint = commands.add_parser(
         "checkpoint", help="look at checkpoints and change their shape"
     )
@@ -78,6 +77,28 @@ def build_parser() -> argparse.ArgumentParser:
         checkpoint.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser)
     )
     return parser
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Which job is meant."""
+    options = {
+        ("--job", "--rdzv-id"): "name of the training run",
+        ("--etcd", "--rdzv-endpoint"): "etcd endpoints, HOST:PORT,…",
+    }
+    for flags, legend in options.items():
+        variable = os.environ.get(f"ELASTICZERO_{flags[0][2:].upper()}")
+        parser.add_argument(*flags, required=variable is None, default=variable, help=legend)
+
+
+def _add_wait_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wait", action="store_true", help="return when it has happened")
+    parser.add_argument(
+        "--wait-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait at most (default: 300)",
+    )
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -180,9 +201,23 @@ def _local(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.status import status
+
+    return int(status(args.job, args.etcd.split(","), as_json=args.json))
+
+
+def _steer(args: argparse.Namespace) -> int:
+    """drain, scale, stop."""
     from elasticzero.launcher import control
 
-    return int(control.status(args.job, args.etcd.split(","), as_json=args.json))
+    wait_s = args.wait_timeout if args.wait else None
+    nnodes = parse_nnodes(args.nnodes, "scale") if args.command == "scale" else (0, 0)
+    with control.opened(args.job, args.etcd.split(",")) as store:
+        if args.command == "drain":
+            return int(control.drain(store, args.job, args.node, wait_s))
+        if args.command == "scale":
+            return int(control.scale(store, args.job, nnodes, wait_s))
+        return int(control.stop(store, args.job, wait_s))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
         if args.command == "status":
             return _status(args)
+        if args.command in ("drain", "scale", "stop"):
+            return _steer(args)
         return int(args.run_command(args))
     except ElasticZeroError as error:
         print(f"error: {error}", file=sys.stderr)

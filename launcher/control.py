@@ -1,90 +1,259 @@
-"""What an operator asks of a running job, and is told of it."""
+"""What operators ask of a running job: drain a node, scale, stop.
+
+Each command changes the document `control`, which every agent watches, by a transaction on
+condition that it stands as it was read: of two operators at once one is tried again. Asking for
+what has been asked for already changes nothing.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from elasticzero.errors import ExitCode, StoreUnavailable, UserError
+from elasticzero.errors import ExitCode, OperatorError, StoreUnavailable, UserError
+from elasticzero.launcher.blame import ASIDE_AFTER
 from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.observe import DONE, MEMBERS, WORLD, members_of, reports_of
-from elasticzero.launcher.store import Store, job_prefix
-from elasticzero.launcher.world import world_from_bytes
+from elasticzero.launcher.observe import CONTROL, DONE, MEMBERS, WORLD, members_of
+from elasticzero.launcher.store import Condition, Entry, Store, job_prefix
+from elasticzero.launcher.world import (
+    Control,
+    Done,
+    Drain,
+    Member,
+    World,
+    to_bytes,
+    world_from_bytes,
+)
+from elasticzero.records import decode
+
+TRIES = 20
+"""So often the document is read and written again when others write it at the same time."""
+LOOK_EVERY_S = 0.2
+NAMES_SHOWN = 16
 
 
-def status(job: str, endpoints: Sequence[str], *, as_json: bool) -> ExitCode:
-    """Print what the job does now; raises `UserError` when etcd knows no such job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the store shows of a job at one time."""
+
+    name: str
+    members: Mapping[str, Member]
+    """Registrations, oldest first."""
+    world: World | None
+    done: Done | None
+    control: Control
+    control_revision: int
+
+    @property
+    def placed(self) -> tuple[Member, ...]:
+        return self.world.members if self.world is not None else ()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Registered nodes without a place."""
+        world = self.world
+        return [n for n, m in self.members.items() if world is None or not world.names(m)]
+
+    @property
+    def nodes(self) -> dict[str, Member]:
+        """Every node of the job, those with a place first; a registration that stands goes before
+        one that has lapsed."""
+        return {member.node: member for member in self.placed} | dict(self.members)
+
+
+@contextmanager
+def opened(job: str, endpoints: Sequence[str]) -> Iterator[Store]:
+    """The job's part of etcd; that it does not answer is said with its address."""
     store = EtcdStore(endpoints, job_prefix(job))
     try:
-        found = _look(store)
+        yield store
     except StoreUnavailable as error:
-        raise StoreUnavailable(f"etcd at {','.join(endpoints)} does not answer: {error}") from None
+        names = ",".join(endpoints)
+        raise StoreUnavailable(f"etcd at {names} does not answer: {error}; check --etcd") from None
     finally:
         store.close()
-    if not found["nodes"] and found["generation"] == 0 and found["done"] is None:
-        raise UserError(f"etcd at {','.join(endpoints)} knows no job {job!r}; check --job")
-    print(json.dumps(found, indent=2) if as_json else _table(job, found))
-    return ExitCode.DONE
 
 
-def _look(store: Store) -> dict[str, Any]:
+def look(store: Store, name: str) -> Job:
+    """What stands in the store; raises `UserError` when it knows no such job."""
     members = members_of(store.read(MEMBERS))
-    done = store.read(DONE).entries.get(DONE)
-    entry = store.read(WORLD).entries.get(WORLD)
-    world = world_from_bytes(entry.value) if entry is not None else None
-    reports = store.read(reports_of(world.generation)).entries if world is not None else {}
-    placed = {m.node: i for i, m in enumerate(world.members)} if world is not None else {}
-    phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
-    nodes = [
-        {
-            "node": node,
-            "address": members[node].address if node in members else None,
-            "ranks": _ranks(world, placed.get(node)),
-            "state": "done"
-            if done is not None
-            else _state(node in members, node in placed, phases.get(node)),
-        }
-        for node in [*placed, *(name for name in members if name not in placed)]
-    ]
-    return {
-        "generation": world.generation if world is not None else 0,
-        "world_size": world.world_size if world is not None else 0,
-        "resume_step": world.resume.step if world is not None else 0,
-        "reason": world.reason if world is not None else "waiting for nodes",
-        "nodes": nodes,
-        "done": json.loads(done.value) if done is not None else None,
-    }
+    world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
+    if not members and world is None and done is None:
+        raise UserError(f"etcd knows no job {name!r}; check --job and --etcd")
+    return Job(
+        name=name,
+        members=members,
+        world=world_from_bytes(world.value) if world is not None else None,
+        done=decode(Done, json.loads(done.value), DONE) if done is not None else None,
+        control=decode(Control, json.loads(control.value), CONTROL) if control else Control(),
+        control_revision=control.mod_revision if control is not None else 0,
+    )
 
 
-def _ranks(world: Any, index: int | None) -> str:
-    if index is None:
-        return "-"
-    first = world.first_rank(index)
-    last = first + world.members[index].nproc - 1
-    return str(first) if first == last else f"{first}-{last}"
+def _entry(store: Store, key: str) -> Entry | None:
+    return store.read(key).entries.get(key)
 
 
-def _state(registered: bool, placed: bool, phase: str | None) -> str:
-    if not registered:
-        return "gone"
-    if not placed:
-        return "waiting"
-    return {"restored": "training", None: "starting"}.get(phase, str(phase))
+def steer(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
+    """Write what `change` makes of the document; the job as it was, and whether anything changed.
+
+    Raises what `change` raises, and `OperatorError` when others always were faster.
+    """
+    for _ in range(TRIES):
+        job = look(store, name)
+        wanted = change(job)
+        if wanted == job.control:
+            return job, False
+        conditions = [
+            Condition(key=CONTROL, mod_revision=job.control_revision),
+            Condition(key=DONE, mod_revision=0),
+        ]
+        if store.write({CONTROL: to_bytes(wanted)}, conditions=conditions) is not None:
+            return job, True
+    raise OperatorError(f"others changed what is asked of job {name} {TRIES} times; try again")
 
 
-def _table(job: str, found: dict[str, Any]) -> str:
-    lines = [
-        f"job {job}: generation {found['generation']}, {found['world_size']} "
-        f"rank{'s' * (found['world_size'] != 1)}, began at step {found['resume_step']} "
-        f"({found['reason']})"
-    ]
-    if found["done"] is not None:
-        lines.append(f"done: {found['done']['reason']}")
-    width = max([4, *(len(node["node"]) for node in found["nodes"])])
-    lines.append(f"{'NODE':<{width}}  {'RANKS':<7}  {'STATE':<9}  ADDRESS")
-    lines += [
-        f"{n['node']:<{width}}  {n['ranks']:<7}  {n['state']:<9}  {n['address'] or '-'}"
-        for n in found["nodes"]
-    ]
-    return "\n".join(lines)
+def _going_on(job: Job, what: str) -> None:
+    if job.done is not None:
+        raise UserError(f"{what}: job {job.name!r} is over: {job.done.reason}")
+
+
+def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
+    """Have a node leave at the next boundary. wait_s: how long to wait for it; None: not at all."""
+    chosen: list[Member] = []
+
+    def change(job: Job) -> Control:
+        _going_on(job, f"drain {node}")
+        member = job.nodes.get(node)
+        if member is None:
+            names = list(job.nodes)
+            more = ", ..." if len(names) > NAMES_SHOWN else ""
+            raise UserError(
+                f"drain {node}: job {name!r} has no such node; its nodes are "
+                f"{', '.join(names[:NAMES_SHOWN])}{more}"
+            )
+        chosen[:] = [member]
+        present = [*job.placed, *job.members.values()]
+        still = tuple(d for d in job.control.drain if any(_drained(d, m) for m in present))
+        if job.control.drains(member):
+            return job.control
+        new = Drain(node=node, incarnation=member.incarnation)
+        return replace(job.control, drain=(*still, new))
+
+    job, changed = steer(store, name, change)
+    when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
+    print(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
+    (member,) = chosen
+
+    def gone(now: Job) -> str | None:
+        placed = now.world is not None and now.world.names(member)
+        here = now.members.get(node)
+        if placed or (here is not None and here.incarnation == member.incarnation):
+            return None
+        return f"{node} has left; {_who_trains(now)}"
+
+    return _wait(store, name, wait_s, gone)
+
+
+def _drained(drain: Drain, member: Member) -> bool:
+    return (drain.node, drain.incarnation) == (member.node, member.incarnation)
+
+
+def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:
+    """Change how few and how many nodes the job may have."""
+    least, most = least_most
+
+    def change(job: Job) -> Control:
+        _going_on(job, f"scale {least}:{most}")
+        return replace(job.control, nnodes=least_most)
+
+    job, changed = steer(store, name, change)
+    already = "" if changed else " already"
+    print(f"job {name} has {least}:{most} nodes{already}: {_scaled(job, least, most)}")
+
+    def fits(now: Job) -> str | None:
+        count = len(now.placed)
+        aside = {s.node for s in now.world.strikes if s.count >= ASIDE_AFTER} if now.world else ()
+        free = [node for node in now.waiting if node not in aside]
+        room = count < most and free and now.world is not None
+        return None if count > most or room else _who_trains(now)
+
+    return _wait(store, name, wait_s, fits)
+
+
+def _scaled(job: Job, least: int, most: int) -> str:
+    """What will happen, and when."""
+    count, waiting = len(job.placed), job.waiting
+    if job.world is None:
+        return f"{_count(len(waiting))} here, the first generation is still to come"
+    if count > most:
+        leaving = ", ".join(member.node for member in job.placed[most:])
+        return f"at the next step {leaving} hands its state over and waits as a spare"
+    if count < most and waiting:
+        return f"{', '.join(waiting[: most - count])} joins at the next step"
+    if count < least:
+        return f"{_count(count)} train on; the next change of the world waits for {least}"
+    return f"{_count(count)} train on as before"
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'s' * (nodes != 1)}"
+
+
+def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
+    """End the job at the next boundary, with its state saved."""
+
+    def change(job: Job) -> Control:
+        return job.control if job.done is not None else replace(job.control, stop=True)
+
+    job, changed = steer(store, name, change)
+    if job.done is not None:
+        print(f"job {name} is over already: {job.done.reason}")
+        return ExitCode.DONE
+    if not changed:
+        print(f"job {name} has been asked to stop already")
+    elif not job.members:
+        print(f"job {name} stops when a node of it comes: none is here now")
+    else:
+        print(f"job {name} stops at the next step; its state is saved if there is a directory")
+    return _wait(store, name, wait_s, lambda _: None)
+
+
+def _who_trains(job: Job) -> str:
+    world = job.world
+    if world is None:
+        return "there is no generation yet"
+    names = [member.node for member in world.members[:NAMES_SHOWN]]
+    more = ", ..." if len(world.members) > NAMES_SHOWN else ""
+    waiting = f"; {', '.join(job.waiting)} waiting" if job.waiting else ""
+    return f"generation {world.generation} has {', '.join(names)}{more}{waiting}"
+
+
+def _wait(
+    store: Store, name: str, wait_s: float | None, happened: Callable[[Job], str | None]
+) -> ExitCode:
+    """Look until it has happened, or the job is over; raises `OperatorError` past the deadline."""
+    if wait_s is None:
+        return ExitCode.DONE
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            job = look(store, name)
+        except StoreUnavailable:
+            job = None
+        if job is not None:
+            if job.done is not None:
+                print(f"the job is over: {job.done.reason}")
+                return ExitCode.FAILED if job.done.outcome == "failed" else ExitCode.DONE
+            if (text := happened(job)) is not None:
+                print(text)
+                return ExitCode.DONE
+        if time.monotonic() > deadline_s:
+            raise OperatorError(
+                f"asked for, but it has not happened within {wait_s:g} s (--wait-timeout); "
+                f"see: elasticzero status --job {name}"
+            )
+        time.sleep(LOOK_EVERY_S)

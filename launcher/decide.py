@@ -16,8 +16,8 @@ Rules of every agent, the first that applies:
      what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
      it holds of it, and stay until that is done.
  A7  all workers finished: report `finished`.
- A8  leaving, or the leader of a world that shall change, with workers training: ask them to stop
-     at a boundary; workers that cannot be asked are stopped by the alarm.
+ A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
+     stop at a boundary; workers that cannot be asked are stopped by the alarm.
  A9  all workers have restored: report `restored`.
 Rules of the acting leader, who is the first member of `world` that is alive (before the first
 world: the oldest registration):
@@ -29,7 +29,9 @@ world: the oldest registration):
      stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
  L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its
      reason; write `done` instead where --strict-checkpoint is given, or no checkpoint is good.
- L6  a node waits and there is room: let the world grow (by A8).
+ L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
+     `blame`). Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
+ L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
 Invariant: nothing is written about a generation other than the one that `world` names, and every
 write is conditioned on that document's revision.
 """
@@ -60,12 +62,13 @@ from elasticzero.launcher.lead import (
     save_held,
     take_over,
 )
-from elasticzero.launcher.view import Limits, View
+from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
 
 
 def decide(view: View, now_s: float, limits: Limits) -> Decision:
     """The next actions of this agent, and why."""
+    limits = steered(limits, view.control)
     workers, world = view.workers, view.world
     if view.done is not None:
         return _wind_up(view, view.done)
@@ -88,8 +91,12 @@ def _wind_up(view: View, done: Done) -> Decision:
     if workers.running:
         return wait("the job is over: the workers are being stopped")
     code = ExitCode.FAILED if done.outcome == "failed" else ExitCode.DONE
-    last = "the job has failed" if done.outcome == "failed" else f"the job is done: {done.reason}"
-    return Decision((Leave(code),), last)
+    last = {
+        "failed": "the job has failed",
+        "stopped": f"the job is stopped: {done.reason}",
+        "finished": f"the job is done: {done.reason}",
+    }
+    return Decision((Leave(code),), last[done.outcome])
 
 
 def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision:
@@ -166,7 +173,7 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
     if stopped.actions:
         return stopped
     decision = wait("stopped; waiting for the next generation")
-    if view.leaving and _nobody_goes_on(view, world, now_s, limits):
+    if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, limits):
         if others_may_save(view, now_s, limits):
             return wait("leaving; first the others are to say what they hold")
         decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")

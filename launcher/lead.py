@@ -5,10 +5,10 @@ Pure.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from elasticzero.channel import FLAG_GROW, Resume
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -20,11 +20,20 @@ from elasticzero.launcher.actions import (
     WriteWorld,
     wait,
 )
+from elasticzero.launcher.blame import (
+    AGAIN,
+    Cause,
+    fruitless,
+    likeness,
+    set_aside,
+    setbacks,
+    strikes,
+)
+from elasticzero.launcher.ending import given_up, stop, stop_from_storage
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import (
     Alarm,
     Done,
-    Failure,
     Member,
     Report,
     World,
@@ -91,6 +100,8 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return Decision((Leave(ExitCode.UNAVAILABLE),), reason)
     if not is_leader(view) or view.members is None:
         return wait("waiting for the oldest node to write the first world")
+    if view.control.stop:
+        return stop_from_storage(view)
     here = len(view.members)
     if here < limits.min_nodes:
         return wait(f"{here} of at least {limits.min_nodes} nodes are here")
@@ -124,11 +135,17 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         for member in world.members
     )
     if not gone or not view.oldest or view.members is None:
-        return wait(f"waiting for a place in the generation after {world.generation}")
+        aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+        after = f"the generation after {world.generation}"
+        if view.me.node in aside:
+            return wait(f"set aside, for a place in {after} later: {AGAIN}")
+        return wait(f"waiting for a place in {after}")
     if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:
         return wait(
             f"nobody of generation {world.generation} is registered; waiting a TTL for them"
         )
+    if view.control.stop:
+        return stop_from_storage(view)
     members = line_up(None, list(view.members.values()), (), limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
@@ -147,6 +164,8 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         + _passed_over(view, resume),
         fruitless=world.fruitless,
         bad_steps=view.bad_steps,
+        setbacks=world.setbacks,
+        strikes=world.strikes,
     )
     return Decision((WriteWorld(following),), following.reason)
 
@@ -171,12 +190,27 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
         if _lapsed(view, since_s, now_s, limits):
             alarm = Alarm(node=view.me.node, kind="lapse", reason=f"the lease of {node} lapsed")
             return Decision((RaiseAlarm(alarm),), alarm.reason)
-    spare = [m.node for m in (view.members or {}).values() if not world.names(m)]
+    if view.workers.finished:
+        return None
+    if view.control.stop:
+        if view.workers.attached or view.workers.plain:
+            return ask(view, FLAG_STOP, "stop", "an operator stops the job")
+        return wait("an operator stops the job: the workers are starting")
+    if not (view.workers.restored or view.workers.plain):
+        return None
     room = limits.max_nodes - len(world.members)
-    training = (view.workers.restored or view.workers.plain) and not view.workers.finished
-    if spare and room > 0 and training and now_s - view.last_join_s >= limits.grow_settle_s:
+    if room < 0 and view.control.nnodes is not None:
+        return ask(view, FLAG_LEAVE, "leave", f"scaled to at most {_nodes(limits.max_nodes)}")
+    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    registered = (view.members or {}).values()
+    spare = [m.node for m in registered if not world.names(m) and m.node not in aside]
+    if spare and room > 0 and now_s - view.last_join_s >= limits.grow_settle_s:
         return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
     return None
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' * (count != 1)}"
 
 
 def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:
@@ -189,7 +223,7 @@ def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:
     return own_lease_is_fresh and store_is_well and not proven_alive
 
 
-def ask(view: View, flags: int, kind: Literal["leave", "grow"], reason: str) -> Decision:
+def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str) -> Decision:
     """A graceful change: by the control word where the workers have one, else by the alarm."""
     workers = view.workers
     if workers.asked & flags == flags:
@@ -215,7 +249,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
     if late and now_s - opened_s < limits.stop_s + limits.save_s:
         return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
-    reports = {m.node: answers[m.node] for m in answered if m.node not in late}
+    present = {m.node: answers[m.node] for m in answered}
+    reports = {node: report for node, report in present.items() if node not in late}
     cause = root_cause(reports)
     resume = choose_resume(world, reports, view.storage_step)
     do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
@@ -223,42 +258,66 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         return wait(view.storage_pending)
     if (refused := _refused(view, resume, limits)) is not None:
         return refused
-    fruitless = _fruitless(world, resume.step, cause, silent)
-    if cause is not None and (cause[1].final or fruitless > limits.max_restarts):
-        node, failure = cause
-        again = "" if failure.final else f" {fruitless} times in a row without progress"
-        reason = f"rank {failure.rank} on {node} failed{again}: {failure.message}"
-        done = Done(outcome="failed", step=resume.step, reason=reason, failure=failure)
-        return Decision((WriteDone(done),), reason)
-    pause_s = min(MOST_PAUSE_S, 0.25 * 2**fruitless) if fruitless > 1 else 0.0
-    if now_s - opened_s < pause_s:
-        return wait(f"failed {fruitless} times without progress; pausing for {pause_s:g} s")
-    staying = [
-        replace(m, store_port=reports[m.node].store_port)
-        for m in answered
-        if m.node in reports and not reports[m.node].leaving
-    ]
-    taken = {m.node for m in staying}
-    registered = (view.members or {}).values()
-    joiners = [m for m in registered if m.node not in taken and not world.names(m)]
-    members = line_up(world, joiners, staying, limits.max_nodes)
-    if len(members) < limits.min_nodes:
-        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
-    reason = _why(view, world, members, silent, cause)
-    if cause is None or cause[1].bad_step is None:
-        reason += _passed_over(view, resume)
-    reason += lost_snapshot(world, reports, resume)
     following = World(
         generation=world.generation + 1,
         token=view.token,
-        members=members,
+        members=(),
         strategy=world.strategy,
         resume=resume,
-        reason=reason,
-        fruitless=fruitless,
+        reason="",
+        fruitless=fruitless(world, resume.step, cause, present),
         bad_steps=view.bad_steps,
+        setbacks=setbacks(world, resume.step, cause),
+        strikes=strikes(world, reports, now_s - (view.world_s or now_s)),
     )
-    return Decision((WriteWorld(following, _gone(view, world, members)),), reason)
+    if (ended := given_up(following, cause, limits)) is not None:
+        return ended
+    if view.control.stop:
+        return stop(view, resume, now_s - opened_s, limits)
+    failed = following.fruitless
+    pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
+    if now_s - opened_s < pause_s:
+        return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
+    staying = tuple(
+        replace(m, store_port=reports[m.node].store_port)
+        for m in answered
+        if m.node in reports and not reports[m.node].leaving
+    )
+    aside = set_aside(world.strikes, following.strikes, view.struck_s, now_s)
+    found = _Round(silent=tuple(silent), staying=staying, aside=frozenset(aside), cause=cause)
+    return _next_world(view, following, found, limits, lost_snapshot(world, reports, resume))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Who is there for the next world, and what the last one ended of."""
+
+    silent: tuple[str, ...]
+    staying: tuple[Member, ...]
+    aside: frozenset[str]
+    cause: Cause | None
+
+
+def _next_world(view: View, following: World, found: _Round, limits: Limits, lost: str) -> Decision:
+    """The next world with its members, or waiting for enough of them. lost: what is to be said of
+    a snapshot that nobody holds whole."""
+    world, cause = view.world, found.cause
+    assert world is not None
+    stay = {m.node for m in found.staying}
+    registered = (view.members or {}).values()
+    joiners = [m for m in registered if m.node not in stay and not world.names(m)]
+    new, old = ([m for m in ms if m.node not in found.aside] for ms in (joiners, found.staying))
+    members = line_up(world, new, old, limits.max_nodes)
+    if len(members) < limits.min_nodes:
+        members = line_up(world, joiners, found.staying, limits.max_nodes)
+    if len(members) < limits.min_nodes:
+        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
+    following = replace(following, members=members)
+    reason = _why(view, world, following, found)
+    if cause is None or cause[1].bad_step is None:
+        reason += _passed_over(view, following.resume)
+    following = replace(following, reason=reason + lost)
+    return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
 
 
 def others_may_save(view: View, now_s: float, limits: Limits) -> bool:
@@ -276,9 +335,11 @@ def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decisio
 
     Of several that hold a shard the first in the world's order writes it.
     """
-    if not view.can_save or now_s - (view.round_s or now_s) < SAVE_AFTER_ALIVE * limits.alive_s:
-        return None
     reports = {n: r for n, r in _answers(view).items() if r.phase == "stopped"}
+    ending = view.control.stop and len(reports) == len(world.members)
+    waited_s = now_s - (view.round_s or now_s)
+    if not view.can_save or (waited_s < SAVE_AFTER_ALIVE * limits.alive_s and not ending):
+        return None
     resume = choose_resume(world, reports, view.storage_step)
     if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
         return None
@@ -287,7 +348,8 @@ def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     for source in sorted(resume.sources, key=lambda source: order[source.node]):
         writers.setdefault(source.rank, source.node)
     mine = tuple(rank for rank, node in writers.items() if node == view.me.node)
-    reason = f"nobody can go on: saving step {resume.step} from memory"
+    why = "an operator stops the job" if view.control.stop else "nobody can go on"
+    reason = f"{why}: saving step {resume.step} from memory"
     if view.saved_held == (resume.generation, resume.step) or not mine:
         return wait(reason) if view.saving else None
     action = SaveHeld(resume.generation, resume.step, len(writers), mine)
@@ -335,36 +397,29 @@ def _registered(view: View, member: Member) -> bool:
     return found is not None and found.incarnation == member.incarnation
 
 
-def _fruitless(
-    world: World, resume_step: int, cause: tuple[str, Failure] | None, silent: list[str]
-) -> int:
-    """Failures in a row without progress: a worker's own fault, or of peers that are all there."""
-    if resume_step > world.resume.step:
-        return 0
-    own_fault = cause is not None and (cause[1].blame != "peer" or not silent)
-    return world.fruitless + 1 if own_fault else world.fruitless
-
-
-def _why(
-    view: View,
-    world: World,
-    members: tuple[Member, ...],
-    silent: list[str],
-    cause: tuple[str, Failure] | None,
-) -> str:
+def _why(view: View, world: World, following: World, found: _Round) -> str:
     """One sentence: what changed between the two worlds."""
-    before, after = {m.node for m in world.members}, {m.node for m in members}
+    before, after = ({m.node for m in w.members} for w in (world, following))
+    silent, stay, cause = found.silent, {m.node for m in found.staying}, found.cause
     parts = []
     if silent:
         parts.append(f"{', '.join(silent)} {'is' if len(silent) == 1 else 'are'} lost")
-    left = [n for n in sorted(before - after) if n not in silent]
+    left = sorted(before - after - set(silent) - stay)
     if left:
         parts.append(f"{', '.join(left)} left")
+    spare = sorted((before - after) & stay)
+    parts += [f"{node} is set aside: {AGAIN}" for node in spare if node in found.aside]
+    parked = [node for node in spare if node not in found.aside]
+    if parked:
+        most = _nodes(len(after))
+        parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
     if after - before:
         parts.append(f"{', '.join(sorted(after - before))} joined")
     if cause is not None and cause[1].blame != "peer":
         node, failure = cause
         parts.append(f"rank {failure.rank} on {node} failed ({failure.message})")
+        if alike := likeness(following.setbacks):
+            parts.append(alike)
     if not parts:
         parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")
     return "; ".join(parts)

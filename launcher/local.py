@@ -84,10 +84,10 @@ class Cluster:
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
-    def start_node(self) -> Node:
-        """Start one more agent, under a name of its own."""
-        name = f"node-{self._started}"
-        self._started += 1
+    def start_node(self, again: str | None = None) -> Node:
+        """Start one more agent, under a name of its own, or that of one that has ended."""
+        name = again or f"node-{self._started}"
+        self._started += again is None
         directory = self.log_dir / self.job / name
         directory.mkdir(parents=True, exist_ok=True)
         log = directory / "agent.log"

@@ -29,7 +29,7 @@ from elasticzero.launcher.observe import (
 from elasticzero.launcher.storage_look import Seen
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
-from elasticzero.launcher.world import Holding, Member, Report
+from elasticzero.launcher.world import Holding, Member, Report, World
 
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
@@ -78,6 +78,7 @@ class Lookout:
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
+        self._world, self._struck = Since(), Since()
         self._joined: frozenset[tuple[str, str]] = frozenset()
         self._my_reports: dict[int, Report] = {}
         self.bad_steps: set[int] = set()
@@ -126,6 +127,7 @@ class Lookout:
             began_s=self._began_s,
             last_join_s=self._last_join_s,
             world=world,
+            world_s=self._world.since(generation, world is not None, now_s),
             outside_s=self._outside.since(generation, outside, now_s),
             alarm=alarm,
             alarm_s=self._alarm.since(generation, alarm is not None, now_s),
@@ -133,10 +135,12 @@ class Lookout:
             reports=observer.reports(generation),
             my_report=self._my_reports.get(generation),
             done=observer.done(),
+            control=observer.control(),
             leaving=leaving,
             workers=workers,
             holdings=self._holdings(generation) if opened and stopped else (),
             missing_since_s=self._missing.update(missing, now_s),
+            struck_s=self._struck_since(world, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
                 well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
@@ -159,6 +163,12 @@ class Lookout:
         self._follow(view, index, leads, now_s, limits)
         return view
 
+    def _struck_since(self, world: World | None, now_s: float) -> dict[str, float]:
+        """By node: since when it has as many strikes as it has now."""
+        strikes = world.strikes if world is not None else ()
+        since = self._struck.update([f"{s.count} {s.node}" for s in strikes], now_s)
+        return {key.partition(" ")[2]: since_s for key, since_s in since.items()}
+
     def _note_joins(self, members: Mapping[str, Member] | None, now_s: float) -> None:
         known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
         if known - self._joined:
@@ -178,7 +188,8 @@ class Lookout:
         else:
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
-            late = index is not None and in_round_s > 4 * limits.alive_s + LOOK_STAGGER_S * index
+            wait_s = 0.0 if view.control.stop else 4 * limits.alive_s
+            late = index is not None and in_round_s > wait_s + LOOK_STAGGER_S * index
             if index is None and not view.leaving:
                 self._look_for_oldest(view.me.node, now_s)
                 if self._oldest:

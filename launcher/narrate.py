@@ -61,6 +61,7 @@ class Narrator:
         self._unsaved: set[int] = set()
         """Steps of which it was said that they were not saved."""
         self._shown_s = 0.0
+        self._stopped = False
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(
@@ -106,6 +107,7 @@ class Narrator:
             case "failed" if event["blame"] not in ("peer", "checkpoint"):
                 self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
             case "exit":
+                self._stopped |= event.get("outcome") == "stopped"
                 if event["code"] == ExitCode.LEFT:
                     self.say(f"{node} has left", at_s)
 
@@ -182,6 +184,7 @@ class Narrator:
         generations = counted(len(self.lineage.resume_steps), "generation")
         again = counted(self.lineage.recomputed, "step")
         if code == ExitCode.DONE:
-            self.say(f"done: {counted(self.step, 'step')}, {generations}, {again} recomputed")
+            how = "stopped" if self._stopped else "done"
+            self.say(f"{how}: {counted(self.step, 'step')}, {generations}, {again} recomputed")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

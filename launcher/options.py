@@ -171,14 +171,14 @@ def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """`MIN:MAX` or `N`; raises `UserError`."""
+def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
+    """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
     if not match:
-        raise UserError(f"--nnodes {text}: a number or MIN:MAX is wanted, such as 2:4")
+        raise UserError(f"{what} {text}: a number or MIN:MAX is wanted, such as 2:4")
     least, most = int(match[1]), int(match[2] or match[1])
     if not 1 <= least <= most:
-        raise UserError(f"--nnodes {text}: MIN must be at least 1 and not above MAX")
+        raise UserError(f"{what} {text}: MIN must be at least 1 and not above MAX")
     return least, most
 
 

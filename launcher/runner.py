@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import sys
 import time
@@ -26,10 +27,11 @@ from elasticzero.launcher.membership import (
 )
 from elasticzero.launcher.observe import DONE, MEMBERS
 from elasticzero.launcher.shared_memory import PREFIX, SHARED_MEMORY
-from elasticzero.launcher.store import Store, job_prefix
+from elasticzero.launcher.store import Condition, Store, job_prefix
 from elasticzero.launcher.telling import say
-from elasticzero.launcher.world import Member
+from elasticzero.launcher.world import Done, Member
 from elasticzero.metrics import Metrics
+from elasticzero.records import decode
 
 TRY_AGAIN_S = 2.0
 
@@ -158,11 +160,15 @@ def _wait_for_store(
     if done is None:
         return
     if not restart:
+        over = decode(Done, json.loads(done.value), DONE)
+        how = {"stopped": "was stopped", "failed": "has failed", "finished": "is already done"}
         raise UserError(
-            f"job {options.job!r} is already done; take another --job, or add --restart "
-            "to run it again"
+            f"job {options.job!r} {how[over.outcome]} ({over.reason}); add --restart to run it "
+            "again, from its newest checkpoint, or take another --job"
         )
     if store.read(MEMBERS).entries:
         raise UserError(f"job {options.job!r} still has nodes; --restart needs them gone first")
-    store.write({}, deletes=["done", "world", "control", "alarm/", "reports/"])
+    same = Condition(key=DONE, mod_revision=done.mod_revision)
+    over_and_gone = ["done", "world", "control", "alarm/", "reports/"]
+    store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
     print(f"job {options.job}: was done, runs again from the newest checkpoint", file=sys.stderr)

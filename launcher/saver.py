@@ -201,9 +201,9 @@ class Saver:
                 over = self._carry_out(job)
             except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
                 over = _over(job.post.generation, job.step, one_line(error))
-            with self._lock:
-                self._open.remove(job)
             self._tell(replace(over, seconds=time.monotonic() - began_s))
+            with self._lock:  # after the news: who sees no save in flight has heard how it went
+                self._open.remove(job)
 
     def _carry_out(self, job: _Job) -> SaveOver:
         assert self._checkpoint_dir is not None

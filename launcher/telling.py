@@ -21,12 +21,14 @@ from elasticzero.channel import (
 )
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.actions import Decision, WriteWorld
+from elasticzero.launcher.blame import set_aside
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.narrate import split_damage
+from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveOver
-from elasticzero.launcher.view import View, Workers
+from elasticzero.launcher.view import View, Workers, steered
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
-from elasticzero.launcher.world import Done, World
+from elasticzero.launcher.world import Control, Done, World
 from elasticzero.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -61,8 +63,12 @@ class Telling:
         self._world: World | None = None
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
+        self._progress = Progress()
+        self._began_s = time.monotonic()
+        self._control = Control()
         self._last: dict[str, Any] = {
             "step": 0,
+            "total_steps": None,
             "loss": None,
             "checkpoint_step": None,
             "snapshot_step": None,
@@ -78,6 +84,8 @@ class Telling:
         """Log the reason when it changes; count what changed in the world."""
         if view.world is not None and view.world != self._world:
             self._world_changed(view.world)
+        if view.control != self._control:
+            self._say_control(view)
         if view.round_s is not None and self._round_seen_s is None:
             self._round_seen_s = view.round_s
             reason = view.alarm.reason if view.alarm is not None else "all stopped at a boundary"
@@ -137,6 +145,19 @@ class Telling:
             f"{origin[resume.tier]}: {reason}",
         )
 
+    def _say_control(self, view: View) -> None:
+        """What operators ask of the whole job, when it changes."""
+        before, self._control = self._control, view.control
+        given = self._control.nnodes
+        if given != before.nnodes and given is not None:
+            text = f"an operator scaled the job to {given[0]}:{given[1]} nodes"
+            say(self._options.node, text)
+        if self._control.stop and not before.stop:
+            say(self._options.node, "an operator stops the job")
+        if self._control.drains(view.me) and not before.drains(view.me):
+            say(self._options.node, "an operator drains this node")
+        self.note("control", nnodes=given, stop=self._control.stop)
+
     def waiting(self, look: Callable[[], Iterable[str]]) -> None:
         """Say every 10 s which nodes are here while there are too few; look: their names."""
         now_s = time.monotonic()
@@ -146,7 +167,7 @@ class Telling:
             return
         self._waiting_since_s = now_s
         here = sorted(look())
-        least = self._options.limits.min_nodes
+        least = steered(self._options.limits, self._control).min_nodes
         if len(here) < least:
             say(
                 self._options.node,
@@ -159,6 +180,7 @@ class Telling:
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
+        self._progress.begin(now_s)
         self._metrics.forget_workers()
         if self._round_seen_s is not None:
             self._recovery("regroup", now_s - self._round_seen_s)
@@ -202,6 +224,9 @@ class Telling:
                     )
                     if local == 0:
                         self._last["step"] = message.step
+                        self._last["total_steps"] = message.total or None
+                        useful_s = max(0.0, message.step_s - message.data_wait_s)
+                        self._progress.stepped(message.step, useful_s, now_s)
                         self.note("step", generation=gang.generation, **_plain(message))
                 case Logged():
                     if "loss" in message.scalars:
@@ -289,6 +314,13 @@ class Telling:
         """Plain values for `/status`."""
         world = view.world if view is not None else None
         workers = view.workers if view is not None else Workers()
+        limits = steered(self._options.limits, self._control)
+        now_s = time.monotonic()
+        aside = (
+            set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+            if world is not None and view is not None
+            else {}
+        )
         return {
             "job": self._options.job,
             "node": self._options.node,
@@ -296,6 +328,13 @@ class Telling:
             "generation": world.generation if world is not None else 0,
             "world_size": world.world_size if world is not None else 0,
             "members": [member.node for member in world.members] if world is not None else [],
+            "nnodes": [limits.min_nodes, limits.max_nodes],
+            "set_aside_s": aside,
+            "up_s": now_s - self._began_s,
+            "generation_age_s": self._progress.generation_age_s(now_s),
+            "step_age_s": self._progress.step_age_s(now_s),
+            "steps_per_s": self._progress.steps_per_s(),
+            "goodput": self._progress.goodput(now_s),
             "leaving": leaving,
             "workers": {
                 "running": workers.running,
@@ -307,10 +346,16 @@ class Telling:
 
     def close(self, code: ExitCode | None) -> None:
         """The last words: if the job failed, the error that brought it about, once."""
-        self.note("exit", code=code)
         done = self._done
+        self.note("exit", code=code, outcome=done.outcome if done is not None else None)
         if done is not None and done.outcome == "failed":
             lines = [f"error: {done.reason}"]
+            if len(done.setbacks) > 1:
+                lines += [
+                    f"  generation {s.generation}: rank {s.rank} on {s.node}, after step {s.step}: "
+                    f"{s.message}"
+                    for s in done.setbacks
+                ]
             failure = done.failure
             if failure is not None and failure.traceback and not failure.final:
                 lines.append(failure.traceback.rstrip())

@@ -6,9 +6,18 @@ Pure values. Times are seconds on the agent's own monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
+from elasticzero.launcher.world import (
+    Alarm,
+    Control,
+    Done,
+    Failure,
+    Holding,
+    Member,
+    Report,
+    World,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,14 @@ class Limits:
     """A damaged checkpoint ends the job; else the newest good one is used."""
     handover_s: float = 60.0
     """A leaving node serves its snapshots at most so long."""
+
+
+def steered(limits: Limits, control: Control) -> Limits:
+    """The limits as operators have changed them."""
+    if control.nnodes is None:
+        return limits
+    least, most = control.nnodes
+    return replace(limits, min_nodes=least, max_nodes=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,8 @@ class View:
     """When this agent began to wait for the first world."""
     last_join_s: float = 0.0
     world: World | None = None
+    world_s: float | None = None
+    """When this agent first saw that world."""
     outside_s: float | None = None
     """Since when `world` does not name this registration."""
     alarm: Alarm | None = None
@@ -114,6 +133,7 @@ class View:
     my_report: Report | None = None
     """The one already put for this generation."""
     done: Done | None = None
+    control: Control = field(default_factory=Control)
     leaving: bool = False
     workers: Workers = Workers()
     holdings: tuple[Holding, ...] = ()
@@ -133,6 +153,8 @@ class View:
     """Of the newest committed checkpoint."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
     """Members of the world without a registration, since when."""
+    struck_s: Mapping[str, float] = field(default_factory=dict)
+    """Nodes with strikes, since when they have this many."""
     store: StoreHealth = StoreHealth()
     token: str = ""
     """For the next world, drawn by the caller."""

@@ -240,12 +240,13 @@ class Gang:
             return
         if self._view.aborted_s is not None:
             return
+        step = self._view.step
         if code < 0:
-            name = _signal_name(-code)
-            self._fail(Failure(rank=worker.rank, blame="killed", message=f"killed by {name}"))
+            text = f"killed by {_signal_name(-code)}"
+            self._fail(Failure(rank=worker.rank, blame="killed", message=text, step=step))
         else:
             text = f"exited with status {code}"
-            self._fail(Failure(rank=worker.rank, blame="user", message=text))
+            self._fail(Failure(rank=worker.rank, blame="user", message=text, step=step))
 
     def _blame(self, worker: Worker, message: Failed) -> None:
         if self._view.aborted_s is not None and message.blame == "peer":

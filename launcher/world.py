@@ -45,6 +45,27 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setback:
+    """The first error of a generation that ended by one."""
+
+    generation: int
+    node: str
+    rank: int
+    blame: str
+    step: int
+    """The last step that was finished before."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strikes:
+    """How often in a row a node's workers have failed, where others' did not."""
+
+    node: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One generation: an ordered list of members, and the state they start from."""
 
@@ -59,6 +80,10 @@ class World:
     """Failures in a row that did not get past the step they started from."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
+    setbacks: tuple[Setback, ...] = ()
+    """The last failures in a row at one place, oldest first."""
+    strikes: tuple[Strikes, ...] = ()
+    """Nodes whose workers failed in a row, where others' did not."""
 
     def names(self, member: Member) -> bool:
         """Whether this very registration has a place here."""
@@ -90,7 +115,7 @@ class Alarm:
     """Somebody saw this generation end."""
 
     node: str
-    kind: Literal["failure", "lapse", "leave", "grow", "silence"]
+    kind: Literal["failure", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
 
 
@@ -143,21 +168,40 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
-    """What an operator asks of the job."""
+class Drain:
+    """A registration that shall leave; the same node, registered anew, is another."""
 
-    drain: tuple[str, ...] = ()
-    """Nodes that shall leave at the next boundary."""
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What operators ask of the job."""
+
+    drain: tuple[Drain, ...] = ()
+    """Who shall leave at the next boundary."""
+    nnodes: tuple[int, int] | None = None
+    """Fewest and most nodes; None: as the agents were told."""
+    stop: bool = False
+    """The job shall end at the next boundary."""
+
+    def drains(self, member: Member) -> bool:
+        """Whether this very registration shall leave."""
+        return any((d.node, d.incarnation) == (member.node, member.incarnation) for d in self.drain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """The job is over."""
 
-    outcome: Literal["finished", "failed"]
+    outcome: Literal["finished", "failed", "stopped"]
+    """stopped: by an operator, to be gone on with."""
     step: int
     reason: str
     failure: Failure | None = None
+    setbacks: tuple[Setback, ...] = ()
+    """Where it failed time and again: the first error of each generation."""
 
 
 def to_bytes(document: Any) -> bytes:

@@ -108,7 +108,11 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     words = ["local", "--nodes", "2", "--max-restarts", "0", "--log-dir", str(tmp_path)]
     found = run(*words, str(REGRESSION), "--fail-at", "7")
     assert found.returncode == 70, found.stderr
-    assert found.stderr.count("ValueError: told to fail at step 7\n") == 2
+    assert found.stderr.count("ValueError: told to fail at step 7\n") == 3
+    for generation in (1, 2):
+        assert f"  generation {generation}: rank 0 on node-" in found.stderr
+    assert "1 times in a row without progress past step 6" in found.stderr
+    assert "failed alike: the script or its data, not a machine" in found.stderr
     assert found.stderr.count("Traceback") == 1
     assert "error: rank 0 on node-" in found.stderr
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, Resume, Source
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -23,7 +23,18 @@ from elasticzero.launcher.actions import (
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.lead import is_leader
 from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
-from elasticzero.launcher.world import Alarm, Done, Failure, Holding, Member, Report, World
+from elasticzero.launcher.world import (
+    Alarm,
+    Control,
+    Done,
+    Failure,
+    Holding,
+    Member,
+    Report,
+    Setback,
+    Strikes,
+    World,
+)
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=2, max_nodes=3)
@@ -104,6 +115,17 @@ SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
+STOP = Control(stop=True)
+BEGIN_ANEW = "stopped by an operator; there is no checkpoint, --restart begins anew"
+GO_ON = "stopped by an operator; --restart goes on from the checkpoint of step"
+
+
+def scaled(least: int, most: int) -> Control:
+    return Control(nnodes=(least, most))
+
+
+def stopped(step: int, reason: str) -> list[WriteDone]:
+    return [WriteDone(Done(outcome="stopped", step=step, reason=reason))]
 
 
 def v(base: View, **changes) -> View:
@@ -231,6 +253,42 @@ TABLE = [
     ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),
     ("no room", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0), []),
     ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, restored=False)), []),
+    ("it is set aside", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 80.0}), []),
+    ("it was set aside for long enough", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 60.0}), [Ask(FLAG_GROW)]),
+    ("room by a greater MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0, control=scaled(1, 4)), [Ask(FLAG_GROW)]),
+    ("no room by a smaller MAX", v(AT_REST, members=named(A, B, C), last_join_s=90.0, control=scaled(1, 2)), []),
+    ("more than MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2)), [Ask(FLAG_LEAVE)]),
+    ("more than MAX, a plain script", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="scaled to at most 2 nodes"))]),
+    ("more than MAX, while starting", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), my_report=None, workers=w(TRAINS, restored=False)), []),
+    ("more than MAX, not the leader", v(AT_REST, me=B, world=world(A, B, C), my_report=says("restored", B), control=scaled(1, 2)), []),
+    ("fewer than MIN, but training", v(AT_REST, control=scaled(3, 3)), []),
+    ("MIN is raised: the first world waits", v(ALONE, members=named(A, B), last_join_s=90.0, control=scaled(3, 3)), []),
+    ("MIN is lowered below MIN: go on", v(STRANDED, control=scaled(1, 1)), [WriteWorld]),
+    # L7
+    ("stop at a boundary", v(AT_REST, control=STOP), [Ask(FLAG_STOP)]),
+    ("stop, asked already", v(AT_REST, control=STOP, workers=w(TRAINS, asked=FLAG_STOP)), []),
+    ("stop goes before growth", v(AT_REST, control=STOP, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_STOP)]),
+    ("stop, not the leader", v(AT_REST, me=B, my_report=says("restored", B), control=STOP), []),
+    ("stop, a plain script", v(AT_REST, control=STOP, workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="stop", reason="an operator stops the job"))]),
+    ("stop, not yet attached", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, attached=False, restored=False)), []),
+    ("stop, attached and restoring", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, restored=False)), [Ask(FLAG_STOP)]),
+    ("stop, but it has finished", v(AT_REST, control=STOP, workers=w(TRAINS, running=0, finished=True)), [PutReport]),
+    ("stop before the first world", v(ALONE, control=STOP), stopped(0, BEGIN_ANEW)),
+    ("stop before the first world, not the oldest", v(ALONE, control=STOP, oldest=False, members=None), []),
+    ("stop before the first world, with a checkpoint", v(ALONE, control=STOP, storage_step=7), stopped(7, f"{GO_ON} 7")),
+    ("stop before the first world, storage is slow", v(ALONE, control=STOP, storage_pending="looking"), []),
+    ("stop when the whole world is gone", v(SPARE, control=STOP, storage_step=7), stopped(7, f"{GO_ON} 7")),
+    ("stopped: save what is held, at once", v(ENDED, control=STOP, can_save=True, alarm=None, round_s=99.9), [SaveHeld(3, 20, 1, (0,))]),
+    ("stopped: being saved", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), round_s=10.0), []),
+    ("stopped: saved, storage is looked at", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), storage_pending="looking", round_s=80.0), []),
+    ("stopped: saved", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), storage_step=20), stopped(20, f"{GO_ON} 20")),
+    ("stopped: could not be saved", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), storage_step=15, round_s=80.0), stopped(15, f"step 20 could not be saved; {GO_ON} 15")),
+    ("stopped: no directory", v(ENDED, control=STOP), stopped(20, "stopped after step 20 by an operator; there is no --checkpoint-dir, so its state is not kept; --restart begins anew")),
+    ("stop below MIN, saved already", v(STRANDED, control=STOP, can_save=True, saved_held=(3, 20), storage_step=20), stopped(20, f"{GO_ON} 20")),
+    ("stop below MIN, to be saved", v(STRANDED, control=STOP, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("stop, and a leaving node is the leader", v(STRANDED, control=STOP, leaving=True, my_report=LEAVER, reports={"a": LEAVER}, can_save=True, saved_held=(3, 20), storage_step=20), stopped(20, f"{GO_ON} 20")),
+    ("stop, but trying again is useless anyway", v(blamed(final=True), control=STOP), [WriteDone(Done(outcome="failed", step=20, reason="rank 0 on b failed: ValueError: no", failure=replace(FAILED, final=True)))]),
+    ("stopped: exit 0", v(ENDED, done=Done(outcome="stopped", step=9, reason="r")), [Leave(ExitCode.DONE)]),
     ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
 ]  # fmt: skip
 
@@ -370,3 +428,48 @@ def test_failures_without_progress_are_counted_and_progress_forgives_them():
     assert next_world(v(stuck, world=world(A, B, fruitless=1))).fruitless == 0
     lost = v(stuck, reports={"a": MY_STOPPED, "b": says("stopped", B)})
     assert next_world(lost).fruitless == 1
+
+
+def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed_over():
+    reports = {m.node: says("stopped", m) for m in (A, C)} | {
+        "b": says("stopped", B, holdings=HELD)
+    }
+    view = v(
+        ENDED, world=world(A, C, B), members=named(A, B, C, D), reports=reports,
+        control=scaled(1, 2),
+    )  # fmt: skip
+    following = next_world(view)
+    assert following.members == (A, C)
+    assert [source.node for source in following.resume.sources] == ["b"]
+    assert following.reason == "b waits: 2 nodes at most"
+    assert written(view).gone == ("b",), "it registers anew, as a spare"
+
+
+def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_enough():
+    twice = (Strikes(node="b", count=2),)
+    three = v(
+        blamed(), world=world(A, B, C, strikes=twice), members=named(A, B, C),
+        reports=blamed().reports | {"c": says("stopped", C)},
+    )  # fmt: skip
+    following = next_world(three)
+    assert following.members == (A, C)
+    assert following.strikes == (Strikes(node="b", count=3),)
+    assert following.reason.startswith("b is set aside: its workers failed time and again, where")
+    few = next_world(v(blamed(), world=world(A, B, strikes=twice)))
+    assert few.members == (A, B), "never where fewer than MIN would be left"
+
+
+def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation():
+    stuck = Resume(tier="storage", step=20)
+    before = tuple(
+        Setback(generation=g, node="b", rank=0, blame="user", step=20, message="ValueError: no")
+        for g in (1, 2)
+    )
+    view = v(blamed(), world=world(A, B, fruitless=3, resume=stuck, setbacks=before))
+    (action,) = decide(view, NOW, LIMITS).actions
+    assert isinstance(action, WriteDone)
+    assert [s.generation for s in action.done.setbacks] == [1, 2, 3]
+    assert action.done.reason == (
+        "rank 0 on b failed: ValueError: no; 4 times in a row without progress past step 20; "
+        "3 generations in a row failed alike: the script or its data, not a machine"
+    )

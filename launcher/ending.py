@@ -1,0 +1,72 @@
+"""How a job ends before its training has: given up, or stopped by an operator.
+
+Pure. Rules:
+ E1  Where trying again is useless, the job has failed: the input is bad, or --max-restarts failures
+     in a row came no further.
+ E2  An operator's stop waits until the newest whole state in memory is a checkpoint, if there is a
+     directory; what cannot be saved in time is said, and the job ends all the same.
+"""
+
+from __future__ import annotations
+
+from elasticzero.channel import Resume
+from elasticzero.launcher.actions import Decision, WriteDone, wait
+from elasticzero.launcher.blame import Cause, likeness
+from elasticzero.launcher.view import Limits, View
+from elasticzero.launcher.world import Done, World
+
+SAVE_PATIENCE_S = 10.0
+"""A save that is over, of which storage shows nothing for so long after the stop, has failed."""
+
+
+def given_up(following: World, cause: Cause | None, limits: Limits) -> Decision | None:
+    """The end of a job that it is useless to try again; None: it may be."""
+    if cause is None:
+        return None
+    node, failure = cause
+    if not failure.final and following.fruitless <= limits.max_restarts:
+        return None
+    reason = f"rank {failure.rank} on {node} failed: {failure.message}"
+    row = () if failure.final else following.setbacks
+    step = following.resume.step
+    if not failure.final:
+        reason += f"; {following.fruitless} times in a row without progress past step {step}"
+        alike = likeness(row)
+        reason += f"; {alike}" if alike else ""
+    done = Done(outcome="failed", step=step, reason=reason, failure=failure, setbacks=row)
+    return Decision((WriteDone(done),), reason)
+
+
+def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision:
+    """The end that an operator asked for, once the newest state in memory is a checkpoint."""
+    if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
+        return stop_from_storage(view)
+    step = resume.step
+    if view.storage_pending is not None and waited_s < limits.save_s:
+        return wait(view.storage_pending)
+    if not view.can_save:
+        why = "there is no --checkpoint-dir, so its state is not kept; --restart begins anew"
+        return _stopped(step, f"stopped after step {step} by an operator; {why}")
+    tried = view.saved_held == (resume.generation, step)
+    patience_s = SAVE_PATIENCE_S if tried else limits.save_s
+    if view.saving or waited_s < patience_s:
+        return wait(f"an operator stops the job: saving step {step} from memory")
+    then = _from_storage(view.storage_step)
+    return _stopped(view.storage_step or 0, f"step {step} could not be saved; {then}")
+
+
+def stop_from_storage(view: View) -> Decision:
+    """The same where storage has the newest state, or nothing has."""
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
+    return _stopped(view.storage_step or 0, _from_storage(view.storage_step))
+
+
+def _from_storage(step: int | None) -> str:
+    if step is None:
+        return "stopped by an operator; there is no checkpoint, --restart begins anew"
+    return f"stopped by an operator; --restart goes on from the checkpoint of step {step}"
+
+
+def _stopped(step: int, reason: str) -> Decision:
+    return Decision((WriteDone(Done(outcome="stopped", step=step, reason=reason)),), reason)

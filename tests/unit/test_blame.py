@@ -1,0 +1,167 @@
+"""Which failures count, whose they are, and who is set aside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.channel import Resume
+from elasticzero.launcher.blame import (
+    FORGIVEN_S,
+    KEPT_SETBACKS,
+    MOST_ASIDE_S,
+    fruitless,
+    likeness,
+    set_aside,
+    setbacks,
+    strikes,
+)
+from elasticzero.launcher.world import Failure, Member, Report, Setback, Strikes, World
+
+OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
+PEER = Failure(rank=1, blame="peer", message="connection reset")
+
+
+def member(name: str) -> Member:
+    return Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1)
+
+
+def world(**changes) -> World:
+    plain = World(
+        generation=3,
+        token="t",
+        members=(member("a"), member("b")),
+        strategy="ddp",
+        resume=Resume(tier="storage", step=20),
+        reason="test",
+        fruitless=1,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "cause", "reports", "expected"),
+    [
+        (21, ("a", OWN), "ab", 0),
+        (20, ("a", OWN), "ab", 2),
+        (20, ("a", OWN), "a", 2),
+        (20, ("b", PEER), "ab", 2),
+        (20, ("b", PEER), "b", 1),
+        (20, None, "ab", 1),
+        (20, None, "a", 1),
+        (20, ("a", OWN), "Ab", 1),
+        (20, ("b", OWN), "Ab", 2),
+        (20, ("b", PEER), "Ab", 1),
+    ],
+    ids=[
+        *("progress", "own", "own, and a node is lost", "network", "lost node", "drain", "lapse"),
+        *("on a node that leaves", "beside one that leaves", "peer of one that leaves"),
+    ],
+)
+def test_what_counts_against_max_restarts(resume_step, cause, reports, expected) -> None:
+    """reports: the nodes that made one; those that leave in capitals."""
+    found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
+    assert fruitless(world(), resume_step, cause, found) == expected
+
+
+def told(generation: int, **changes) -> Setback:
+    plain = Setback(
+        generation=generation, node="a", rank=0, blame="user", step=20, message="ValueError: no"
+    )
+    return replace(plain, **changes)
+
+
+def test_the_first_errors_in_a_row_are_kept_until_there_is_progress() -> None:
+    row = setbacks(world(setbacks=(told(2),)), 20, ("a", OWN))
+    assert row == (told(2), told(3))
+    assert setbacks(world(setbacks=row), 20, None) == row
+    assert setbacks(world(setbacks=row), 21, ("a", OWN)) == (told(3),)
+    assert setbacks(world(setbacks=row), 21, None) == ()
+    assert len(setbacks(world(setbacks=row * 10), 20, ("a", OWN))) == KEPT_SETBACKS
+
+
+def test_a_killed_worker_that_never_stepped_names_the_step_it_began_at() -> None:
+    killed = Failure(rank=1, blame="killed", message="killed by SIGKILL")
+    assert setbacks(world(), 20, ("a", killed))[0].step == 20
+
+
+ALIKE = "generations in a row failed alike: the script or its data, not a machine"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ((), ""),
+        ((told(1),), ""),
+        ((told(1), told(2)), f"2 {ALIKE}"),
+        ((told(1), told(2), told(3)), f"3 {ALIKE}"),
+        ((told(1), told(2, node="b", rank=1)), f"2 {ALIKE}"),
+        ((told(1, step=10), told(2, message="ValueError: other words")), f"2 {ALIKE}"),
+        ((told(1, step=10, rank=1), told(2)), ""),
+        ((told(1, message="KeyError: 'x'"), told(2)), ""),
+        ((told(1, message="KeyError: 'x'"), told(2), told(3)), f"2 {ALIKE}"),
+        ((told(1, blame="killed"), told(2, blame="killed")), ""),
+        ((told(1, blame="environment"), told(2, blame="environment")), ""),
+    ],
+)
+def test_errors_that_are_alike_are_the_scripts(row, expected) -> None:
+    assert likeness(row) == expected
+
+
+def said(failure: Failure | None) -> Report:
+    return Report(incarnation="i", phase="stopped", failure=failure)
+
+
+TWICE = (Strikes(node="a", count=2),)
+AWAY = (Strikes(node="c", count=4),)
+THRICE = (Strikes(node="a", count=3),)
+
+
+@pytest.mark.parametrize(
+    ("before", "a", "b", "lasted_s", "after"),
+    [
+        ((), OWN, None, 1.0, (Strikes(node="a", count=1),)),
+        ((), OWN, PEER, 1.0, (Strikes(node="a", count=1),)),
+        (TWICE, OWN, PEER, 1.0, THRICE),
+        (TWICE, OWN, PEER, FORGIVEN_S, (Strikes(node="a", count=1),)),
+        (TWICE, None, OWN, 1.0, (Strikes(node="b", count=1),)),
+        (TWICE, OWN, OWN, 1.0, ()),
+        (TWICE, None, None, 1.0, TWICE),
+        (TWICE, None, None, FORGIVEN_S, ()),
+        (TWICE, PEER, PEER, 1.0, TWICE),
+        (AWAY, OWN, None, FORGIVEN_S, (*AWAY, Strikes(node="a", count=1))),
+    ],
+    ids=[
+        *("first", "peers suffer", "third", "long ago", "another node", "both nodes"),
+        *("drain", "went well", "network", "one is away"),
+    ],
+)
+def test_strikes(before, a, b, lasted_s, after) -> None:
+    assert strikes(world(strikes=before), {"a": said(a), "b": said(b)}, lasted_s) == after
+
+
+def test_a_node_alone_gets_no_strikes() -> None:
+    alone = world(members=(member("a"),), strikes=TWICE)
+    assert strikes(alone, {"a": said(OWN)}, 1.0) == ()
+
+
+def left(count: int, waited_s: float | None) -> float | None:
+    row = (Strikes(node="a", count=count),)
+    since = {} if waited_s is None else {"a": 1000.0 - waited_s}
+    return set_aside(row, row, since, 1000.0).get("a")
+
+
+def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
+    assert left(2, 0.0) is None
+    assert left(3, 0.0) == 30.0
+    assert left(3, 29.0) == 1.0
+    assert left(3, 30.0) is None
+    assert left(4, 0.0) == 60.0
+    assert left(5, None) == 120.0
+    assert left(500, 0.0) == MOST_ASIDE_S
+
+
+def test_the_time_counts_from_the_last_strike() -> None:
+    assert set_aside(TWICE, THRICE, {"a": 0.0}, 1000.0) == {"a": 30.0}
+    assert set_aside(THRICE, THRICE, {"a": 0.0}, 1000.0) == {}

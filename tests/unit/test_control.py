@@ -1,0 +1,209 @@
+"""What operators ask for: checked, idempotent, and right with two of them at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.channel import Resume
+from elasticzero.errors import ExitCode, OperatorError, UserError
+from elasticzero.launcher.cli import main
+from elasticzero.launcher.control import drain, look, scale, steer, stop
+from elasticzero.launcher.memory import MemoryServer, MemoryStore
+from elasticzero.launcher.view import Limits, steered
+from elasticzero.launcher.world import Control, Done, Drain, Member, World, to_bytes
+
+JOB = "j"
+
+
+def member(name: str, incarnation: str = "1") -> Member:
+    return Member(name, incarnation, "127.0.0.1", 9400, 29500, 1)
+
+
+def register(store: MemoryStore, *members: Member) -> None:
+    for one in members:
+        store.write({f"members/{one.node}": to_bytes(one)})
+
+
+def place(store: MemoryStore, *members: Member, generation: int = 1) -> None:
+    world = World(
+        generation=generation,
+        token="t",
+        members=members,
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="test",
+    )
+    store.write({"world": to_bytes(world)})
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer(lambda: 0.0)
+
+
+@pytest.fixture
+def store(server: MemoryServer) -> MemoryStore:
+    """Two nodes train, a third waits."""
+    store = MemoryStore(server)
+    register(store, member("a"), member("b"), member("c"))
+    place(store, member("a"), member("b"))
+    return store
+
+
+def asked(store: MemoryStore) -> Control:
+    return look(store, JOB).control
+
+
+def test_a_drain_names_the_registration(store: MemoryStore, capsys) -> None:
+    assert drain(store, JOB, "b", None) == ExitCode.DONE
+    assert asked(store) == Control(drain=(Drain(node="b", incarnation="1"),))
+    assert asked(store).drains(member("b"))
+    assert not asked(store).drains(member("b", "2")), "the node may come back"
+    assert capsys.readouterr().out == "b leaves at the next step\n"
+    drain(store, JOB, "b", None)
+    assert capsys.readouterr().out == "b has been asked to leave already\n"
+    assert len(asked(store).drain) == 1
+
+
+def test_drains_of_nodes_that_have_left_are_forgotten(store: MemoryStore) -> None:
+    drain(store, JOB, "c", None)
+    store.write({}, deletes=["members/c"])
+    drain(store, JOB, "b", None)
+    assert [one.node for one in asked(store).drain] == ["b"]
+
+
+def test_a_node_that_came_back_can_be_drained_again(store: MemoryStore) -> None:
+    drain(store, JOB, "c", None)
+    register(store, member("c", "2"))
+    drain(store, JOB, "c", None)
+    assert asked(store).drain == (Drain(node="c", incarnation="2"),)
+
+
+def test_a_node_of_the_world_whose_lease_has_lapsed_can_be_drained(store: MemoryStore) -> None:
+    store.write({}, deletes=["members/b"])
+    assert drain(store, JOB, "b", None) == ExitCode.DONE
+
+
+def test_what_cannot_be_is_refused(store: MemoryStore, server: MemoryServer) -> None:
+    with pytest.raises(UserError, match=r"drain z: job 'j' has no such node; .* are a, b, c"):
+        drain(store, JOB, "z", None)
+    store.write({"done": to_bytes(Done(outcome="failed", step=3, reason="it broke"))})
+    for command in (
+        lambda: drain(store, JOB, "a", None),
+        lambda: scale(store, JOB, (1, 2), None),
+    ):
+        with pytest.raises(UserError, match="job 'j' is over: it broke"):
+            command()
+    assert asked(store) == Control()
+    with pytest.raises(UserError, match="knows no job 'j'"):
+        stop(MemoryStore(MemoryServer(lambda: 0.0)), JOB, None)
+
+
+@pytest.mark.parametrize("words", ["3:1", "0:2", "x"])
+def test_limits_that_make_no_sense_are_refused_before_etcd_is_asked(words: str, capsys) -> None:
+    command = ["scale", words, "--job", JOB, "--etcd", "127.0.0.1:1"]
+    assert main(command) == ExitCode.USAGE
+    assert f"error: scale {words}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "text"),
+    [
+        (1, 1, "at the next step b hands its state over and waits as a spare"),
+        (1, 3, "c joins at the next step"),
+        (1, 2, "2 nodes train on as before"),
+        (4, 4, "c joins at the next step"),
+    ],
+)
+def test_scale_says_what_will_happen(least, most, text, store: MemoryStore, capsys) -> None:
+    assert scale(store, JOB, (least, most), None) == ExitCode.DONE
+    assert capsys.readouterr().out == f"job j has {least}:{most} nodes: {text}\n"
+    scale(store, JOB, (least, most), None)
+    assert capsys.readouterr().out == f"job j has {least}:{most} nodes already: {text}\n"
+
+
+def test_scale_below_min_waits_for_the_next_change(store: MemoryStore, capsys) -> None:
+    store.write({}, deletes=["members/c"])
+    scale(store, JOB, (3, 4), None)
+    out = capsys.readouterr().out
+    assert "2 nodes train on; the next change of the world waits for 3" in out
+
+
+def test_stop_is_idempotent_and_right_when_the_job_is_over(store: MemoryStore, capsys) -> None:
+    stop(store, JOB, None)
+    stop(store, JOB, None)
+    assert asked(store) == Control(stop=True)
+    store.write({"done": to_bytes(Done(outcome="stopped", step=3, reason="stopped by x"))})
+    assert stop(store, JOB, None) == ExitCode.DONE
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [
+        "job j has been asked to stop already",
+        "job j is over already: stopped by x",
+    ]
+
+
+def test_what_one_operator_asks_is_kept_when_another_asks(server: MemoryServer) -> None:
+    stores = [MemoryStore(server) for _ in range(8)]
+    names = [f"n{i}" for i in range(8)]
+    register(stores[0], *(member(name) for name in names))
+    threads = [
+        threading.Thread(target=drain, args=(store, JOB, name, None))
+        for store, name in zip(stores, names, strict=True)
+    ]
+    threads += [
+        threading.Thread(target=scale, args=(stores[0], JOB, (1, 9), None)),
+        threading.Thread(target=stop, args=(stores[1], JOB, None)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    control = asked(stores[0])
+    assert sorted(one.node for one in control.drain) == names
+    assert (control.nnodes, control.stop) == ((1, 9), True)
+
+
+def test_a_change_that_never_wins_is_given_up(store: MemoryStore) -> None:
+    rival = iter(range(100, 1000))
+
+    def change(job):
+        store.write({"control": to_bytes(Control(nnodes=(1, next(rival))))})
+        return replace(job.control, stop=True)
+
+    with pytest.raises(OperatorError, match="others changed"):
+        steer(store, JOB, change)
+
+
+def test_wait_returns_when_it_has_happened(store: MemoryStore, capsys) -> None:
+    def leave() -> None:
+        place(store, member("a"), generation=2)
+        store.write({}, deletes=["members/b"])
+
+    timer = threading.Timer(0.3, leave)
+    timer.start()
+    assert drain(store, JOB, "b", 30.0) == ExitCode.DONE
+    timer.join()
+    assert capsys.readouterr().out.endswith("b has left; generation 2 has a; c waiting\n")
+    assert scale(store, JOB, (1, 1), 30.0) == ExitCode.DONE
+    with pytest.raises(OperatorError, match=r"has not happened within 0.1 s \(--wait-timeout\)"):
+        stop(store, JOB, 0.1)
+    store.write({"done": to_bytes(Done(outcome="failed", step=3, reason="it broke"))})
+    assert stop(store, JOB, 0.1) == ExitCode.DONE
+
+
+def test_waiting_for_a_stop_that_ends_in_a_failure_says_so(store: MemoryStore, capsys) -> None:
+    done = Done(outcome="failed", step=3, reason="it broke")
+    timer = threading.Timer(0.3, lambda: store.write({"done": to_bytes(done)}))
+    timer.start()
+    assert stop(store, JOB, 30.0) == ExitCode.FAILED
+    timer.join()
+    assert capsys.readouterr().out.endswith("the job is over: it broke\n")
+
+
+def test_limits_as_operators_changed_them() -> None:
+    limits = Limits(min_nodes=2, max_nodes=4)
+    assert steered(limits, Control(stop=True)) == limits
+    assert steered(limits, Control(nnodes=(1, 3))) == replace(limits, min_nodes=1, max_nodes=3)

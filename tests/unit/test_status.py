@@ -1,0 +1,136 @@
+"""What `elasticzero status` makes of what the store and the agents say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.channel import Resume
+from elasticzero.launcher.control import Job
+from elasticzero.launcher.status import _span, gather, table
+from elasticzero.launcher.world import Control, Done, Drain, Member, Strikes, World
+
+
+def member(name: str, nproc: int = 2) -> Member:
+    return Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, nproc)
+
+
+A, B, C, D = (member(name) for name in ("node-a", "node-b", "c", "d"))
+WORLD = World(
+    generation=3,
+    token="secret",
+    members=(A, B),
+    strategy="ddp",
+    resume=Resume(tier="ram", step=120, generation=2),
+    reason="c left",
+    strikes=(Strikes(node="d", count=4),),
+)
+JOB = Job(
+    name="my-run",
+    members={m.node: m for m in (D, A, B, C)},
+    world=WORLD,
+    done=None,
+    control=Control(),
+    control_revision=0,
+)
+TRAINING = {
+    "step": 345,
+    "total_steps": 1000,
+    "steps_per_s": 2.5,
+    "goodput": 0.972,
+    "step_age_s": 0.24,
+    "generation_age_s": 90.0,
+    "up_s": 4000.0,
+    "checkpoint_step": 300,
+    "loss": 2.5,
+    "nnodes": [1, 3],
+    "set_aside_s": {"d": 45.0},
+    "leaving": False,
+}
+WAITING = {"step": 120, "up_s": 12.0, "leaving": False}
+SAID = {"node-a": TRAINING, "c": WAITING, "d": WAITING}
+PHASES = {"node-a": "restored", "node-b": "restored"}
+
+
+def lines(job: Job = JOB, said=SAID, phases=PHASES) -> list[str]:
+    return table(gather(job, phases, said)).splitlines()
+
+
+def test_a_job_at_work() -> None:
+    headline, progress, head, *rows = lines()
+    assert headline == (
+        "job my-run: generation 3, 4 ranks on 2 nodes (1:3), began 90 s ago at step 120: c left"
+    )
+    assert progress == (
+        "step 345 of 1000, 2.5 steps/s, 4 min to go, goodput 97.2%, loss 2.5, last checkpoint of "
+        "step 300"
+    )
+    columns = ["NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST", "UP", "ADDRESS"]
+    starts = [head.index(word) for word in columns]
+    cells = [
+        [row[i:j].strip() for i, j in zip(starts, [*starts[1:], None], strict=True)] for row in rows
+    ]
+    address = "10.0.0.1:9400"
+    aside = "set aside after 4 failures, 45 s more"
+    assert cells == [
+        ["node-a", "leader", "0-1", "training", "345", "0.2 s ago", "67 min", address],
+        ["node-b", "member", "2-3", "training", "?", "?", "?", address],
+        ["d", "spare", "-", aside, "-", "-", "12 s", address],
+        ["c", "spare", "-", "waiting", "-", "-", "12 s", address],
+    ]
+
+
+def test_a_silent_agent_is_shown_as_such() -> None:
+    row = next(line for line in lines() if line.startswith("node-b"))
+    assert row.split()[4:7] == ["?", "?", "?"]
+    assert gather(JOB, PHASES, {})["step"] is None
+    assert not any(line.startswith("step ") for line in lines(said={}))
+
+
+def states(job: Job, said=SAID) -> dict[str, str]:
+    return {node["node"]: node["state"] for node in gather(job, PHASES, said)["nodes"]}
+
+
+def test_states() -> None:
+    assert states(JOB) == {
+        "node-a": "training", "node-b": "training", "d": "set aside", "c": "waiting"
+    }  # fmt: skip
+    gone = replace(JOB, members={m.node: m for m in (B, C)})
+    assert states(gone)["node-a"] == "gone"
+    assert gather(gone, PHASES, SAID)["leader"] == "node-b"
+    drained = replace(JOB, control=Control(drain=(Drain(node="node-b", incarnation="i-node-b"),)))
+    assert states(drained)["node-b"] == "leaving"
+    assert states(JOB, SAID | {"c": WAITING | {"leaving": True}})["c"] == "leaving"
+    assert states(replace(JOB, control=Control(stop=True)))["node-a"] == "stopping"
+    done = Done(outcome="stopped", step=400, reason="stopped by an operator")
+    over = replace(JOB, members={}, done=done)
+    assert set(states(over, {}).values()) == {"stopped"}
+
+
+def test_the_whole_picture_before_and_after_a_world() -> None:
+    early = replace(JOB, world=None)
+    first = lines(early, {}, {})
+    assert first[0] == "job my-run: no generation yet: waiting for nodes"
+    assert gather(early, {}, {})["leader"] == "d", "the oldest registration"
+    done = Done(outcome="stopped", step=400, reason="stopped by an operator")
+    assert "stopped: stopped by an operator" in lines(replace(JOB, members={}, done=done), {})
+
+
+def test_what_operators_asked_for_is_shown() -> None:
+    control = Control(drain=(Drain(node="c", incarnation="i-c"),), nnodes=(1, 2), stop=True)
+    found = lines(replace(JOB, control=control))
+    assert "asked by operators: drain c, scale 1:2, stop" in found
+    assert "(1:2)" in found[0]
+
+
+def test_no_secret_is_shown() -> None:
+    assert "secret" not in str(gather(JOB, PHASES, SAID))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.25, "0.2 s"), (45, "45 s"), (150, "2 min"), (9000, "2 h"), (400000, "5 days")],
+)
+def test_spans(seconds: float, text: str) -> None:
+    assert _span(seconds) == text
