@@ -41,6 +41,8 @@ class Limits:
     save_s: float = 120.0
     """A worker that has not written its snapshot by then is killed."""
     lease_ttl_s: float = 5.0
+    leave_margin_s: float = 5.0
+    """So long before its deadline a leaving node waits for no boundary any more."""
     strict_checkpoint: bool = False
     """A damaged checkpoint ends the job; else the newest good one is used."""
     handover_s: float = 60.0
@@ -53,6 +55,17 @@ def steered(limits: Limits, control: Control) -> Limits:
         return limits
     least, most = control.nnodes
     return replace(limits, min_nodes=least, max_nodes=most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """This node is to leave."""
+
+    reason: str
+    """As it will stand in the world's reason: `AWS spot interruption in 118 s`."""
+    heard_s: float
+    by_s: float | None = None
+    """When the machine is gone; None: nobody takes it away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +148,8 @@ class View:
     done: Done | None = None
     control: Control = field(default_factory=Control)
     leaving: bool = False
+    notice: Notice | None = None
+    """Why it leaves, and by when."""
     workers: Workers = Workers()
     holdings: tuple[Holding, ...] = ()
     saving: bool = False
