@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -200,6 +202,7 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
+    _leave_sigterm_to_the_agent()
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: leave(ExitCode.LEFT))
     watchdog = _limit_connecting(link)
@@ -208,6 +211,26 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     watchdog.cancel()
     link.on_abort(groups.shut)
     return device, groups
+
+
+def _leave_sigterm_to_the_agent() -> None:
+    """What stops a machine often sends SIGTERM to every process on it: the agent then has its
+    workers leave at a boundary, unless they are dead by then.
+
+    A script's own handler stays; processes that the script starts heed the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    worker = os.getpid()
+
+    def pass_over(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, pass_over)
 
 
 def _limit_connecting(link: AgentLink) -> threading.Timer:

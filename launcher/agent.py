@@ -47,6 +47,7 @@ from elasticzero.launcher.actions import (
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import MEMBERS, Observer, members_of
@@ -55,7 +56,7 @@ from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.telling import Telling
-from elasticzero.launcher.view import Limits, View, Workers
+from elasticzero.launcher.view import Limits, Notice, View, Workers
 from elasticzero.launcher.workers import Gang
 from elasticzero.launcher.world import World, charge
 from elasticzero.metrics import Metrics
@@ -95,6 +96,10 @@ class AgentOptions:
     """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints stay."""
+    grace_s: float = 25.0
+    """From SIGTERM on this node has so long."""
+    preemption: str = "auto"
+    """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     tee: str = "none"
     """Which workers' output is repeated on the terminal: none, first or all of the node."""
 
@@ -128,7 +133,7 @@ class Agent:
         )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: tuple[int, int] | None = None
-        self._leaving = False
+        self._notices: list[Notice] = []
         self._backoff_until_s = 0.0
         self.view: View | None = None
         self.exit_code: ExitCode | None = None
@@ -142,10 +147,19 @@ class Agent:
         with suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
-    def leave(self) -> None:
-        """Have this node leave at the next boundary (SIGTERM, drain)."""
-        self._leaving = True
+    def leave(self, reason: str, by_s: float | None = None) -> None:
+        """Have this node leave at the next boundary; callable from any thread and from signal
+        handlers.
+
+        reason: goes into the world's. by_s: the machine is gone then (monotonic clock).
+        """
+        self._notices.append(Notice(reason=reason, heard_s=time.monotonic(), by_s=by_s))
         self.wake()
+
+    @property
+    def notice(self) -> Notice | None:
+        """Why this node is to leave, and by when; None: it is not."""
+        return gathered(self._notices)
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
@@ -185,14 +199,16 @@ class Agent:
 
     def _observe(self, now_s: float) -> View:
         saving = self.saver.saving  # before the news of its end is heard
-        self._store_actions.keep_registered(now_s, leaving=self._leaving)
+        self._store_actions.keep_registered(now_s, leaving=self.notice is not None)
         self._hear(now_s)
-        self._leaving |= self._observer.control().drains(self._membership.me)
+        if self._observer.control().drains(self._membership.me) and self.notice is None:
+            self.leave("drained by an operator")
         workers = self._gang.view(now_s) if self._gang is not None else Workers()
         if not workers.running:
             workers = replace(workers, sealing=self.saver.unsealed())
-        view = self._lookout.view(workers, self._leaving, now_s, self.options.limits)
-        return replace(view, saving=saving, saved_held=self._saved_held)
+        notice = self.notice
+        view = self._lookout.view(workers, notice is not None, now_s, self.options.limits)
+        return replace(view, notice=notice, saving=saving, saved_held=self._saved_held)
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -334,7 +350,7 @@ class Agent:
 
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""
-        return self.telling.status(self.view, self._leaving)
+        return self.telling.status(self.view, self.notice is not None)
 
     def tokens(self) -> frozenset[str]:
         """The passwords with which snapshots may be read now."""

@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         "kill-node:NODE@STEP names the node",
     )
     omit = ("--nnodes", "--node-name", "--host", "--http-host", "--http-port", "--standalone")
-    add_run_options(local, omit=omit)
+    add_run_options(local, omit=(*omit, "--preemption"))
     local.add_argument("--nnodes", help="fewest and most nodes (default: 1:N)", metavar="MIN:MAX")
     status = commands.add_parser("status", help="what a job is doing")
     status.add_argument("--json", action="store_true", help="for scripts")
@@ -180,6 +180,8 @@ def _run(args: argparse.Namespace) -> int:
         checkpoint_every=args.checkpoint_every,
         snapshot_every=given.snapshot_every,
         keep=given.keep,
+        grace_s=args.grace,
+        preemption=args.preemption,
         tee="all" if args.tee or not args.log_dir else "none",
     )
     endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []

@@ -19,6 +19,11 @@ Rules of every agent, the first that applies:
  A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
      stop at a boundary; workers that cannot be asked are stopped by the alarm.
  A9  all workers have restored: report `restored`.
+ A10 leaving by a deadline, and what is left is only enough to hand the state over: wait for the
+     running step no longer, raise the alarm; in a round, kill this node's workers that do not stop
+     in half of that time.
+ A11 leaving while the store is away: train on until it is back, for nobody could write a world
+     without this node; at the deadline, go.
 Rules of the acting leader, who is the first member of `world` that is alive (before the first
 world: the oldest registration):
  L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
@@ -38,7 +43,6 @@ write is conditioned on that document's revision.
 
 from __future__ import annotations
 
-from elasticzero.channel import FLAG_LEAVE
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Decision,
@@ -53,7 +57,6 @@ from elasticzero.launcher.actions import (
     wait,
 )
 from elasticzero.launcher.lead import (
-    ask,
     conclude,
     first_world,
     is_leader,
@@ -62,6 +65,7 @@ from elasticzero.launcher.lead import (
     save_held,
     take_over,
 )
+from elasticzero.launcher.leaving import leave, stop_limit_s
 from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
 
@@ -134,7 +138,7 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
-        return ask(view, FLAG_LEAVE, "leave", f"{view.me.node} is leaving")
+        return leave(view, now_s, limits)
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
@@ -154,6 +158,7 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
         phase=phase,
         store_port=view.me.store_port,
         leaving=view.leaving,
+        leave_reason=view.notice.reason if view.notice is not None else "",
         holdings=view.holdings if phase == "stopped" else (),
         failure=view.workers.failure if phase == "stopped" else None,
         final_step=view.workers.step if phase in ("finished", "stopped") else None,
@@ -195,14 +200,14 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     actions = list(_report(view, "alive", "").actions)
     opened_s, told_s = view.round_s or now_s, workers.aborted_s
     patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s
+    stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
     if told_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
     if told_s is not None and not workers.killed:
         if now_s - told_s >= limits.save_s:
             actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
-        elif workers.saving < workers.running and now_s - told_s >= limits.stop_s:
-            reason = f"not stopped within {limits.stop_s:g} s"
-            actions.append(KillWorkers(reason, spare_saving=True))
+        elif workers.saving < workers.running and now_s - told_s >= stop_s:
+            actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
     return Decision(tuple(actions), f"stopping: {alarm.reason}")
 
 

@@ -51,7 +51,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve(sock: socket.socket, preload: list[str]) -> None:
-    """Answer requests until the agent closes the socket."""
+    """Answer requests until the agent closes the socket.
+
+    SIGTERM, which may reach every process of a machine that is to stop, is left to the agent.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in preload:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -98,6 +102,7 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         die_with_parent(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _lead_a_group(0)
         sock.close()

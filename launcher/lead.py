@@ -397,6 +397,15 @@ def _registered(view: View, member: Member) -> bool:
     return found is not None and found.incarnation == member.incarnation
 
 
+def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
+    """Why a node left, in its own words; empty if it gave none."""
+    if alarm is not None and alarm.kind == "leave" and alarm.node == node:
+        return alarm.reason
+    if report is not None and report.leave_reason:
+        return f"{node} leaves: {report.leave_reason}"
+    return ""
+
+
 def _why(view: View, world: World, following: World, found: _Round) -> str:
     """One sentence: what changed between the two worlds."""
     before, after = ({m.node for m in w.members} for w in (world, following))
@@ -405,8 +414,11 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
     if silent:
         parts.append(f"{', '.join(silent)} {'is' if len(silent) == 1 else 'are'} lost")
     left = sorted(before - after - set(silent) - stay)
-    if left:
-        parts.append(f"{', '.join(left)} left")
+    reports = view.reports or {}
+    explained = {n: text for n in left if (text := _departure(n, reports.get(n), view.alarm))}
+    if unexplained := [n for n in left if n not in explained]:
+        parts.append(f"{', '.join(unexplained)} left")
+    parts += explained.values()
     spare = sorted((before - after) & stay)
     parts += [f"{node} is set aside: {AGAIN}" for node in spare if node in found.aside]
     parked = [node for node in spare if node not in found.aside]

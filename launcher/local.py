@@ -187,7 +187,7 @@ def is_alive(pid: int) -> bool:
 def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
     """The options that every agent of the cluster gets."""
     nnodes = args.nnodes or f"1:{most}"
-    words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
+    words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0", "--preemption", "none"]
     for name in (
         "nproc_per_node",
         "strategy",
@@ -201,7 +201,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         value = getattr(args, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in ("settle", "lease_ttl", "join_timeout"):
+    for name in ("settle", "lease_ttl", "grace", "join_timeout"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.tee or not args.log_dir:
         words.append("--tee")

@@ -123,6 +123,19 @@ RUN_OPTIONS = (
         ("--lease-ttl",), "seconds after which a silent node is presumed gone", 5, int, metavar="S"
     ),
     Option(
+        ("--preemption",),
+        "the cloud whose preemption notices make this node leave; auto: the one that answers",
+        "auto",
+        choices=("auto", "none", "aws", "gcp", "azure"),
+    ),
+    Option(
+        ("--grace",),
+        "seconds from SIGTERM to the end of this node: what starts it kills it then",
+        25.0,
+        float,
+        metavar="S",
+    ),
+    Option(
         ("--join-timeout",), "seconds to wait for etcd and for MIN nodes", 600.0, float, metavar="S"
     ),
     Option(("--restart",), "run a job again that is already done", False, is_switch=True),
@@ -252,6 +265,8 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
         raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
+    if not args.grace >= 0:
+        raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
     if args.lease_ttl < 2:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))

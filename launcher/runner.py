@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from elasticzero.launcher.membership import (
     reachable_address,
 )
 from elasticzero.launcher.observe import DONE, MEMBERS
+from elasticzero.launcher.preemption import PreemptionWatch
 from elasticzero.launcher.shared_memory import PREFIX, SHARED_MEMORY
 from elasticzero.launcher.store import Condition, Store, job_prefix
 from elasticzero.launcher.telling import say
+from elasticzero.launcher.view import Notice
 from elasticzero.launcher.world import Done, Member
 from elasticzero.metrics import Metrics
 from elasticzero.records import decode
@@ -90,13 +93,20 @@ def run_agent(
         membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
         agent = Agent(options, store, membership, metrics)
         agent.telling.note("serving", port=server.port, host=host)
-        signal.signal(signal.SIGTERM, lambda *_: agent.leave())
+        signal.signal(signal.SIGTERM, lambda *_: _terminate(agent))
         try:
+            tell = partial(say, options.node)
+            stack.enter_context(PreemptionWatch(options.preemption, agent.leave, tell))
             agent.prepare()
-            _join(membership, options)
+            leaving = _join(membership, agent)
         except BaseException:
             agent.close()
             raise
+        if leaving is not None:
+            agent.telling.leaves(f"{leaving.reason}: leaving before the job knew of this node")
+            agent.exit_code = ExitCode.LEFT
+            agent.close()
+            return agent.exit_code
         agent.telling.note("registered", incarnation=me.incarnation)
         say(options.node, f"registered for job {options.job}; logs: {options.log_dir}")
         return agent.run()
@@ -115,21 +125,30 @@ class _Snapshots:
         return agent.snapshots.open_file(generation, step, name)
 
 
-def _join(membership: Membership, options: AgentOptions) -> None:
-    """Register, for as long as the store may take to answer."""
+def _join(membership: Membership, agent: Agent) -> Notice | None:
+    """Register, for as long as the store may take to answer; if the node is to leave before that,
+    why."""
+    options = agent.options
     deadline_s = time.monotonic() + options.limits.join_timeout_s
-    while True:
+    while agent.notice is None:
         try:
-            membership.join(lambda text: say(options.node, text))
-            return
+            membership.join(partial(say, options.node))
+            return None
         except StoreUnavailable:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(TRY_AGAIN_S)
+    return agent.notice
 
 
 def _leave_early(*_: object) -> None:
     raise SystemExit(int(ExitCode.LEFT))
+
+
+def _terminate(agent: Agent) -> None:
+    """SIGTERM: SIGKILL is to be expected when the grace is over."""
+    grace_s = agent.options.grace_s
+    agent.leave(f"SIGTERM ({grace_s:g} s of grace)", time.monotonic() + grace_s)
 
 
 def _wait_for_store(

@@ -26,7 +26,7 @@ from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveOver
-from elasticzero.launcher.view import View, Workers, steered
+from elasticzero.launcher.view import Notice, View, Workers, steered
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
 from elasticzero.launcher.world import Control, Done, World
 from elasticzero.metrics import Metrics
@@ -60,6 +60,7 @@ class Telling:
         self._metrics = metrics
         self._tail = LogTail(_repeat)
         self._reason = ""
+        self._notice: Notice | None = None
         self._world: World | None = None
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
@@ -94,6 +95,9 @@ class Telling:
             self._metrics.restarts.labels(kind).inc()
             if view.workers.stepped_s:
                 self._recovery("detect", view.round_s - view.workers.stepped_s)
+        if view.notice is not None and view.notice != self._notice:
+            self._notice = view.notice
+            self.notice(view.notice)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self.note("reason", reason=decision.reason)
@@ -298,6 +302,12 @@ class Telling:
     def retired(self, gang: Gang) -> None:
         """The last of a gang's output."""
         self._tee(gang, last=True)
+
+    def notice(self, notice: Notice) -> None:
+        """This node is to leave."""
+        left_s = None if notice.by_s is None else round(notice.by_s - notice.heard_s, 3)
+        self.note("notice", reason=notice.reason, left_s=left_s)
+        say(self._options.node, f"{notice.reason}: leaving at the next boundary between steps")
 
     def leaves(self, reason: str) -> None:
         """The agent ends for this reason."""

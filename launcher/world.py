@@ -162,6 +162,8 @@ class Report:
     store_port: int = 0
     """A fresh one for the next world."""
     leaving: bool = False
+    leave_reason: str = ""
+    """Why it leaves, where that is known."""
     holdings: tuple[Holding, ...] = ()
     failure: Failure | None = None
     final_step: int | None = None

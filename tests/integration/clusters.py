@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,14 +129,25 @@ def events_in(directory: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def story(
-    tmp_path: Path, endpoint: str, job: str, words: Sequence[str], *, nodes: int
+    tmp_path: Path,
+    endpoint: str,
+    job: str,
+    words: Sequence[str],
+    *,
+    nodes: int,
+    each: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[Story]:
-    """A cluster of `nodes` agents with these words after `elasticzero run`."""
-    common = ["--etcd", endpoint, "--http-port", "0", *words]
-    cluster = Cluster(common, job, tmp_path / "logs", cluster_environment(nodes))
+    """A cluster of `nodes` agents with these words after `elasticzero run`.
+
+    each: what stands in the environment of each node besides.
+    """
+    common = ["--etcd", endpoint, "--http-port", "0", "--preemption", "none", *words]
+    shared = cluster_environment(nodes)
+    cluster = Cluster(common, job, tmp_path / "logs", shared)
     told = Story(cluster)
     try:
-        for _ in range(nodes):
+        for i in range(nodes):
+            cluster.environment = {**shared, **each[i]} if each else shared
             cluster.start_node()
         yield told
         told.look()

@@ -167,6 +167,11 @@ def test_nobody_kills_an_agent_that_waits_for_etcd(agent: Manifest) -> None:
     assert allowed_s > float(environment(agent)[f"{PREFIX}JOIN_TIMEOUT"])
 
 
+def test_the_agent_has_left_before_its_pod_is_killed(job: Manifest, agent: Manifest) -> None:
+    grace_s = float(environment(agent)[f"{PREFIX}GRACE"])
+    assert 0 < grace_s <= pod_of(job)["terminationGracePeriodSeconds"] - 3
+
+
 def test_every_etcd_endpoint_is_a_member(etcd: Manifest, agent: Manifest) -> None:
     name, service = etcd["metadata"]["name"], etcd["spec"]["serviceName"]
     hosts = [f"{name}-{index}.{service}" for index in range(etcd["spec"]["replicas"])]

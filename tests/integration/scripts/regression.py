@@ -59,6 +59,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             trace = {**place, "samples": list(session.batch_indices)}
             print(json.dumps({"trace": trace}), flush=True)
             time.sleep(options.pause)
+            if options.long_step == seen + 1 and session.generation == 1:
+                time.sleep(options.long)
             if options.fail_at == seen + 1 and session.rank == 0:
                 raise ValueError(f"told to fail at step {seen + 1}")
         loss = loss_of(model(x), y)
@@ -88,6 +90,8 @@ if __name__ == "__main__":
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--hidden", type=int, default=17)
     parser.add_argument("--slow-after", type=int)
+    parser.add_argument("--long-step", type=int)
+    parser.add_argument("--long", type=float, default=8.0)
     parser.add_argument("--slow-start", type=float, default=0.0)
     parser.add_argument("--linger", type=float, default=0.0)
     parser.add_argument("--no-memory", action="store_true")

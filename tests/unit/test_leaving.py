@@ -1,0 +1,216 @@
+"""A node that leaves by a deadline: what it does when, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.channel import FLAG_LEAVE, Resume
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.actions import (
+    Action,
+    Ask,
+    KillWorkers,
+    Leave,
+    PutReport,
+    RaiseAlarm,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+)
+from elasticzero.launcher.decide import decide
+from elasticzero.launcher.leaving import gathered, last_call_s
+from elasticzero.launcher.view import Limits, Notice, StoreHealth, View, Workers
+from elasticzero.launcher.world import Alarm, Failure, Holding, Member, Phase, Report, World
+
+NOW = 100.0
+LIMITS = Limits(min_nodes=1, max_nodes=3)
+A, B = (Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1) for name in "ab")
+HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
+AWS = "AWS spot interruption in 118 s"
+
+
+def says(phase: Phase, of: Member, **fields: object) -> Report:
+    return Report(incarnation=of.incarnation, phase=phase, store_port=29500, **fields)  # type: ignore[arg-type]
+
+
+def by(deadline_s: float | None, heard_s: float = 80.0) -> Notice:
+    """A notice; its margin is 5 s where it gave 20 s or more."""
+    return Notice(reason=AWS, heard_s=heard_s, by_s=deadline_s)
+
+
+TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
+STOPPING = replace(TRAINS, aborted_s=98.0)
+TRAINING = View(
+    me=A,
+    members={"a": A, "b": B},
+    world=World(
+        generation=3,
+        token="t",
+        members=(A, B),
+        strategy="ddp",
+        resume=Resume(tier="storage", step=10),
+        reason="test",
+    ),
+    leaving=True,
+    notice=by(200.0),
+    workers=TRAINS,
+    my_report=says("restored", A),
+    reports={"a": says("restored", A), "b": says("restored", B)},
+    store=StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0),
+    token="new",
+)
+FALLEN = Alarm(
+    node="a",
+    kind="leave",
+    reason=f"a leaves: {AWS}; no time to end the running step, so back to the newest snapshot",
+)
+ROUND = replace(TRAINING, alarm=FALLEN, alarm_s=97.9, round_s=97.9, workers=STOPPING)
+ANSWERED = replace(ROUND, my_report=says("alive", A, leaving=True, leave_reason=AWS))
+AWAY = replace(TRAINING, store=replace(TRAINING.store, reachable=False))
+
+
+def v(base: View, **changes: object) -> View:
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+TABLE: list[tuple[str, View, list[object]]] = [
+    # A8
+    ("there is time", TRAINING, [Ask(FLAG_LEAVE)]),
+    ("no deadline", v(TRAINING, notice=by(None)), [Ask(FLAG_LEAVE)]),
+    ("a drain without a notice", v(TRAINING, notice=None), [Ask(FLAG_LEAVE)]),
+    ("asked: the boundary is waited for", v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE)), []),
+    # A10
+    ("still time to wait", v(TRAINING, notice=by(105.1)), [Ask(FLAG_LEAVE)]),
+    ("no time, not asked yet", v(TRAINING, notice=by(105.0)), [RaiseAlarm(FALLEN)]),
+    ("no time, asked", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, asked=FLAG_LEAVE)), [RaiseAlarm(FALLEN)]),
+    ("past the deadline", v(TRAINING, notice=by(90.0)), [RaiseAlarm(FALLEN)]),
+    ("no time, and a plain script", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, attached=False)), [RaiseAlarm(FALLEN)]),
+    ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, asked=FLAG_LEAVE)), []),
+    ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [Ask(FLAG_LEAVE)]),
+    ("a short notice, nearly over", v(TRAINING, notice=by(100.5, heard_s=97.5)), [RaiseAlarm(FALLEN)]),
+    ("the round: answer and stop", v(ROUND, workers=TRAINS), [PutReport(ANSWERED.my_report), StopWorkers(FALLEN.reason)]),
+    ("stopping: there is time", v(ANSWERED, notice=by(103.0)), []),
+    ("stopping: half the margin is over", v(ANSWERED, notice=by(102.4)), [KillWorkers("not stopped within 1.9 s", spare_saving=True)]),
+    ("stopping: who saves is left alone", v(ANSWERED, notice=by(102.0), workers=replace(STOPPING, saving=1)), []),
+    ("stopping: far from the deadline", v(ANSWERED, workers=replace(STOPPING, aborted_s=84.0)), [KillWorkers("not stopped within 15 s", spare_saving=True)]),
+    ("stopping: long past the deadline, a moment is given", v(ANSWERED, notice=by(90.0), workers=replace(STOPPING, aborted_s=99.6)), []),
+    # A11
+    ("etcd is away", AWAY, []),
+    ("etcd is away, the end is near", v(AWAY, notice=by(101.0)), []),
+    ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [Leave(ExitCode.LEFT)]),
+    ("etcd is away, no deadline", v(AWAY, notice=by(None)), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_rule(view: View, expected: list[Action]) -> None:
+    decision = decide(view, NOW, LIMITS)
+    assert list(decision.actions) == expected, decision
+    assert decision.reason
+
+
+def test_the_reason_is_told_while_the_boundary_is_waited_for() -> None:
+    assert decide(TRAINING, NOW, LIMITS).reason == f"a leaves: {AWS}"
+    asked = v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE))
+    assert decide(asked, NOW, LIMITS).reason == f"a leaves: {AWS}: waiting for the next boundary"
+
+
+SIGTERM = Notice(reason="SIGTERM (25 s of grace)", heard_s=50.0, by_s=75.0)
+SPOT = Notice(reason=AWS, heard_s=10.0, by_s=130.0)
+DRAIN = Notice(reason="drained by an operator", heard_s=5.0)
+
+
+def test_several_notices_come_to_the_first_reason_and_the_earliest_deadline() -> None:
+    assert gathered([]) is None
+    assert gathered([SPOT]) == SPOT
+    later = replace(SIGTERM, heard_s=60.0, by_s=85.0)
+    assert gathered([SIGTERM, later]) == SIGTERM, "SIGTERM twice"
+    assert gathered([SIGTERM, SPOT]) == SIGTERM
+    both = gathered([SPOT, SIGTERM, later])
+    assert both == replace(SIGTERM, reason=f"{AWS}, then SIGTERM (25 s of grace)")
+    assert gathered([DRAIN, SPOT]) == replace(SPOT, reason=f"drained by an operator, then {AWS}")
+    assert gathered([SPOT, DRAIN]) == SPOT
+
+
+@pytest.mark.parametrize(
+    ("given_s", "margin_s"), [(120.0, 5.0), (25.0, 5.0), (20.0, 5.0), (4.0, 1.0), (0.0, 0.0)]
+)
+def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) -> None:
+    notice = Notice(reason="r", heard_s=NOW, by_s=NOW + given_s)
+    assert last_call_s(notice, LIMITS) == NOW + given_s - margin_s
+
+
+def test_without_a_deadline_a_boundary_is_waited_for_as_long_as_it_takes() -> None:
+    assert last_call_s(DRAIN, LIMITS) == last_call_s(None, LIMITS) == float("inf")
+
+
+def ended(alarm: Alarm | None, mine: dict[str, object], theirs: dict[str, object]) -> View:
+    """The round's end, both stopped; b leads no more than a does."""
+    my_report = says("stopped", A, holdings=HELD, final_step=20, **mine)
+    return v(
+        TRAINING,
+        leaving=bool(mine.get("leaving")),
+        notice=by(200.0) if mine.get("leaving") else None,
+        alarm=alarm,
+        alarm_s=90.0,
+        round_s=99.8,
+        workers=replace(TRAINS, running=0, failure=mine.get("failure")),
+        holdings=HELD,
+        my_report=my_report,
+        reports={"a": my_report, "b": says("stopped", B, **theirs)},
+    )
+
+
+LEAVES: dict[str, object] = {"leaving": True, "leave_reason": AWS}
+
+
+def next_world(view: View) -> World:
+    (action,) = decide(view, NOW, LIMITS).actions
+    assert isinstance(action, WriteWorld)
+    return action.world
+
+
+def test_the_world_says_why_a_node_left() -> None:
+    assert next_world(ended(None, {}, LEAVES)).reason == f"b leaves: {AWS}"
+    assert next_world(ended(None, LEAVES, {})).reason == f"a leaves: {AWS}", "the leader itself"
+    assert next_world(ended(None, {}, {"leaving": True})).reason == "b left"
+
+
+def test_the_world_says_that_there_was_no_time() -> None:
+    assert next_world(ended(FALLEN, LEAVES, {})).reason == FALLEN.reason
+
+
+def failed(blame: str) -> dict[str, object]:
+    return {"failure": Failure(rank=1, blame=blame, message="it broke")}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "counted"),
+    [
+        ({}, {**LEAVES, **failed("killed")}, 0),  # what the machine's end did to its workers
+        ({}, {**LEAVES, **failed("user")}, 0),
+        ({**LEAVES}, failed("peer"), 0),  # what the others saw of it
+        ({**failed("peer")}, LEAVES, 0),
+        ({**LEAVES}, failed("user"), 1),  # no fault of the machine that goes
+        ({}, failed("peer"), 1),
+    ],
+)
+def test_leaving_is_no_failure(
+    mine: dict[str, object], theirs: dict[str, object], counted: int
+) -> None:
+    view = ended(FALLEN, mine, theirs)
+    assert view.world is not None
+    stuck = v(view, world=replace(view.world, resume=Resume(tier="storage", step=20)))
+    assert next_world(stuck).fruitless == counted
+
+
+def test_leaving_ends_no_job_that_is_out_of_restarts() -> None:
+    view = ended(FALLEN, {}, {**LEAVES, **failed("killed")})
+    assert view.world is not None
+    stuck = replace(view.world, fruitless=3, resume=Resume(tier="storage", step=20))
+    (action,) = decide(v(view, world=stuck, round_s=60.0), NOW, LIMITS).actions
+    assert isinstance(action, WriteWorld) and not isinstance(action, WriteDone)
