@@ -236,7 +236,8 @@ class Captures:
             return to_json(with_own_file(manifest, a.rank, file)).decode()
 
         try:
-            return run_interruptibly(write, self._link.check, "checkpoint")
+            with self._link.busy("writing a checkpoint"):
+                return run_interruptibly(write, self._link.check, "checkpoint")
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")

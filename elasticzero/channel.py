@@ -95,6 +95,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Locate:
+    """Agent to worker, when no step came for long: where are you?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
     """Agent to worker, in answer to `Stopping`: write your state as a snapshot, or do not."""
 
@@ -148,6 +153,22 @@ class Busy:
     """Worker to agent: in a section that makes no steps, or (None) out of it."""
 
     doing: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looped:
+    """Worker to agent: out of the loop over batches; no step is due until the next begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Worker to agent, in answer to `Locate`; said by a thread of its own."""
+
+    place: str
+    """File, line and function of the script that the main thread is in."""
+    waits: bool
+    """It is inside a collective, a backward that ends in one, or uses a GPU, whose collectives are
+    waited for anywhere: it may wait for its peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +268,15 @@ Message = (
     Assignment
     | Request
     | Abort
+    | Locate
     | Save
     | Attached
     | Restored
     | Stepped
     | Logged
     | Busy
+    | Looped
+    | Located
     | Captured
     | GiveUp
     | Paced

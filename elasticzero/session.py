@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures, check_shared
-from elasticzero.channel import Busy, Finished, Logged, Restored, Stepped
+from elasticzero.channel import Finished, Logged, Looped, Restored, Stepped
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Order, Plan, Position
 from elasticzero.errors import ElasticZeroError, UserError
@@ -223,23 +223,26 @@ class Session:
         strategy = self._prepared("batches").strategy
         progress = self._progress = Progress(walk.plan)
         data = reading.batches(walk.indices(position))
-        for batch, after in walk.steps(position):
-            self._boundary()
-            self._next_position = after
-            progress.begin(batch)
-            for part in walk.parts(batch):
-                began_s = time.monotonic()
-                samples = next(data)
-                progress.present(part, time.monotonic() - began_s)
-                strategy.expect(last=part.last)
-                yield samples
-                if not progress.stepped:
-                    raise UserError(
-                        "session.step() was not called for this micro-batch; call "
-                        "session.backward(loss) and session.step() for each, also for those "
-                        "where step() returns False"
-                    )
-        self._boundary(last=True)
+        try:
+            for batch, after in walk.steps(position):
+                self._boundary()
+                self._next_position = after
+                progress.begin(batch)
+                for part in walk.parts(batch):
+                    began_s = time.monotonic()
+                    samples = next(data)
+                    progress.present(part, time.monotonic() - began_s)
+                    strategy.expect(last=part.last)
+                    yield samples
+                    if not progress.stepped:
+                        raise UserError(
+                            "session.step() was not called for this micro-batch; call "
+                            "session.backward(loss) and session.step() for each, also for those "
+                            "where step() returns False"
+                        )
+            self._boundary(last=True)
+        finally:
+            self._link.send(Looped())
         self._progress = Progress()
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
@@ -339,12 +342,12 @@ class Session:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """A section that makes no steps and is no stall: "evaluating", "compiling"."""
-        self._link.send(Busy(doing=doing))
-        try:
+        """A section that makes no steps and is no hang: "evaluating", "compiling".
+
+        `--hang-timeout` does not count in it, on no rank. Sections may lie in each other.
+        """
+        with self._link.busy(doing):
             yield
-        finally:
-            self._link.send(Busy(doing=None))
 
     def _prepared(self, call: str) -> Boundary:
         if self._at is None:

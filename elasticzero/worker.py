@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -32,11 +32,14 @@ from elasticzero.channel import (
     Abort,
     Assignment,
     Attached,
+    Busy,
     Captured,
     Channel,
     ChannelClosed,
     Failed,
     Kept,
+    Locate,
+    Located,
     Message,
     Request,
     Resume,
@@ -56,6 +59,7 @@ from elasticzero.errors import (
     is_peer_error,
     one_line,
 )
+from elasticzero.whereabouts import main_thread
 
 SAVE_WAIT_S = 30.0
 POLL_S = 0.05
@@ -91,6 +95,8 @@ class AgentLink:
         """Why the newest of those without a checkpoint has none."""
         self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._channel = channel
+        self._doing: list[str] = []
+        """The busy sections that the main thread is in, the innermost last."""
         self._shut: Callable[[], None] = lambda: None
         if channel is not None:
             threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
@@ -133,6 +139,17 @@ class AgentLink:
         except ChannelClosed:
             os._exit(1)
 
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """A section that makes no steps and is no hang; sections may lie in each other."""
+        self._doing.append(doing)
+        self.send(Busy(doing=doing))
+        try:
+            yield
+        finally:
+            self._doing.pop()
+            self.send(Busy(doing=self._doing[-1] if self._doing else None))
+
     def _hear(self) -> None:
         assert self._channel is not None
         while True:
@@ -146,6 +163,10 @@ class AgentLink:
                 case Abort(reason=reason):
                     self.aborted = reason
                     self._shut()
+                case Locate():
+                    place, waits = main_thread()
+                    waits = waits or torch.cuda.is_initialized()
+                    self.send(Located(place=place, waits=waits))
                 case Save():
                     self.saves.put(message)
                 case Kept(step=step, error=None):

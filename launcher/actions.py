@@ -32,6 +32,19 @@ class KillWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class KillDeaf:
+    """End the workers that, as a look has found, could not obey."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtWorkers:
+    """Find out where the workers are that make no step, and dump their stacks."""
+
+    limit_s: float | None
+    """Without a step for so long a worker may be to blame; None: only one that is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
 class RaiseAlarm:
     alarm: Alarm
 
@@ -73,6 +86,8 @@ Action = (
     | Ask
     | StopWorkers
     | KillWorkers
+    | KillDeaf
+    | LookAtWorkers
     | RaiseAlarm
     | PutReport
     | WriteWorld

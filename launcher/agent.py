@@ -34,8 +34,10 @@ from elasticzero.launcher.actions import (
     Action,
     Ask,
     Decision,
+    KillDeaf,
     KillWorkers,
     Leave,
+    LookAtWorkers,
     PutReport,
     RaiseAlarm,
     SaveHeld,
@@ -184,8 +186,9 @@ class Agent:
         training = view.workers.restored and view.round_s is None and not decision.actions
         long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
         idle = training or view.world is None or view.outside_s is not None or long_round
-        timeout_s = REST_S if idle and not decision.actions else BUSY_S
         gang = self._gang
+        looking = gang is not None and gang.hangs.looking
+        timeout_s = REST_S if idle and not decision.actions and not looking else BUSY_S
         channels = [w.channel for w in gang.workers if w.running and not w.deaf] if gang else []
         sources: list[Any] = [self._wake_read, self._server, *channels]
         readable = select.select(sources, [], [], timeout_s)[0]
@@ -235,6 +238,8 @@ class Agent:
                     case _:
                         pass
             self._gang.end_the_deaf(now_s)
+            for failure in self._gang.watch_for_hangs(now_s):
+                self.telling.looked(self._gang, failure)
         self._hear_saver()
 
     def _hear_saver(self) -> None:
@@ -279,6 +284,10 @@ class Agent:
                 self._gang.stop(reason, now_s)
             case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
                 self._gang.kill(spare_saving=spare_saving)
+            case KillDeaf() if self._gang is not None:
+                self._gang.kill_deaf()
+            case LookAtWorkers(limit_s) if self._gang is not None:
+                self._gang.hangs.look_into(limit_s, now_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.options.limits)
             case SaveHeld(generation, step, world_size, ranks):
@@ -345,6 +354,7 @@ class Agent:
         while gang.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
             self._hear(time.monotonic())
+        gang.hangs.close()
         self.telling.retired(gang)
         self._gang = None
 

@@ -28,7 +28,7 @@ ASIDE_AFTER = 3
 ASIDE_S = 30.0
 MOST_ASIDE_S = 3600.0
 FORGIVEN_S = 600.0
-OWN_FAULTS = ("user", "killed", "environment")
+OWN_FAULTS = ("user", "killed", "environment", "hung")
 """What can be a node's own fault; not a lost peer, nor a checkpoint's damage."""
 AGAIN = "its workers failed time and again, where no others did"
 

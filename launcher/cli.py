@@ -160,6 +160,7 @@ def _run(args: argparse.Namespace) -> int:
         join_timeout_s=args.join_timeout,
         settle_s=args.settle,
         lease_ttl_s=float(args.lease_ttl),
+        hang_timeout_s=given.hang_timeout_s,
     )
     launch = Launch(
         target=script,

@@ -10,8 +10,11 @@ Rules of every agent, the first that applies:
  A3  `world` does not name this registration: stop the workers; if leaving, go once the others have
      their state; otherwise wait, as a spare. The oldest spare writes the next world when nobody
      whom `world` names has been registered for a TTL.
- A4  a worker failed: raise the alarm.
+ A4  a worker failed: raise the alarm. The workers are past their time to make a step (`hangs`):
+     look where they are and dump their stacks; one found to blame has failed; if none is, say
+     `stalled` until a step is made.
  A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill.
+     If it is of a hang, look where they are before any is stopped, and kill those that cannot obey.
  A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
      what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
      it holds of it, and stay until that is done.
@@ -37,6 +40,7 @@ world: the oldest registration):
  L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
      `blame`). Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
  L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
+ L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
 Invariant: nothing is written about a generation other than the one that `world` names, and every
 write is conditioned on that document's revision.
 """
@@ -46,8 +50,10 @@ from __future__ import annotations
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Decision,
+    KillDeaf,
     KillWorkers,
     Leave,
+    LookAtWorkers,
     PutReport,
     RaiseAlarm,
     Start,
@@ -55,6 +61,13 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
     wait,
+)
+from elasticzero.launcher.hangs import (
+    HANG_STOP_S,
+    MOST_LOOK_S,
+    PATIENCE_S,
+    overdue,
+    step_limit_s,
 )
 from elasticzero.launcher.lead import (
     conclude,
@@ -68,6 +81,9 @@ from elasticzero.launcher.lead import (
 from elasticzero.launcher.leaving import leave, stop_limit_s
 from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
+
+READ = ("restored", "stalled", "finished")
+"""Phases of a node that has the state it starts from."""
 
 
 def decide(view: View, now_s: float, limits: Limits) -> Decision:
@@ -114,7 +130,7 @@ def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision
     needed = world.resume.tier == "ram" and any(
         source.node == view.me.node for source in world.resume.sources
     )
-    read = [n for n, r in (view.reports or {}).items() if r.phase in ("restored", "finished")]
+    read = [n for n, r in (view.reports or {}).items() if r.phase in READ]
     unread = any(m.node not in read for m in world.members)
     if needed and unread and now_s - (view.outside_s or now_s) < limits.handover_s:
         return wait("serving this node's snapshots until the others have read them")
@@ -126,10 +142,20 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     workers = view.workers
     if workers.failed:
         reason = _first_words(workers.failure)
-        alarm = Alarm(node=view.me.node, kind="failure", reason=reason)
+        hung = workers.failure is not None and workers.failure.blame == "hung"
+        alarm = Alarm(node=view.me.node, kind="hang" if hung else "failure", reason=reason)
         return Decision((RaiseAlarm(alarm),), reason)
+    late = overdue(workers, limits)
+    if late is not None and workers.look == "none":
+        look = LookAtWorkers(step_limit_s(workers, limits))
+        return Decision((look,), f"{late}: looking where the workers are")
     nobody_waits = world.resume.tier != "ram"
-    if (workers.restored or (workers.plain and nobody_waits)) and view.my_report is None:
+    said = view.my_report.phase if view.my_report is not None else None
+    if late is not None and workers.stalled is not None:
+        stalled = _report(view, "stalled", f"{late}: the workers here wait for others")
+        if stalled.actions:
+            return stalled
+    elif (workers.restored or (workers.plain and nobody_waits)) and said in (None, "stalled"):
         return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
         decision = lead(view, world, now_s, limits)
@@ -160,7 +186,11 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
         leaving=view.leaving,
         leave_reason=view.notice.reason if view.notice is not None else "",
         holdings=view.holdings if phase == "stopped" else (),
-        failure=view.workers.failure if phase == "stopped" else None,
+        failure=view.workers.failure
+        if phase == "stopped"
+        else view.workers.stalled
+        if phase == "stalled"
+        else None,
         final_step=view.workers.step if phase in ("finished", "stopped") else None,
     )
     return wait(reason) if view.my_report == report else Decision((PutReport(report),), reason)
@@ -199,16 +229,31 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
         return wait("waiting for the workers to come to the boundary and save their state")
     actions = list(_report(view, "alive", "").actions)
     opened_s, told_s = view.round_s or now_s, workers.aborted_s
+    hang = alarm.kind == "hang"
+    if hang and told_s is None:
+        if workers.look == "none":
+            actions.append(LookAtWorkers(step_limit_s(workers, limits)))
+        if not _looked(view, now_s):
+            return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
     patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s
     stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
+    stop_s = min(stop_s, HANG_STOP_S) if hang else stop_s
     if told_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
+        if hang:
+            actions.append(KillDeaf())
     if told_s is not None and not workers.killed:
         if now_s - told_s >= limits.save_s:
             actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
         elif workers.saving < workers.running and now_s - told_s >= stop_s:
             actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
     return Decision(tuple(actions), f"stopping: {alarm.reason}")
+
+
+def _looked(view: View, now_s: float) -> bool:
+    """Whether this agent has looked where its workers are, and all others had the time to."""
+    waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
+    return waited_s >= (PATIENCE_S if view.workers.look == "over" else MOST_LOOK_S)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:

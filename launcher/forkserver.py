@@ -10,6 +10,7 @@ agent (parent-death signal), whatever kills either.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -29,6 +30,8 @@ from elasticzero.records import decode, encode
 
 PR_SET_PDEATHSIG = 1
 MAX_MESSAGE_BYTES = 1 << 20
+DUMP_SIGNAL = signal.SIGRTMAX - 1
+"""Has a worker write the stack of every thread into its log, whoever holds Python's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.close(fds[0])
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(launch.directory)

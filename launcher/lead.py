@@ -30,6 +30,7 @@ from elasticzero.launcher.blame import (
     strikes,
 )
 from elasticzero.launcher.ending import given_up, stop, stop_from_storage
+from elasticzero.launcher.hangs import deadlock, deadlocked
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import (
     Alarm,
@@ -183,6 +184,8 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
         step = max(report.final_step or 0 for report in reports if report is not None)
         done = Done(outcome="finished", step=step, reason=f"finished after step {step}")
         return Decision((WriteDone(done),), done.reason)
+    if (alarm := deadlock(view.me.node, reports)) is not None:
+        return Decision((RaiseAlarm(alarm),), alarm.reason)
     for node, since_s in view.missing_since_s.items():
         report = view.reports.get(node)
         if report is not None and report.phase == "finished":
@@ -251,7 +254,7 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
     present = {m.node: answers[m.node] for m in answered}
     reports = {node: report for node, report in present.items() if node not in late}
-    cause = root_cause(reports)
+    cause = root_cause(reports) or deadlocked(world, view.alarm)
     resume = choose_resume(world, reports, view.storage_step)
     do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
     if view.storage_pending is not None and not do_without:
@@ -429,7 +432,8 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
         parts.append(f"{', '.join(sorted(after - before))} joined")
     if cause is not None and cause[1].blame != "peer":
         node, failure = cause
-        parts.append(f"rank {failure.rank} on {node} failed ({failure.message})")
+        verb = "hung" if failure.blame == "hung" else "failed"
+        parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
         if alike := likeness(following.setbacks):
             parts.append(alike)
     if not parts:

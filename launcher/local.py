@@ -197,6 +197,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "keep",
         "keep_every",
         "max_restarts",
+        "hang_timeout",
     ):
         value = getattr(args, name)
         if value is not None:

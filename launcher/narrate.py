@@ -106,6 +106,8 @@ class Narrator:
                 )
             case "failed" if event["blame"] not in ("peer", "checkpoint"):
                 self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
+            case "looked" if event["blame"] == "hung":
+                self.say(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
             case "exit":
                 self._stopped |= event.get("outcome") == "stopped"
                 if event["code"] == ExitCode.LEFT:

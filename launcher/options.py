@@ -91,6 +91,13 @@ RUN_OPTIONS = (
         metavar="N",
     ),
     Option(
+        ("--hang-timeout",),
+        "seconds without a step after which workers are replaced; auto: ten times the longest of "
+        "the last steps, at least 60; 0: never",
+        "auto",
+        metavar="S",
+    ),
+    Option(
         ("--strict-checkpoint",),
         "end the job when a checkpoint is damaged, instead of going on from the one before",
         False,
@@ -250,6 +257,19 @@ def _snapshot_every(text: str) -> int | None:
     return int(text)
 
 
+def _hang_timeout(text: str) -> float | None:
+    """Seconds, or None for auto."""
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"--hang-timeout {text}: seconds, 0 or auto is wanted")
+    return seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
     """What options that are more than a number say."""
@@ -257,6 +277,8 @@ class Numbers:
     keep: Keep
     snapshot_every: int | None
     """Steps; None: auto."""
+    hang_timeout_s: float | None
+    """None: auto; 0: never."""
 
 
 def check_numbers(args: argparse.Namespace) -> Numbers:
@@ -281,4 +303,8 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
                 raise UserError(
                     f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
                 )
-    return Numbers(keep=keep, snapshot_every=_snapshot_every(args.snapshot_every))
+    return Numbers(
+        keep=keep,
+        snapshot_every=_snapshot_every(args.snapshot_every),
+        hang_timeout_s=_hang_timeout(args.hang_timeout),
+    )

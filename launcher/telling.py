@@ -28,7 +28,7 @@ from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
-from elasticzero.launcher.world import Control, Done, World
+from elasticzero.launcher.world import Control, Done, Failure, World
 from elasticzero.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -298,6 +298,17 @@ class Telling:
         for worker in gang.workers:
             if self._options.tee == "all" or worker.local_rank == 0:
                 self._tail.follow(worker, last=last)
+
+    def looked(self, gang: Gang, found: Failure) -> None:
+        """What a look found about a worker that makes no step."""
+        self.note("looked", generation=gang.generation, **_plain(found))
+        if found.blame != "hung":
+            return
+        logs = {worker.rank: worker.log for worker in gang.workers}
+        say(
+            self._options.node,
+            f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
+        )
 
     def retired(self, gang: Gang) -> None:
         """The last of a gang's output."""

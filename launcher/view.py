@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from elasticzero.launcher.world import (
     Alarm,
@@ -45,6 +46,9 @@ class Limits:
     """So long before its deadline a leaving node waits for no boundary any more."""
     strict_checkpoint: bool = False
     """A damaged checkpoint ends the job; else the newest good one is used."""
+    hang_timeout_s: float | None = None
+    """A worker that makes no step for so long counts as hung; 0: never; None: as long as follows
+    from the steps before."""
     handover_s: float = 60.0
     """A leaving node serves its snapshots at most so long."""
 
@@ -108,6 +112,18 @@ class Workers:
     stepped_s: float = 0.0
     """When the last step was finished; 0 if none was."""
     step: int = 0
+    silent_s: float = 0.0
+    """Longest time that one of them has been without a step, where steps are due."""
+    before_step_s: float = 0.0
+    """The same before the first step of the generation, and out of the loop over batches."""
+    frozen_s: float = 0.0
+    """Longest time that one of them has been seen stopped by a signal."""
+    longest_step_s: float = 0.0
+    """Of the last steps, with what lies between them."""
+    look: Literal["none", "open", "over"] = "none"
+    """Whether those that make no step were looked at since."""
+    stalled: Failure | None = None
+    """After a look that found nobody to blame here: what the workers wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from elasticzero.channel import (
@@ -22,6 +23,7 @@ from elasticzero.channel import (
     ChannelClosed,
     Failed,
     Finished,
+    Locate,
     Message,
     Request,
     Restored,
@@ -30,6 +32,7 @@ from elasticzero.channel import (
     Stopping,
 )
 from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.hang_watch import HangWatch, Pace
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure
 
@@ -86,6 +89,7 @@ class Gang:
     first_rank: int = 0
     started_s: float = 0.0
     failure: Failure | None = None
+    hangs: HangWatch = field(default_factory=HangWatch)
     _view: Workers = field(default_factory=Workers)
     _complete_given: bool = False
 
@@ -117,8 +121,11 @@ class Gang:
             store_fd = numbers[2] if len(numbers) > 2 else None
             with suppress(ChannelClosed):
                 channel.send(replace(assignment, store_fd=store_fd))
+            mine.setblocking(False)  # a worker that reads no more must not hold the agent up
             worker = Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
             self.workers.append(worker)
+            ask = partial(_ask_where, channel)
+            self.hangs.add(Pace(rank=worker.rank, pid=pid, log=log, ask=ask))
         self._view = Workers(generation=self.generation, running=len(self.workers))
 
     def view(self, now_s: float) -> Workers:
@@ -138,7 +145,16 @@ class Gang:
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
             failure=self.failure,
+            **self.hangs.seen(now_s),
         )
+
+    def watch_for_hangs(self, now_s: float) -> list[Failure]:
+        """Go on with a look at workers that make no step; what it found, when it is over."""
+        found = self.hangs.poll(now_s)
+        for failure in found:
+            if failure.rank in self.hangs.guilty:
+                self._fail(failure)
+        return found
 
     def tell(self, message: Message) -> None:
         """Pass a message on to every worker."""
@@ -163,6 +179,12 @@ class Gang:
         self._view = replace(self._view, killed=not spare_saving)
         for worker in self.workers:
             if worker.running and not (spare_saving and worker.stopping):
+                _signal(worker, signal.SIGKILL)
+
+    def kill_deaf(self) -> None:
+        """SIGKILL to those that, as a look has found, could not obey."""
+        for worker in self.workers:
+            if worker.running and worker.rank in self.hangs.deaf:
                 _signal(worker, signal.SIGKILL)
 
     def end_the_deaf(self, now_s: float) -> None:
@@ -197,6 +219,10 @@ class Gang:
         self._fail(Failure(rank=self.first_rank, blame="environment", message=message))
 
     def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
+        if isinstance(message, Ended):
+            self.hangs.gone(worker.rank, now_s)
+        else:
+            self.hangs.note(worker.rank, message, now_s)
         match message:
             case Attached():
                 worker.attached = True
@@ -287,6 +313,11 @@ def _receive(worker: Worker) -> list[Message]:
     except ChannelClosed:
         worker.deaf = True
         return []
+
+
+def _ask_where(channel: Channel) -> None:
+    with suppress(ChannelClosed):
+        channel.send(Locate())
 
 
 def _signal_name(number: int) -> str:

@@ -115,7 +115,7 @@ class Alarm:
     """Somebody saw this generation end."""
 
     node: str
-    kind: Literal["failure", "lapse", "leave", "grow", "stop", "silence"]
+    kind: Literal["failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
 
 
@@ -135,7 +135,7 @@ class Failure:
     """The first error of a node's workers."""
 
     rank: int
-    blame: Literal["user", "checkpoint", "environment", "killed", "peer"]
+    blame: Literal["user", "checkpoint", "environment", "hung", "killed", "peer"]
     message: str
     step: int = 0
     final: bool = False
@@ -146,11 +146,12 @@ class Failure:
     """Its end, as far as a document in the store may hold it."""
 
 
-BLAME_ORDER = ("user", "checkpoint", "environment", "killed", "peer")
+BLAME_ORDER = ("user", "checkpoint", "environment", "hung", "killed", "peer")
 """Of several failures the one that explains the others comes first: a lost peer explains
 nothing."""
 
-Phase = Literal["restored", "alive", "stopped", "finished"]
+Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
+"""stalled: the workers make no step, and wait for others as far as their agent can see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
+    KillDeaf,
     KillWorkers,
     Leave,
+    LookAtWorkers,
     PutReport,
     RaiseAlarm,
     SaveHeld,
@@ -142,6 +144,13 @@ def blamed(**fields) -> View:
     return v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", B, failure=failure)})
 
 
+SILENT = replace(TRAINS, silent_s=61.0)
+HANG = Alarm(node="b", kind="hang", reason="rank 1: no step for 61.0 s")
+HUNG = Failure(rank=0, blame="hung", message="no step for 61.0 s")
+WAITS = Failure(rank=0, blame="peer", message="it waits")
+STALLED = says("stalled", A, failure=WAITS)
+
+
 TABLE = [
     # A1
     ("done: stop workers", v(AT_REST, done=Done(outcome="finished", step=9, reason="r")), [KillWorkers]),
@@ -248,6 +257,26 @@ TABLE = [
     ("useless to try again", blamed(final=True), [WriteDone]),
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
+    # A4, A5, L8: hangs
+    ("no step for the limit: look", v(AT_REST, workers=SILENT), [LookAtWorkers(60.0)]),
+    ("below the limit", v(AT_REST, workers=w(SILENT, silent_s=59.0)), []),
+    ("a long step is known", v(AT_REST, workers=w(SILENT, longest_step_s=7.0)), []),
+    ("looking", v(AT_REST, workers=w(SILENT, look="open")), []),
+    ("one is to blame", v(AT_REST, workers=w(SILENT, look="over", failed=True, failure=HUNG)), [RaiseAlarm(Alarm(node="a", kind="hang", reason="rank 0: no step for 61.0 s"))]),
+    ("all here wait: say so", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS)), [PutReport(says("stalled", A, failure=WAITS))]),
+    ("said already", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED), []),
+    ("some here are busy: say nothing", v(AT_REST, workers=w(SILENT, look="over")), []),
+    ("a step was made after all", v(AT_REST, my_report=STALLED), [PutReport(RESTORED)]),
+    ("others are not stalled", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("restored", B)}), []),
+    ("all wait for each other", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("stalled", B, failure=replace(WAITS, rank=1))}), [RaiseAlarm(Alarm(node="a", kind="hang", reason="the ranks wait for each other; rank 0: it waits; rank 1: it waits"))]),
+    ("those that do not wait have finished", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("finished", B)}), [RaiseAlarm]),
+    ("an alarm of a hang: answer, and look", v(ROUND, alarm=HANG, alarm_s=99.8), [PutReport, LookAtWorkers]),
+    ("the others look too", v(ROUND, alarm=HANG, alarm_s=99.8, workers=w(TRAINS, look="over"), my_report=says("alive", A)), []),
+    ("all have looked", v(ROUND, alarm=HANG, alarm_s=98.9, workers=w(TRAINS, look="over"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
+    ("a look that does not end", v(ROUND, alarm=HANG, alarm_s=89.0, workers=w(TRAINS, look="open"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
+    ("after a hang less patience", v(ROUND, alarm=HANG, workers=w(TRAINS, aborted_s=94.0), my_report=says("alive", A)), [KillWorkers]),
+    ("a deadlock counts as a failure", v(ENDED, alarm=HANG, world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
+    ("a deadlock, once more", v(ENDED, alarm=HANG), [WriteWorld]),
     # L6
     ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_GROW)]),
     ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),

@@ -1,0 +1,71 @@
+"""What the benchmarks share when they record: the machine, the commit, a part of
+docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PERFORMANCE = HERE.parent / "docs" / "performance.md"
+
+
+def machine(*packages: str) -> dict[str, object]:
+    """What the figures hang on; packages: whose versions count too."""
+    cpu = Path("/proc/cpuinfo").read_text()
+    memory = Path("/proc/meminfo").read_text().split()
+    return {
+        "cores": os.cpu_count(),
+        "processor": next(
+            (ln.split(":")[1].strip() for ln in cpu.splitlines() if "model name" in ln),
+            platform.machine(),
+        ),
+        "memory_bytes": int(memory[memory.index("MemTotal:") + 1]) << 10,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def about_in_words(about: Mapping[str, object], commit: str) -> str:
+    """Date, commit and machine, as a figure's first line."""
+    size = about["memory_bytes"]
+    assert isinstance(size, int)
+    return (
+        f"{date.today()}, commit {commit}: {about['processor']}, {about['cores']} cores, "
+        f"{size >> 30} GiB, Linux {about['kernel']}"
+    )
+
+
+def present_commit() -> str:
+    """The commit measured; with a plus sign if files differ from it."""
+    return subprocess.run(
+        ["git", "-C", HERE, "describe", "--always", "--exclude=*", "--dirty=+"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+
+
+def record(name: str, document: Mapping[str, Any]) -> Path:
+    """Write a dated result; its path."""
+    path = HERE / "results" / f"{name}.json"
+    path.write_text(json.dumps({"date": str(date.today()), **document}, indent=1) + "\n")
+    return path
+
+
+def publish(name: str, text: str) -> None:
+    """Put text between the marks of that name in docs/performance.md."""
+    first, last = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+    page = PERFORMANCE.read_text()
+    before, _, rest = page.partition(first)
+    _, found, after = rest.partition(last)
+    if not found:
+        raise SystemExit(f"error: {PERFORMANCE} has no {first} ... {last}")
+    PERFORMANCE.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")

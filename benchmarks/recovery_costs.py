@@ -1,0 +1,106 @@
+"""What ElasticZero costs while nothing happens: its agents, and the time of a training step."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from recovery_trial import trial, wait_for
+
+from elasticzero.launcher.local import children_of
+
+REST_STEP_S = 0.2
+"""Steps of this length while the agents' cost is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """One agent's processes over a time of training."""
+
+    seconds: float
+    agent_cores: float
+    agent_bytes: int
+    """Resident."""
+    server_cores: float
+    """The fork server, which has torch imported and forks the workers."""
+    server_bytes: int
+    """Its proportional share of what is resident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Seconds a step, by turns in the same processes: blocks with ElasticZero, and without."""
+
+    strategy: str
+    bare: str
+    """What the steps without ElasticZero are."""
+    own_s: tuple[float, ...]
+    bare_s: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        """Of a step: the median over the pairs of neighbouring blocks."""
+        pairs = zip(self.own_s, self.bare_s, strict=True)
+        return statistics.median(own / bare - 1.0 for own, bare in pairs)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _kib(path: str, key: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def at_rest(endpoint: str, runs: Path, seconds: float) -> list[AtRest]:
+    """Both agents of a job that trains for `seconds`."""
+    script = ["recovery_ours.py", "--pause", str(REST_STEP_S)]
+    with trial(endpoint, runs, [], script) as t:
+        t.steady()
+        pairs = [(n.process.pid, children_of(n.process.pid)[0]) for n in t.cluster.running()]
+        before = [(cpu_s(agent), cpu_s(server)) for agent, server in pairs]
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        took_s = time.monotonic() - began_s
+        return [
+            AtRest(
+                seconds=took_s,
+                agent_cores=(cpu_s(agent) - agent_s) / took_s,
+                agent_bytes=_kib(f"/proc/{agent}/status", "VmRSS"),
+                server_cores=(cpu_s(server) - server_s) / took_s,
+                server_bytes=_kib(f"/proc/{server}/smaps_rollup", "Pss"),
+            )
+            for (agent, server), (agent_s, server_s) in zip(pairs, before, strict=True)
+        ]
+
+
+def overhead(strategy: str, endpoint: str, runs: Path, pairs: int) -> Overhead:
+    """Blocks of steps with and without ElasticZero, by turns."""
+    out = runs / f"overhead-{time.time_ns()}.json"
+    script = ["recovery_overhead.py", str(out), "--pairs", str(pairs)]
+    with trial(endpoint, runs, ["--strategy", strategy], script) as t:
+
+        def ended() -> bool | None:
+            t.look()
+            return not t.cluster.running() or None
+
+        wait_for("the end of the training", ended)
+    try:
+        found = json.loads(out.read_text())
+    except FileNotFoundError:
+        raise SystemExit(f"error: {t.cluster.log_dir / t.cluster.job} says why it failed") from None
+    return Overhead(
+        strategy=strategy,
+        bare=found["bare"],
+        own_s=tuple(found["own_s"]),
+        bare_s=tuple(found["bare_s"]),
+    )

@@ -1,0 +1,60 @@
+"""torchrun struck in the same way: two agents of its c10d rendezvous, with its defaults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from recovery_trial import HERE, STEADY_STEPS, wait_for
+
+from elasticzero.launcher.local import children_of, cluster_environment, descendants
+
+
+def torchrun(case: str, runs: Path) -> float:
+    """Seconds from SIGKILL of a worker, or of a whole node, to the next step, on rank 0's notes."""
+    notes = runs / f"notes-{time.time_ns()}"
+    notes.touch()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--rdzv-backend"]
+    words += ["c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "b", "--max-restarts"]
+    words += ["100", "--nproc-per-node", "1", str(HERE / "recovery_torchrun.py"), str(notes)]
+    environment = {**os.environ, **cluster_environment(2)}
+    agents: list[subprocess.Popen[bytes]] = []
+
+    def lines() -> list[list[str]]:
+        return [line.split() for line in notes.read_text().splitlines()]
+
+    def steady() -> bool | None:
+        return len([line for line in lines() if line[1] == "2"]) >= STEADY_STEPS or None
+
+    def recovered() -> float | None:
+        later = [line for line in lines() if line[2] not in before]
+        return float(later[0][0]) if later else None
+
+    try:
+        for _ in range(2):
+            quiet = subprocess.DEVNULL
+            agents.append(subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet))
+            time.sleep(1.0)
+        wait_for("torchrun's steady training", steady)
+        before = {line[2] for line in lines()}
+        victim = next(a for a in agents if int(list(before)[-1]) not in children_of(a.pid))
+        worker = children_of(victim.pid)[-1]
+        killed_s = time.time()
+        for pid in [victim.pid, *descendants(victim.pid)] if case == "node" else [worker]:
+            os.kill(pid, signal.SIGKILL)
+        return wait_for("torchrun's next step", recovered) - killed_s
+    finally:
+        for agent in agents:
+            for pid in [agent.pid, *descendants(agent.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait()

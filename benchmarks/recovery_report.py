@@ -1,0 +1,150 @@
+"""What benchmarks/recovery.py found: tables, a dated record, a part of docs/performance.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import date
+
+from performance_page import PERFORMANCE, about_in_words, machine, present_commit, publish, record
+from recovery_costs import REST_STEP_S, AtRest, Overhead
+from recovery_trial import Struck
+
+CASES = {
+    "worker": "SIGKILL to a worker: next step after",
+    "node": "SIGKILL to a node: next step after",
+    "silent": "a node falls silent: next step after",
+    "drain": "drain: training pauses",
+    "join": "a node joins: training pauses",
+}
+MOST_CORES = 0.01
+MOST_BYTES = 80 << 20
+MOST_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case with one strategy, or of the peer."""
+
+    case: str
+    launcher: str
+    found: tuple[Struck, ...]
+    """One a round."""
+
+    @property
+    def seconds(self) -> list[float]:
+        return [struck.seconds for struck in self.found]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT met"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that one run found."""
+
+    command: str
+    rounds: int
+    lease_ttl_s: int
+    rows: list[Row]
+    rest: list[AtRest]
+    overheads: list[Overhead]
+
+    def most_s(self, case: str) -> float:
+        """The target of a case."""
+        given = {"worker": 0.5, "node": 1.0, "silent": self.lease_ttl_s + 1.0}
+        return given.get(case, 0.5)
+
+    def times_table(self) -> str:
+        """Every case and strategy beside its target."""
+        lines = [
+            "| case | with | wanted s | median s | fastest | slowest | steps redone "
+            "| torchrun / this | |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        peers = {row.case: row.median_s for row in self.rows if row.launcher == "torchrun"}
+        for row in self.rows:
+            theirs = row.launcher == "torchrun"
+            most_s = self.most_s(row.case)
+            ratio = f"{peers[row.case] / row.median_s:.1f}" if row.case in peers else "-"
+            redone = "-" if theirs else str(max(struck.recomputed for struck in row.found))
+            met = row.median_s <= most_s and (row.case != "drain" or redone == "0")
+            lines.append(
+                f"| {CASES[row.case]} | {row.launcher} | {'-' if theirs else f'≤ {most_s:g}'} "
+                f"| {row.median_s:.2f} | {min(row.seconds):.2f} | {max(row.seconds):.2f} "
+                f"| {redone} | {ratio} | {'' if theirs else verdict(met)} |"
+            )
+        return "\n".join(lines)
+
+    def noticed(self) -> str:
+        """How soon an agent knows of its worker's death."""
+        known = [s.noticed_s for row in self.rows for s in row.found if s.noticed_s is not None]
+        if not known:
+            return ""
+        middle, worst = statistics.median(known) * 1000, max(known) * 1000
+        return (
+            f"From SIGKILL of a worker until its own agent knows: {middle:.0f} ms (median of "
+            f"{len(known)}), {worst:.0f} ms at most."
+        )
+
+    def rest_table(self) -> str:
+        if not self.rest:
+            return ""
+        lines = [
+            f"| over {self.rest[0].seconds:.0f} s of training, steps of {REST_STEP_S:g} s | wanted "
+            "| agent | | its fork server |",
+            "|---|---|---|---|---|",
+        ]
+        cores = max(found.agent_cores for found in self.rest)
+        size = max(found.agent_bytes for found in self.rest)
+        server_cores = max(found.server_cores for found in self.rest)
+        server_bytes = max(found.server_bytes for found in self.rest)
+        lines.append(
+            f"| share of a core, % | ≤ {MOST_CORES * 100:g} | {cores * 100:.2f} "
+            f"| {verdict(cores <= MOST_CORES)} | {server_cores * 100:.2f} |"
+        )
+        lines.append(
+            f"| memory, MiB | ≤ {MOST_BYTES >> 20} | {size >> 20} | {verdict(size <= MOST_BYTES)} "
+            f"| {server_bytes >> 20} |"
+        )
+        return "\n".join(lines)
+
+    def overhead_table(self) -> str:
+        if not self.overheads:
+            return ""
+        lines = [
+            "| a training step | without | without, ms | with, ms | wanted | overhead | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for found in self.overheads:
+            bare_ms = statistics.median(found.bare_s) * 1000
+            own_ms = statistics.median(found.own_s) * 1000
+            lines.append(
+                f"| {found.strategy} | {found.bare} | {bare_ms:.1f} | {own_ms:.1f} "
+                f"| ≤ {MOST_SHARE * 100:g} % | {found.share * 100:+.1f} % "
+                f"| {verdict(found.share <= MOST_SHARE)} |"
+            )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows = self.times_table() if self.rows else ""
+        parts: Iterable[str] = (rows, self.noticed(), self.rest_table(), self.overhead_table())
+        return "\n\n".join(text for text in parts if text)
+
+    def record(self) -> None:
+        """Write the dated result, and put the tables in docs/performance.md."""
+        commit, about = present_commit(), machine("torch")
+        document = {"commit": commit, "machine": about, **asdict(self)}
+        path = record(f"recovery-{date.today()}", document)
+        words = (
+            f"{about_in_words(about, commit)}, torch {about['torch']}; medians of {self.rounds} "
+            f"rounds, lease TTL {self.lease_ttl_s} s."
+        )
+        publish("recovery", f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        print(f"recorded in {path} and {PERFORMANCE}")

@@ -1,0 +1,175 @@
+"""A real cluster on this machine that is struck, and the times of what followed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elasticzero.launcher.lineage import Lineage
+from elasticzero.launcher.local import Cluster, Node, cluster_environment, descendants
+
+HERE = Path(__file__).resolve().parent
+GIVE_UP_S = 180.0
+STEADY_STEPS = 30
+"""A generation trains steadily after so many steps."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Struck:
+    """What one blow led to."""
+
+    seconds: float
+    recomputed: int
+    """Steps that were done before and are done again."""
+    noticed_s: float | None = None
+    """From SIGKILL of a worker until its own agent knew."""
+
+
+def wait_for(what: str, found: Callable[[], T | None]) -> T:
+    """What `found` gives, once it gives something."""
+    deadline_s = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < deadline_s:
+        value = found()
+        if value is not None:
+            return value
+        time.sleep(0.01)
+    raise SystemExit(f"error: {what} did not happen within {GIVE_UP_S:g} s")
+
+
+@dataclass
+class Trial:
+    """A cluster, and what its agents have told so far."""
+
+    cluster: Cluster
+    lineage: Lineage = field(default_factory=Lineage)
+    worlds: dict[int, list[str]] = field(default_factory=dict)
+    """By generation: its nodes in rank order."""
+    first_s: dict[int, float] = field(default_factory=dict)
+    """By generation: when its first step was done, as the first agent heard it."""
+    last_s: dict[int, float] = field(default_factory=dict)
+    """By generation: the last step so far."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """By generation: steps done in it."""
+    ended_s: dict[int, float] = field(default_factory=dict)
+    """By process id: when its agent heard of a worker's end."""
+
+    def look(self) -> None:
+        for _, event in self.cluster.events():
+            self.lineage.take(event)
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        at_s, generation = event["time"], event.get("generation", 0)
+        match event["event"]:
+            case "world":
+                self.worlds[generation] = event["members"]
+            case "step":
+                self.first_s[generation] = min(at_s, self.first_s.get(generation, at_s))
+                self.last_s[generation] = max(at_s, self.last_s.get(generation, at_s))
+                begin = self.lineage.resume_steps.get(generation, 0)
+                done = max(event["step"] - begin, self.steps.get(generation, 0))
+                self.steps[generation] = done
+            case "ended":
+                self.ended_s.setdefault(event["pid"], at_s)
+
+    @property
+    def generation(self) -> int:
+        return max(self.first_s, default=0)
+
+    @property
+    def last_node(self) -> Node:
+        """That of the highest rank, which writes no rank 0's log."""
+        return self.cluster.nodes[self.worlds[self.generation][-1]]
+
+    def steady(self, after: int = 0) -> None:
+        """Wait until a generation above `after` trains steadily."""
+
+        def so() -> bool | None:
+            self.look()
+            if not self.cluster.running():
+                where = self.cluster.log_dir / self.cluster.job
+                raise SystemExit(f"error: the agents ended; see {where}")
+            generation = self.generation
+            return (generation > after and self.steps[generation] >= STEADY_STEPS) or None
+
+        wait_for("steady training", so)
+
+    def next_step_s(self, before: int) -> float:
+        """When the first step of a generation above `before` was done."""
+
+        def found() -> float | None:
+            self.look()
+            return min((s for g, s in self.first_s.items() if g > before), default=None)
+
+        return wait_for("the next step", found)
+
+    def strike(self, blow: Callable[[], int | None]) -> Struck:
+        """From a blow to the next step done. blow: gives the process id of a killed worker."""
+        before = self.generation
+        struck_s = time.time()
+        pid = blow()
+        seconds = self.next_step_s(before) - struck_s
+        noticed_s = self.ended_s[pid] - struck_s if pid is not None else None
+        self.steady(before)
+        lost = self.lineage.lost(self.generation)
+        return Struck(seconds=seconds, recomputed=lost, noticed_s=noticed_s)
+
+    def change(self, ask: Callable[[], object]) -> Struck:
+        """How long those that train on stand still for a graceful change of the world."""
+        before = self.generation
+        ask()
+        first_s = self.next_step_s(before)
+        pause_s = first_s - self.last_s[before]
+        self.steady(before)
+        return Struck(seconds=pause_s, recomputed=self.lineage.lost(self.generation))
+
+    def silence(self, node: Node) -> None:
+        """Stop every process of a node: it neither works nor speaks, and nobody is told."""
+        for pid in [node.process.pid, *descendants(node.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+
+@contextmanager
+def trial(
+    endpoint: str, runs: Path, words: list[str], script: list[str], *, nodes: int = 2
+) -> Iterator[Trial]:
+    """A cluster of `nodes` agents that run a script of this folder."""
+    job = f"bench-{time.time_ns()}"
+    common = ["--etcd", endpoint, "--nnodes", "1:3", "--settle", "1", "--http-port", "0", *words]
+    script = [str(HERE / script[0]), *script[1:]]
+    cluster = Cluster([*common, *script], job, runs, cluster_environment(nodes))
+    try:
+        for _ in range(nodes):
+            cluster.start_node()
+        yield Trial(cluster)
+    finally:
+        cluster.stop()
+
+
+def round_of(strategy: str, endpoint: str, runs: Path, lease_ttl_s: int) -> dict[str, Struck]:
+    """Every case once, one after another in one job of two nodes, at times three."""
+    words = ["--strategy", strategy, "--lease-ttl", str(lease_ttl_s)]
+    words += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
+    found: dict[str, Struck] = {}
+    with trial(endpoint, runs, words, ["recovery_ours.py"]) as t:
+        cluster = t.cluster
+        t.steady()
+        found["worker"] = t.strike(lambda: cluster.kill_worker(t.last_node))
+        found["join"] = t.change(cluster.start_node)
+        found["drain"] = t.change(lambda: cluster.drain(t.last_node))
+        victim = t.last_node
+        found["silent"] = t.strike(lambda: t.silence(victim))
+        cluster.kill_node(victim)
+        t.change(cluster.start_node)
+        victim = t.last_node
+        found["node"] = t.strike(lambda: cluster.kill_node(victim))
+    return found

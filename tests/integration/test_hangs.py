@@ -1,0 +1,90 @@
+"""Workers that hang are found, their stacks dumped, and replaced; training goes on with the right
+weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from tests.integration.clusters import SCRIPTS, Story, story
+from tests.integration.test_elastic_training import check_samples, check_weights
+
+HANGING = SCRIPTS / "hanging.py"
+TIMEOUT_S = 4
+
+
+def words(tmp_path: Path, strategy: str, *hangs: str) -> list[str]:
+    found = ["--nnodes", "1:2", "--settle", "10", "--lease-ttl", "2", "--strategy", strategy]
+    found += ["--hang-timeout", str(TIMEOUT_S), "--snapshot-every", "1"]
+    found += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(HANGING)]
+    return [*found, "--busy-s", str(2 * TIMEOUT_S), "--hang", ",".join(hangs)]
+
+
+def world_of(told: Story, generation: int) -> dict[str, Any]:
+    def found() -> dict[str, Any] | None:
+        return next((w for w in told.of("world") if w["generation"] == generation), None)
+
+    world: dict[str, Any] = told.wait(f"generation {generation}", found)
+    return world
+
+
+def log_of(told: Story, node: str) -> str:
+    return (told.directory() / node / "0.log").read_text(errors="replace")
+
+
+@pytest.mark.timeout(150)
+def test_a_stopped_process_and_a_dead_loop_are_replaced_and_a_busy_one_is_not(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    given = words(tmp_path, "ddp", "1:busy@5", "2:loop@40")
+    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+        told.wait_for_step(12)
+        assert told.generation == 1, "one rank was busy, and the other waited for it"
+        last = world_of(told, 1)["members"][-1]
+        (worker,) = told.cluster.workers_of(told.cluster.nodes[last])
+        os.kill(worker, signal.SIGSTOP)
+        stopped, looped = world_of(told, 2), world_of(told, 3)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step \d+; it is stopped by a signal"
+    assert re.match(found, stopped["reason"]), stopped
+    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 39; it is at hanging.py:\d+ in h"
+    assert re.match(found, looped["reason"]), looped
+    assert len(told.of("world")) == 6, "each node tells of three worlds"
+    for node in told.cluster.nodes:
+        log = log_of(told, node)
+        assert log.count("made no step for") >= 2, log
+        assert "hanging.py:" in log or 'hanging.py", line' in log, "the stack is in the log"
+    assert told.lineage.recomputed <= 2
+    check_samples(told.lineage, told.directory())
+    check_weights(tmp_path / "checkpoints", reference)
+
+
+@pytest.mark.timeout(150)
+def test_a_held_lock_and_a_collective_that_others_do_not_call(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    given = words(tmp_path, "zero2", "1:gil@15", "2:collective@40")
+    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+        held, stuck = world_of(told, 2), world_of(told, 3)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 14; it does not answer"
+    assert re.match(found, held["reason"]), held
+    for part in (
+        "the ranks wait for each other; rank 0: ",
+        "; rank 1: ",
+        "to wait for other ranks, at h",
+    ):
+        assert part in stuck["reason"], stuck
+    assert len(told.of("world")) == 6, "each node tells of three worlds"
+    assert all(log_of(told, node).count("made no step for") == 2 for node in told.cluster.nodes)
+    check_samples(told.lineage, told.directory())
+    check_weights(tmp_path / "checkpoints", reference)

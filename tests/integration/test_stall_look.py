@@ -1,0 +1,157 @@
+"""A look at real processes that hang: what is found, and that the stack gets into the log."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.channel import Attached, Busy, Kept, Stepped
+from elasticzero.launcher.forkserver import ForkServer
+from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
+from elasticzero.launcher.view import Limits, Workers
+from elasticzero.launcher.workers import Gang
+from tests.integration.test_workers import Play
+
+PATIENCE_S = 60.0
+HANGS = {
+    "stop": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "gil": "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(600)]",
+    "loop": "while True: pass",
+    "wait": "import threading; threading.Event().wait()",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(())
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def until(so: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("tool", ["py-spy", "faulthandler"])
+@pytest.mark.parametrize("kind", HANGS)
+def test_the_stack_of_a_hung_process_is_dumped(
+    server: ForkServer, tmp_path: Path, kind: str, tool: str
+) -> None:
+    py_spy = find_py_spy() if tool == "py-spy" else None
+    if tool == "py-spy" and py_spy is None:
+        pytest.skip("py-spy is not installed: pip install 'elasticzero[hangs]'")
+    code = f"def hangs_here():\n    print('up', flush=True)\n    {HANGS[kind]}\nhangs_here()\n"
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: "up" in play.log())
+    worker = play.gang.workers[0]
+    until(lambda: kind != "stop" or process_state(worker.pid) == "T", "it is stopped")
+    asked: list[str] = []
+    subject = Subject(
+        rank=0,
+        pid=worker.pid,
+        log=worker.log,
+        step=7,
+        silent_since_s=time.monotonic() - 5.0,
+        due_s=4.0,
+        ask=lambda: asked.append("where are you?"),
+    )
+    look = StallLook([subject], time.monotonic(), py_spy=py_spy)
+    until(lambda: look.poll(time.monotonic()), "the look is over")
+    look.close()
+    (silence,) = look.findings(time.monotonic())
+    play.gang.kill()
+    play.wait_for_end()
+    assert asked == ["where are you?"]
+    assert (silence.rank, silence.step, silence.overdue) == (0, 7, True)
+    assert (silence.state == "T") == (kind == "stop")
+    log = play.log()
+    assert "elasticzero: rank 0" in log
+    no_stack = "State:\tT (stopped)" in log  # no handler runs in a stopped process
+    assert "hangs_here" in log or (kind == "stop" and no_stack), log
+
+
+def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_path: Path) -> None:
+    play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
+    play.wait(lambda: "up" in play.log())
+    worker = play.gang.workers[0]
+    false = shutil.which("false")
+    assert false is not None
+    subject = Subject(
+        rank=0,
+        pid=worker.pid,
+        log=worker.log,
+        step=0,
+        silent_since_s=0.0,
+        due_s=1.0,
+        ask=lambda: None,
+    )
+    look = StallLook([subject], time.monotonic(), py_spy=false)
+    until(lambda: look.poll(time.monotonic()), "the look is over")
+    play.gang.kill()
+    play.wait_for_end()
+    assert 'script.py", line 3' in play.log()
+
+
+def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_path: Path) -> None:
+    play = Play(server, tmp_path, "import time\ntime.sleep(600)\n")
+    hangs, now_s = play.gang.hangs, time.monotonic()
+    step = Stepped(step=3, step_s=1.0, data_wait_s=0.0, samples=8)
+    hangs.note(0, Attached(pid=play.gang.workers[0].pid), now_s - 101.0)
+    hangs.note(0, step, now_s - 100.0)
+    assert hangs.seen(now_s)["silent_s"] == 100.0
+    hangs.note(0, Busy(doing="evaluating"), now_s - 90.0)
+    assert hangs.seen(now_s)["silent_s"] == 0.0
+    hangs.note(0, Busy(doing=None), now_s - 50.0)
+    assert hangs.seen(now_s)["silent_s"] == 50.0
+    hangs.look_into(10.0, now_s)
+    assert hangs.seen(now_s)["look"] == "open"
+    hangs.note(0, step, now_s)
+    until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
+    assert not hangs.guilty
+    play.gang.kill()
+    play.wait_for_end()
+
+
+def test_a_worker_that_does_not_read_holds_nobody_up(server: ForkServer, tmp_path: Path) -> None:
+    """More than its socket holds is sent to a stopped worker; the agent's loop must not wait."""
+    play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
+    play.wait(lambda: "up" in play.log())
+    worker = play.gang.workers[0]
+    room = socket.socket(fileno=worker.channel.fileno())
+    size = room.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    room.detach()
+    text = "x" * 1000
+    for step in range(size // 500):
+        play.gang.tell(Kept(step=step, generation=3, error=text))
+    play.gang.kill()
+    assert play.wait_for_end() == [-signal.SIGKILL]
+
+
+def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Path) -> None:
+    """Nobody polls: the fork server's message wakes whoever waits for it."""
+    play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
+    play.wait(lambda: "up" in play.log())
+    worker = play.gang.workers[0]
+    assert not select.select([server], [], [], 0)[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    assert select.select([server], [], [], PATIENCE_S)[0]
+    assert server.ended() == [(worker.pid, -signal.SIGKILL)]
+    worker.channel.close()
+
+
+def test_seen_fits_what_decide_sees() -> None:
+    seen = Gang(None, 1).hangs.seen(0.0)  # type: ignore[arg-type]
+    assert Workers(**seen) == Workers()
+    assert Limits(min_nodes=1, max_nodes=1).hang_timeout_s is None

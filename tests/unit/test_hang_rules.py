@@ -1,0 +1,61 @@
+"""When workers count as hung, and who is to blame: one line a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.channel import Located
+from elasticzero.launcher.hangs import Silence, blame, overdue
+from elasticzero.launcher.view import Limits, Workers
+
+AUTO = Limits(min_nodes=1, max_nodes=2)
+GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)
+LONG = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=4000.0)
+NEVER = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=0.0)
+AT = Located(place="train.py:7 in loss", waits=False)
+WAITS = Located(place="train.py:9", waits=True)
+
+
+@pytest.mark.parametrize(
+    ("limits", "seen", "why"),
+    [
+        (AUTO, {"silent_s": 59.0}, None),
+        (AUTO, {"silent_s": 61.0}, "no step for 60 s"),
+        (AUTO, {"silent_s": 61.0, "longest_step_s": 10.0}, None),
+        (AUTO, {"silent_s": 101.0, "longest_step_s": 10.0}, "no step for 100 s"),
+        (GIVEN, {"silent_s": 3.1, "longest_step_s": 10.0}, "no step for 3 s"),
+        (GIVEN, {"before_step_s": 1700.0}, None),
+        (GIVEN, {"before_step_s": 1801.0}, "no first step for 1800 s"),
+        (LONG, {"before_step_s": 1801.0}, None),
+        (LONG, {"before_step_s": 4001.0}, "no first step for 4000 s"),
+        (GIVEN, {"frozen_s": 3.1}, "a worker is stopped by a signal for 3 s"),
+        (NEVER, {"silent_s": 1e9, "before_step_s": 1e9, "frozen_s": 1e9}, None),
+    ],
+)
+def test_when_a_look_is_due(limits: Limits, seen: dict[str, float], why: str | None) -> None:
+    assert overdue(Workers(running=1, **seen), limits) == why
+
+
+@pytest.mark.parametrize(
+    ("found", "guilty", "words"),
+    [
+        ({"state": "T"}, "hung", "no step for 4.0 s after step 8; it is stopped by a signal"),
+        ({"state": "T", "overdue": False}, "hung", "it is stopped by a signal (SIGSTOP)"),
+        ({"state": "S", "wait": "hrtimer_nanosleep"}, "hung", "(state S in hrtimer_nanosleep)"),
+        ({"state": "R"}, "hung", "something holds Python's lock, or the kernel does not let"),
+        ({"state": "R", "located": AT}, "hung", "it is at train.py:7 in loss"),
+        (
+            {"state": "S", "located": WAITS},
+            "peer",
+            "it seems to wait for other ranks, at train",
+        ),
+        ({"state": "R", "located": AT, "overdue": False}, "peer", "it is at train.py:7 in loss"),
+        ({"state": "S", "overdue": False}, "peer", "it does not answer"),
+        ({"state": "T", "step": 0}, "hung", "no step for 4.0 s before its first step"),
+    ],
+)
+def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> None:
+    known = {"rank": 3, "step": 8, "silent_s": 4.0, "overdue": True} | found
+    failure = blame(Silence(**known))  # type: ignore[arg-type]
+    assert (failure.rank, failure.blame) == (3, guilty)
+    assert words in failure.message

@@ -1,0 +1,52 @@
+"""What a thread can say of where the main thread is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import torch
+from torch import Tensor
+
+from elasticzero.whereabouts import main_thread, place_of, waits
+
+
+def test_the_line_of_the_script_is_named_from_another_thread() -> None:
+    found: list[tuple[str, bool]] = []
+    thread = threading.Thread(target=lambda: found.append(main_thread()))
+    thread.start()
+    thread.join()
+    ((place, waiting),) = found
+    assert place.startswith("test_whereabouts.py:")
+    assert place.endswith(" in test_the_line_of_the_script_is_named_from_another_thread")
+    assert not waiting
+
+
+class Noting(torch.autograd.Function):
+    """Notes its caller's frame, which is torch's engine."""
+
+    seen: types.FrameType | None = None
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> Tensor:
+        Noting.seen = sys._getframe()
+        return gradient
+
+
+def test_a_backward_may_wait_for_peers_and_the_scripts_own_code_in_it_does_not() -> None:
+    Noting.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    own = Noting.seen
+    assert own is not None
+    assert not waits(own)
+    assert place_of(own).endswith(" in backward")
+    frame: types.FrameType | None = own
+    while frame is not None and "/torch/autograd/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    assert frame is not None
+    assert waits(frame)
+    assert place_of(frame).startswith("test_whereabouts.py:")
