@@ -7,8 +7,9 @@ Pure. Rules:
      or fails on a node that leaves or for want of it, never counts; progress forgives everything.
  B2  The first error of each generation since the last progress is remembered, and all of them are
      told when the job is given up.
- B3  Errors of one kind, of the same rank or after the same step, one upon the other, are the
-     script's or its data's: a lost machine leaves no error, and a bad one not always the same.
+ B3  Errors of one kind, of the same rank or after the same step, one upon the other, are told as
+     the script's or its data's: a lost machine leaves no error, and a bad one not always the same.
+     On different nodes they are that for certain.
  B4  A node whose workers fail, where those of no other do, gets a strike. A failure of another
      takes the strikes back of those that trained with it, and so does a generation that lasted
      for FORGIVEN_S. From ASIDE_AFTER strikes on the node is set aside: it waits for ASIDE_S, twice
@@ -83,7 +84,12 @@ def likeness(row: tuple[Setback, ...]) -> str:
         alike += 1
     if alike < 2:
         return ""
-    return f"{alike} generations in a row failed alike: the script or its data, not a machine"
+    nodes = {setback.node for setback in row[-alike:]}
+    if len(nodes) > 1:
+        where, whose = "on different nodes", "not a machine"
+    else:
+        where, whose = f"on {last.node}", "rather than a machine"
+    return f"{alike} generations in a row failed alike, {where}: the script or its data, {whose}"
 
 
 def _alike(one: Setback, other: Setback) -> bool:

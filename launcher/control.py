@@ -72,7 +72,9 @@ def opened(job: str, endpoints: Sequence[str]) -> Iterator[Store]:
         yield store
     except StoreUnavailable as error:
         names = ",".join(endpoints)
-        raise StoreUnavailable(f"etcd at {names} does not answer: {error}; check --etcd") from None
+        raise StoreUnavailable(
+            f"etcd at {names} does not answer; check --etcd, and that etcd runs"
+        ) from error
     finally:
         store.close()
 
@@ -136,12 +138,10 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
                 f"{', '.join(names[:NAMES_SHOWN])}{more}"
             )
         chosen[:] = [member]
-        present = [*job.placed, *job.members.values()]
-        still = tuple(d for d in job.control.drain if any(_drained(d, m) for m in present))
         if job.control.drains(member):
             return job.control
         new = Drain(node=node, incarnation=member.incarnation)
-        return replace(job.control, drain=(*still, new))
+        return replace(job.control, drain=(*standing_drains(job), new))
 
     job, changed = steer(store, name, change)
     when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
@@ -158,8 +158,10 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
     return _wait(store, name, wait_s, gone)
 
 
-def _drained(drain: Drain, member: Member) -> bool:
-    return (drain.node, drain.incarnation) == (member.node, member.incarnation)
+def standing_drains(job: Job) -> tuple[Drain, ...]:
+    """The drains of those that have not left yet."""
+    present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
+    return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
 
 
 def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:
@@ -195,8 +197,8 @@ def _scaled(job: Job, least: int, most: int) -> str:
     if count < most and waiting:
         return f"{', '.join(waiting[: most - count])} joins at the next step"
     if count < least:
-        return f"{_count(count)} train on; the next change of the world waits for {least}"
-    return f"{_count(count)} train on as before"
+        return f"{_count(count)} go on; the next change of the world waits for {least}"
+    return "nothing changes now"
 
 
 def _count(nodes: int) -> str:

@@ -7,11 +7,12 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.blame import ASIDE_AFTER
-from elasticzero.launcher.control import Job, look, opened
+from elasticzero.launcher.control import Job, look, opened, standing_drains
 from elasticzero.launcher.observe import reports_of
 from elasticzero.launcher.world import Member
 from elasticzero.records import encode
@@ -100,7 +101,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
                 "strikes": struck.get(node, 0),
                 "set_aside_s": words.get("set_aside_s", {}).get(node),
                 "step": own.get("step") if index is not None else None,
-                "step_age_s": own.get("step_age_s"),
+                "step_age_s": own.get("step_age_s") if index is not None else None,
                 "up_s": own.get("up_s"),
                 "silent": node in job.members and node not in said and job.done is None,
             }
@@ -120,7 +121,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
         "goodput": words.get("goodput"),
         "checkpoint_step": _most(here, "checkpoint_step"),
         "loss": words.get("loss"),
-        "control": encode(job.control),
+        "control": encode(replace(job.control, drain=standing_drains(job))),
         "nodes": nodes,
         "done": encode(job.done) if job.done is not None else None,
     }

@@ -112,7 +112,7 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     for generation in (1, 2):
         assert f"  generation {generation}: rank 0 on node-" in found.stderr
     assert "1 times in a row without progress past step 6" in found.stderr
-    assert "failed alike: the script or its data, not a machine" in found.stderr
+    assert "2 generations in a row failed alike, on node-" in found.stderr
     assert found.stderr.count("Traceback") == 1
     assert "error: rank 0 on node-" in found.stderr
 

@@ -86,7 +86,10 @@ def test_a_killed_worker_that_never_stepped_names_the_step_it_began_at() -> None
     assert setbacks(world(), 20, ("a", killed))[0].step == 20
 
 
-ALIKE = "generations in a row failed alike: the script or its data, not a machine"
+ALIKE = "generations in a row failed alike, on a: the script or its data, rather than a machine"
+SURE = (
+    "2 generations in a row failed alike, on different nodes: the script or its data, not a machine"
+)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,8 @@ ALIKE = "generations in a row failed alike: the script or its data, not a machin
         ((told(1),), ""),
         ((told(1), told(2)), f"2 {ALIKE}"),
         ((told(1), told(2), told(3)), f"3 {ALIKE}"),
-        ((told(1), told(2, node="b", rank=1)), f"2 {ALIKE}"),
+        ((told(1), told(2, node="b", rank=1)), SURE),
+        ((told(1, message="KeyError: 1", node="b"), told(2), told(3)), f"2 {ALIKE}"),
         ((told(1, step=10), told(2, message="ValueError: other words")), f"2 {ALIKE}"),
         ((told(1, step=10, rank=1), told(2)), ""),
         ((told(1, message="KeyError: 'x'"), told(2)), ""),

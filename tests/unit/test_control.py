@@ -114,7 +114,7 @@ def test_limits_that_make_no_sense_are_refused_before_etcd_is_asked(words: str, 
     [
         (1, 1, "at the next step b hands its state over and waits as a spare"),
         (1, 3, "c joins at the next step"),
-        (1, 2, "2 nodes train on as before"),
+        (1, 2, "nothing changes now"),
         (4, 4, "c joins at the next step"),
     ],
 )
@@ -129,7 +129,7 @@ def test_scale_below_min_waits_for_the_next_change(store: MemoryStore, capsys) -
     store.write({}, deletes=["members/c"])
     scale(store, JOB, (3, 4), None)
     out = capsys.readouterr().out
-    assert "2 nodes train on; the next change of the world waits for 3" in out
+    assert "2 nodes go on; the next change of the world waits for 3" in out
 
 
 def test_stop_is_idempotent_and_right_when_the_job_is_over(store: MemoryStore, capsys) -> None:

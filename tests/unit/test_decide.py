@@ -500,5 +500,5 @@ def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_gener
     assert [s.generation for s in action.done.setbacks] == [1, 2, 3]
     assert action.done.reason == (
         "rank 0 on b failed: ValueError: no; 4 times in a row without progress past step 20; "
-        "3 generations in a row failed alike: the script or its data, not a machine"
+        "3 generations in a row failed alike, on b: the script or its data, rather than a machine"
     )

@@ -48,7 +48,7 @@ TRAINING = {
     "set_aside_s": {"d": 45.0},
     "leaving": False,
 }
-WAITING = {"step": 120, "up_s": 12.0, "leaving": False}
+WAITING = {"step": 120, "step_age_s": 9.0, "up_s": 12.0, "leaving": False}
 SAID = {"node-a": TRAINING, "c": WAITING, "d": WAITING}
 PHASES = {"node-a": "restored", "node-b": "restored"}
 
@@ -122,6 +122,11 @@ def test_what_operators_asked_for_is_shown() -> None:
     found = lines(replace(JOB, control=control))
     assert "asked by operators: drain c, scale 1:2, stop" in found
     assert "(1:2)" in found[0]
+
+
+def test_a_drain_of_a_node_that_has_left_is_not_shown() -> None:
+    control = Control(drain=(Drain(node="c", incarnation="former"),))
+    assert not any(line.startswith("asked") for line in lines(replace(JOB, control=control)))
 
 
 def test_no_secret_is_shown() -> None:
