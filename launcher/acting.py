@@ -2,7 +2,8 @@
 
 Each may be lost or done twice without harm: reports and alarms are overwritten by equal ones; a
 world, and the end, are written in one transaction that is conditioned on the revision of `world`
-that was seen and on this node's own registration. Every method raises `StoreUnavailable`.
+that was seen, on `done` not being there, and on this node's own registration. Every method raises
+`StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -86,10 +87,7 @@ class StoreActions:
             elif isinstance(action, WriteWorld):
                 check_invariants(world, action.world)
                 old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
-                conditions = [
-                    Condition(key=WORLD, mod_revision=revision),
-                    self._membership.condition(),
-                ]
+                conditions = self._conditions(revision)
                 key_value = {WORLD: to_bytes(action.world)}
                 deletes = [f"{MEMBERS}{node}" for node in action.gone]
                 deletes += old if generation > 1 else []
@@ -97,8 +95,15 @@ class StoreActions:
                 if written is not None:
                     self._observer.put(WORLD, self._store.read(WORLD))
 
+    def _conditions(self, revision: int) -> list[Condition]:
+        """Of what ends a generation: nobody has ended it, or the job; this node has its place."""
+        return [
+            Condition(key=WORLD, mod_revision=revision),
+            Condition(key=DONE, mod_revision=0),
+            self._membership.condition(),
+        ]
+
     def _write_done(self, done: Done) -> None:
         _, revision = self._observer.world()
-        conditions = [Condition(key=WORLD, mod_revision=revision), self._membership.condition()]
-        self._store.write({DONE: to_bytes(done)}, conditions=conditions)
+        self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(revision))
         self._observer.put(DONE, self._store.read(DONE))

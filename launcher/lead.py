@@ -60,13 +60,14 @@ GONE_AT_ONCE = 100
 def is_leader(view: View) -> bool:
     """Whether this agent acts for the job: the first member of `world` that is alive.
 
-    In a round those live that answered, as long as their registration stands; at other times those
-    that are registered.
+    In a round those live that answered, as long as their registration stands; at other times, and
+    to an agent that does not see the answers, those that are registered.
     """
     world = view.world
     if world is None:
         return view.oldest
-    answers = _answers(view) if view.round_s is not None else None
+    seen = view.round_s is not None and view.reports is not None
+    answers = _answers(view) if seen else None
     for member in world.members:
         if member.node == view.me.node:
             return True

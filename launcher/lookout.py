@@ -33,6 +33,7 @@ from elasticzero.launcher.world import Holding, Member, Report, World
 
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
+MEMORY_AGAIN_S = 0.25
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
 
@@ -85,7 +86,7 @@ class Lookout:
         """Checkpoints found damaged."""
         self._found: dict[int, str] = {}
         """What workers said of them."""
-        self._looked_for_oldest_s = 0.0
+        self._looked_for_oldest_s = self._looked_at_memory_s = 0.0
         self._oldest = False
 
     def begin(self, now_s: float) -> None:
@@ -138,7 +139,7 @@ class Lookout:
             control=observer.control(),
             leaving=leaving,
             workers=workers,
-            holdings=self._holdings(generation) if opened and stopped else (),
+            holdings=self._holdings(generation, now_s) if opened and stopped else (),
             missing_since_s=self._missing.update(missing, now_s),
             struck_s=self._struck_since(world, now_s),
             store=StoreHealth(
@@ -208,11 +209,14 @@ class Lookout:
             with suppress(StoreUnavailable):
                 self._oldest = f"{MEMBERS}{node}" in self._store.read(MEMBERS, limit=1).entries
 
-    def _holdings(self, generation: int) -> tuple[Holding, ...]:
-        """What memory holds; looked at once, for the workers that could add to it are gone."""
+    def _holdings(self, generation: int, now_s: float) -> tuple[Holding, ...]:
+        """What memory holds; once it was told, looked at now and then, for the workers that could
+        add to it are gone, and only a replica may still come."""
         said = self._my_reports.get(generation)
-        if said is not None and said.phase == "stopped":
+        told = said is not None and said.phase == "stopped"
+        if said is not None and told and now_s - self._looked_at_memory_s < MEMORY_AGAIN_S:
             return said.holdings
+        self._looked_at_memory_s = now_s
         return tuple(
             Holding(
                 generation=held.generation,

@@ -11,13 +11,29 @@ Rules of the state a generation starts from (`choose_resume`):
    generations or two steps are never mixed.
 3. The highest step wins, in memory or on storage; at equal steps memory, being nearer.
 4. With nothing held anywhere the job starts fresh.
+
+Invariants of a job's whole life, whatever happens to its nodes and to etcd. `check_invariants` sees
+to what two worlds can tell; `tests/simulation/rules.py` checks all of them against the truth:
+ R1  One world a generation: no agent ever starts another document of the same number.
+ R2  Generations grow by one. Who stays keeps their order; new members come last.
+ R3  A world has MIN to MAX members. Each was registered, as this incarnation, when it was written,
+     or had been, or had reported, little more than a TTL before; outages of etcd do not count.
+ R4  The state a generation starts from is whole: each source holds the shard that it is named for,
+     or has died since it said so; a checkpoint stands.
+ R5  That state is the job's own: the generation before reached it, or itself started from it, or it
+     is a checkpoint's. Members that stay, and storage, hold no newer one.
+ R6  A node's workers train only in its newest generation, each rank once.
+ R7  When faults stop and MIN nodes are there, the job ends.
+ R8  `done` is the last document; no agent exits with 0 before it.
+ R9  When it says `finished`, the state's lineage holds each step once, in order of generations.
+ R10 Trouble with etcd alone, as long as it may be, ends no generation that trains.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -84,6 +100,12 @@ class World:
     """The last failures in a row at one place, oldest first."""
     strikes: tuple[Strikes, ...] = ()
     """Nodes whose workers failed in a row, where others' did not."""
+    _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """Each node's index; an agent looks for its own several times a round of its loop."""
+
+    def __post_init__(self) -> None:
+        places = {member.node: index for index, member in enumerate(self.members)}
+        object.__setattr__(self, "_places", places)
 
     def names(self, member: Member) -> bool:
         """Whether this very registration has a place here."""
@@ -91,10 +113,10 @@ class World:
 
     def find(self, node: str, incarnation: str) -> int | None:
         """Index of a registration in the order of members."""
-        for index, member in enumerate(self.members):
-            if (member.node, member.incarnation) == (node, incarnation):
-                return index
-        return None
+        index = self._places.get(node)
+        if index is None or self.members[index].incarnation != incarnation:
+            return None
+        return index
 
     @property
     def world_size(self) -> int:
