@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update", action="store_true", help="write the transcripts of tests/scenarios anew"
+    )
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""

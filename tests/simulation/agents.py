@@ -1,0 +1,342 @@
+"""Machines and agents: the loop of `launcher/agent.py` around the real decision code."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import greenlet
+
+from elasticzero.errors import ExitCode, StoreUnavailable
+from elasticzero.launcher.acting import StoreActions
+from elasticzero.launcher.actions import (
+    Action,
+    Ask,
+    Decision,
+    KillWorkers,
+    Leave,
+    PutReport,
+    RaiseAlarm,
+    SaveHeld,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+)
+from elasticzero.launcher.decide import decide
+from elasticzero.launcher.lookout import Lookout
+from elasticzero.launcher.membership import Membership
+from elasticzero.launcher.observe import DONE, Observer
+from elasticzero.launcher.view import Notice, View, Workers
+from elasticzero.launcher.world import Member, World
+from tests.simulation.etcd import SimulatedStore
+from tests.simulation.gang import Gang
+from tests.simulation.storage import NodeMemory, SlowLook
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+FIRST_PAUSE_S = 0.06
+BACKOFF_S = 0.2
+JOIN_AGAIN_S = 0.5
+
+
+class Port:
+    """Stands for a bound socket."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("", self.number)
+
+    def close(self) -> None:
+        return
+
+
+class Host:
+    """A machine: its clock, its memory, and at most one agent at a time."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.memory = NodeMemory()
+        self.agent: Agent | None = None
+        self.lost = False
+        """For good."""
+        self.cut = False
+        """From etcd."""
+        self.dark = False
+        """From the other nodes."""
+        self.silent = False
+        """It went without a word: no peer is told."""
+        random = cluster.random
+        self._offset_s = random.uniform(100.0, 1e5)
+        self._rate = random.uniform(0.99, 1.01)
+
+    def clock(self) -> float:
+        """This machine's monotonic clock."""
+        return self._offset_s + self._rate * self.cluster.timeline.now_s
+
+    def clock_at(self, true_s: float) -> float:
+        return self._offset_s + self._rate * true_s
+
+    @property
+    def serves(self) -> bool:
+        """Whether others can read what its memory holds."""
+        return self.agent is not None and not self.agent.dead and not self.dark
+
+
+class Agent:
+    """One agent's process."""
+
+    def __init__(self, cluster: Cluster, host: Host) -> None:
+        self.cluster = cluster
+        self.host = host
+        self.plan = cluster.plan
+        host.memory.keep_only(())
+        host.agent = self
+        self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
+        self.store.cut = host.cut
+        self.dead = False
+        self.notice: Notice | None = None
+        self.saves = 0
+        """Saves of this node that are not over."""
+        self.gang: Gang | None = None
+        self.exit_code: ExitCode | None = None
+        self.reason = ""
+        self.deaf_until_s = 0.0
+        """The loop does not run until then."""
+        self._saved_held: tuple[int, int] | None = None
+        self._backoff_until_s = 0.0
+        self._awake = False
+        self._sleep_id = 0
+        self._asleep = False
+        self._pause_s = FIRST_PAUSE_S
+        me = Member(
+            node=host.name,
+            incarnation=cluster.draw(),
+            host=host.name,
+            http_port=9400,
+            store_port=cluster.port(),
+            nproc=cluster.plan.nproc,
+        )
+        self.membership = Membership(
+            self.store,
+            me,
+            cluster.plan.ttl_s,
+            Port(me.store_port),  # type: ignore[arg-type]
+            bind=lambda: Port(cluster.port()),  # type: ignore[arg-type,return-value]
+            draw_incarnation=cluster.draw,
+        )
+        self.observer = Observer(self.store, self.wake, cluster.read_document)
+        look = SlowLook(cluster.storage, cluster.random, self.wake)
+        self.lookout = Lookout(
+            self.store, self.observer, self.membership, host.memory, look, cluster.draw
+        )
+        self._store_actions = StoreActions(
+            self.store,
+            self.observer,
+            self.membership,
+            self.lookout,
+            lambda now_s: self._decide(now_s)[1],
+            host.clock,
+        )
+        self._task = cluster.timeline.task(self._run)
+
+    # -- from outside
+
+    def wake(self) -> None:
+        """Have the loop look again at once."""
+        self._awake = True
+        if self._asleep:
+            self._asleep = False
+            self.cluster.timeline.after(0.0, self._resume, self._sleep_id)
+
+    def kill(self) -> None:
+        """SIGKILL of the agent: its workers die with it, and nothing is said to anybody."""
+        if self.dead:
+            return
+        self.dead = self.store.dead = True
+        if self.gang is not None:
+            for worker in self.gang.workers:
+                self.gang.kill_one(worker)
+        if greenlet.getcurrent() is not self._task:
+            self._task.throw()
+
+    @property
+    def leaving(self) -> bool:
+        return self.notice is not None
+
+    def leave(self, reason: str, by_s: float | None = None) -> None:
+        """Have this node leave; only the first reason counts. by_s: it is gone then."""
+        if self.notice is None:
+            self.notice = Notice(reason=reason, heard_s=self.host.clock(), by_s=by_s)
+            self.wake()
+
+    def stall(self, seconds: float, *, whole: bool) -> None:
+        """The loop does not run for so long; whole: nor does anything else of the process."""
+        until_s = self.cluster.timeline.now_s + seconds
+        self.deaf_until_s = max(self.deaf_until_s, until_s)
+        if whole:
+            self.store.stopped_until_s = self.deaf_until_s
+
+    # -- the loop
+
+    def _run(self) -> None:
+        self._join()
+        if self.exit_code is None:
+            self.lookout.begin(self.host.clock())
+        while self.exit_code is None:
+            self._sit_out()
+            now_s = self.host.clock()
+            view, decision = self._decide(now_s)
+            if decision.reason != self.reason:
+                self.reason = decision.reason
+                self.cluster.decided(self, view, decision)
+            self._act(view, decision, now_s)
+            if self.exit_code is None:
+                self._sleep(busy=bool(decision.actions))
+        self._close()
+
+    def _join(self) -> None:
+        while self.exit_code is None:
+            self._sit_out()
+            with suppress(StoreUnavailable):
+                if self.store.read(DONE).entries:
+                    self.exit_code = ExitCode.USAGE
+                elif self.leaving:
+                    self.exit_code = ExitCode.LEFT
+                else:
+                    self.membership.join(
+                        lambda text: self.cluster.note(f"{self.host.name}: {text}"),
+                        clock=self.host.clock,
+                        sleep=self.cluster.timeline.sleep,
+                    )
+                    return
+            self.cluster.timeline.sleep(JOIN_AGAIN_S)
+
+    def _sit_out(self) -> None:
+        while (left_s := self.deaf_until_s - self.cluster.timeline.now_s) > 0:
+            self.cluster.timeline.sleep(left_s)
+
+    def _decide(self, now_s: float) -> tuple[View, Decision]:
+        view = self._observe(now_s)
+        return view, decide(view, now_s, self.plan.limits)
+
+    def _observe(self, now_s: float) -> View:
+        self._store_actions.keep_registered(now_s, leaving=self.leaving)
+        if self.observer.control().drains(self.membership.me):
+            self.leave("drained by an operator")
+        workers = self.gang.view() if self.gang is not None else Workers()
+        if not workers.running and self.host.memory.drafts:
+            workers = replace(workers, sealing=True)
+        view = self.lookout.view(workers, self.leaving, now_s, self.plan.limits)
+        if self.saves or self._saved_held or self.leaving:
+            saving = self.saves > 0
+            view = replace(view, notice=self.notice, saving=saving, saved_held=self._saved_held)
+        return view
+
+    def _act(self, view: View, decision: Decision, now_s: float) -> None:
+        if now_s < self._backoff_until_s:
+            return
+        try:
+            for action in decision.actions:
+                self._do(view, action, now_s)
+        except StoreUnavailable:
+            self._backoff_until_s = self.host.clock() + BACKOFF_S
+
+    def _do(self, view: View, action: Action, now_s: float) -> None:
+        match action:
+            case Start(world, index):
+                self._start(world, index)
+            case Ask(flags) if self.gang is not None:
+                self.gang.ask(flags)
+            case StopWorkers() if self.gang is not None:
+                self.gang.stop()
+            case KillWorkers(spare_saving=spare_saving) if self.gang is not None:
+                self.gang.kill(spare_saving=spare_saving)
+            case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
+                self._store_actions.do(action, view, now_s, self.plan.limits)
+            case SaveHeld(generation, step, world_size, ranks):
+                self._saved_held = (generation, step)
+                self._save_held((generation, step, world_size), ranks)
+            case Leave(code):
+                self.exit_code = code
+            case _:
+                pass
+
+    def _start(self, world: World, index: int) -> None:
+        if self.gang is not None:
+            self.gang.kill()
+            self.gang.group.supersede()
+        self.host.memory.keep_only({(world.resume.generation, world.resume.step)})
+        if index == 0:
+            self.membership.take_store_socket()
+        self.gang = Gang(self, world, index)
+        self.cluster.rules.starts(self, world, index)
+
+    def seal_all(self) -> None:
+        """What the dead workers have left is sealed."""
+        if not self.dead:
+            self.host.memory.seal(list(self.host.memory.drafts))
+            self.wake()
+
+    def _save_held(self, name: tuple[int, int, int], ranks: tuple[int, ...]) -> None:
+        if self.gang is not None:
+            self.gang.group.drop_save()
+        self.saves += 1
+        begun_s = self.cluster.timeline.now_s
+
+        def write() -> None:
+            if self.dead:
+                return
+            world, _ = self.observer.world()
+            bad = world is not None and name[1] in world.bad_steps
+            self.cluster.storage.add_part(name, ranks, replacing=bad)
+            wait()
+
+        def wait() -> None:
+            storage, now_s = self.cluster.storage, self.cluster.timeline.now_s
+            superseded = self.gang is not None and self.gang.generation > name[0]
+            if storage.has_all(name) or superseded or now_s - begun_s > 5.0:
+                self.saves -= 1
+                self.lookout.saved(name[1])
+                self.wake()
+            elif not self.dead:
+                self.cluster.timeline.after(0.1, wait)
+
+        self.cluster.later(0.05, 0.5, write)
+
+    # -- waiting
+
+    def _sleep(self, *, busy: bool) -> None:
+        """Until something happens, or a while; looks less often while nothing does."""
+        timeline = self.cluster.timeline
+        if busy or self._awake:
+            self._pause_s = FIRST_PAUSE_S
+        else:
+            self._pause_s = min(self._pause_s * 2, self.plan.poll_s)
+        if not self._awake:
+            self._asleep = True
+            self._sleep_id += 1
+            timeline.after(self._pause_s, self._resume, self._sleep_id)
+            timeline.wait()
+        self._awake = False
+
+    def _resume(self, sleep_id: int) -> None:
+        if sleep_id == self._sleep_id and not self.dead:
+            self._sleep_id += 1
+            self._asleep = False
+            self._task.switch()
+
+    def _close(self) -> None:
+        """The process ends by itself."""
+        self.dead = True
+        self.cluster.left(self)
+        if self.gang is not None:
+            for worker in self.gang.workers:
+                self.gang.kill_one(worker)
+        self.membership.close()
+        self.store.dead = True

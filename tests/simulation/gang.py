@@ -1,0 +1,219 @@
+"""A model of one node's workers of one generation: what `launcher/workers.py` is to an agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elasticzero.channel import FLAG_GROW, FLAG_LEAVE
+from elasticzero.launcher.view import Workers
+from elasticzero.launcher.world import BLAME_ORDER, Failure, World
+from tests.simulation.training import Group, Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
+
+LONG_SECTION_S = 4.0
+"""A worker in a long kernel hears an abort so late."""
+
+
+class Gang:
+    """The workers, and what they have told their agent."""
+
+    def __init__(self, agent: Agent, world: World, index: int) -> None:
+        self.agent = agent
+        self.host = agent.host
+        self.cluster = agent.cluster
+        self.index = index
+        self.generation = world.generation
+        self.group: Group = self.cluster.group(world)
+        self.group.gangs[index] = self
+        self.workers = [Worker(self, self.group, rank) for rank in world.ranks(index)]
+        self.flags = 0
+        self.kept = self.unkept = self.saved = self.unsaved = -1
+        self.aborted_s: float | None = None
+        self.killed = False
+        self.failure: Failure | None = None
+        self._attached = 0
+        self._complete_given = False
+        self._heard_step = 0
+        self._heard_s = 0.0
+        connect_s = self.cluster.plan.connect_s * 2.0**world.fruitless
+        for worker in self.workers:
+            self.cluster.later(0.05, 0.3, self._attach, worker, connect_s)
+
+    def wake(self) -> None:
+        self.agent.wake()
+
+    # -- the agent's side
+
+    def view(self) -> Workers:
+        """What `decide` sees: see `launcher.workers.Gang.view`."""
+        workers = self.workers
+        running = sum(w.alive for w in workers)
+        self._hear_steps()
+        left = all(w.stopping and not w.failed for w in workers)
+        return Workers(
+            generation=self.generation,
+            running=running,
+            attached=self._attached == len(workers),
+            restored=all(w.restored for w in workers),
+            saving=sum(w.alive and w.stopping for w in workers),
+            finished=running == 0 and all(w.finished for w in workers),
+            at_boundary=left and self.aborted_s is None,
+            failed=self.failure is not None,
+            failure=self.failure,
+            asked=self.flags,
+            aborted_s=self.aborted_s,
+            killed=self.killed,
+            stepped_s=self._heard_s,
+            step=max((w.step for w in workers if self._heard_step or w.finished), default=0),
+        )
+
+    def _hear_steps(self) -> None:
+        """A step is heard of when it ends, or when the agent next listens."""
+        group = self.group
+        if group.stepped_s is not None and group.step > self._heard_step:
+            self._heard_step = group.step
+            self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
+
+    def ask(self, flags: int) -> None:
+        self.flags |= flags
+        self.cluster.note(f"{self.host.name}: asked {_names(flags)}")
+
+    def stop(self) -> None:
+        """Tell the workers to stop where they are."""
+        self.aborted_s = self.host.clock()
+        for worker in self.workers:
+            self._tell_abort(worker)
+
+    def _tell_abort(self, worker: Worker) -> None:
+        busy = self.cluster.random.random() < 0.03
+        delay_s = LONG_SECTION_S if busy else self.cluster.random.uniform(0.001, 0.02)
+        self.cluster.timeline.after(delay_s, self._abort, worker)
+
+    def _abort(self, worker: Worker) -> None:
+        if not worker.alive or worker.deaf or worker.stopping:
+            return
+        if worker.phase in ("starting", "connecting"):
+            self._end(worker)
+        else:
+            self.group.lose(worker)
+            self._stop(worker)
+
+    def kill(self, *, spare_saving: bool = False) -> None:
+        self.killed = self.killed or not spare_saving
+        for worker in self.workers:
+            if worker.alive and not (spare_saving and worker.stopping):
+                self.kill_one(worker)
+
+    def kill_one(self, worker: Worker) -> None:
+        """SIGKILL."""
+        if not worker.alive:
+            return
+        explained = worker.failed or worker.stopping or self.aborted_s is not None
+        self._end(worker)
+        if not explained:
+            self._blame(worker, Failure(rank=worker.rank, blame="killed", message="SIGKILL"))
+        self.group.lose(worker)
+
+    # -- a worker's life
+
+    def _attach(self, worker: Worker, connect_s: float) -> None:
+        if not worker.alive:
+            return
+        if worker.deaf:
+            self.cluster.later(0.1, 0.3, self._attach, worker, connect_s)
+            return
+        self._attached += 1
+        self.wake()
+        if self.aborted_s is not None:
+            self._end(worker)
+            return
+        worker.phase = "connecting"
+        self.cluster.timeline.after(connect_s, self._too_late, worker)
+        self.group.connect(worker)
+
+    def _too_late(self, worker: Worker) -> None:
+        """The process group was not set up in time."""
+        if worker.phase == "connecting" and not worker.deaf:
+            failure = Failure(rank=worker.rank, blame="peer", message="not set up in time")
+            worker.failed = True
+            self._end(worker)
+            self._blame(worker, failure)
+            self.group.lose(worker)
+
+    def fail(
+        self, worker: Worker, blame: str, message: str, *, bad_step: int | None = None
+    ) -> None:
+        """An error ends a worker: S1 to S4 of `elasticzero/worker.py`."""
+        if not worker.alive or worker.stopping:
+            return
+        worker.failed = True
+        self.group.lose(worker)
+        self._blame(
+            worker,
+            Failure(
+                rank=worker.rank,
+                blame=blame,  # type: ignore[arg-type]
+                message=message,
+                step=worker.step,
+                bad_step=bad_step,
+            ),
+        )
+        self._stop(worker)
+
+    def _blame(self, worker: Worker, failure: Failure) -> None:
+        if self.aborted_s is None or failure.blame != "peer":
+            order, known = BLAME_ORDER.index, self.failure
+            if known is None or order(failure.blame) < order(known.blame):
+                self.failure = failure
+        self.wake()
+
+    def leave_at_boundary(self) -> None:
+        """All ranks agreed: leave with the state of this step."""
+        for worker in self.workers:
+            if worker.alive and not worker.stopping:
+                self._stop(worker, agreed=True)
+
+    def _stop(self, worker: Worker, *, agreed: bool = False) -> None:
+        """Say `Stopping`, leave the state in memory where it is whole, and exit."""
+        group, plan, random = self.group, self.cluster.plan, self.cluster.random
+        trained = worker.phase == "training"
+        worker.phase, worker.stopping = "stopping", True
+        replicated = plan.strategy == "ddp" or group.size == 1
+        torn = not agreed and plan.strategy != "ddp" and random.random() < 0.15
+        clean = trained and not torn
+        wanted = clean and not (replicated and self._complete_given)
+        self._complete_given |= wanted and replicated
+        can = agreed or replicated or not group.ledger.copying
+        if wanted and can:
+            keep = group.kept_states()
+            if not agreed and group.ledger.taken is not None:
+                keep.add((self.generation, group.ledger.taken))
+            name = (self.generation, worker.step, 1 if replicated else group.size)
+            self.host.memory.write(name, 0 if replicated else worker.rank, keep)
+        self.wake()
+        self.cluster.later(0.005, 0.15, self._end, worker)
+
+    def finish(self) -> None:
+        """The training function has returned."""
+        for worker in self.workers:
+            if worker.alive and not worker.deaf:
+                worker.finished = True
+                self.cluster.later(0.001, 0.1, self._end, worker)
+
+    def _end(self, worker: Worker) -> None:
+        """The process is gone."""
+        if not worker.alive:
+            return
+        worker.phase = "gone"
+        worker.deaf = False
+        if not any(w.alive for w in self.workers) and self.host.memory.drafts:
+            self.cluster.later(0.005, 0.15, self.agent.seal_all)
+        self.wake()
+
+
+def _names(flags: int) -> str:
+    return " and ".join(
+        text for flag, text in ((FLAG_LEAVE, "to leave"), (FLAG_GROW, "to grow")) if flags & flag
+    )

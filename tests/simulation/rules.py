@@ -1,0 +1,322 @@
+"""The rules of `launcher/world.py`, checked against the truth, which no agent knows.
+
+Each is checked at the events that could break it: a world is written (R1 to R5, R10), a worker
+connects or its node starts another generation's (R6), a step ends, `done` is written (R8, R9), an
+agent exits (R8), and no agent gets anywhere any more (R7).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elasticzero.channel import Resume
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.observe import MEMBERS
+from elasticzero.launcher.store import Entry
+from elasticzero.launcher.world import Done, Member, Report, World, check_invariants
+from tests.simulation.storage import SnapshotName, State
+from tests.simulation.training import Group, Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
+    from tests.simulation.cluster import Cluster
+
+HEARD_OF_WITHIN_TTLS = 1.5
+STORAGE_SEEN_WITHIN_S = 6.0
+Chain = tuple[tuple[int, int, int], ...]
+"""Which generation did which steps of a state: (generation, first step, last step), in order."""
+
+
+class Violation(AssertionError):
+    """A rule is broken."""
+
+
+def extended(chain: Chain, generation: int, step: int) -> Chain:
+    """The chain of a state that `generation` reached from the state of `chain`."""
+    start = chain[-1][2] if chain else 0
+    return chain if step == start else (*chain, (generation, start + 1, step))
+
+
+class Rules:
+    """What has been true so far, and the checks."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.worlds: dict[int, World] = {}
+        self.reached: dict[int, int] = {}
+        """By generation: the last step that any of its ranks finished."""
+        self._origins: dict[int, Chain] = {}
+        """By generation: the chain of the state it started from."""
+        self._registered: set[tuple[str, str]] = set()
+        """Registrations that stand, by node and incarnation."""
+        self._last_sign: dict[tuple[str, str], float] = {}
+        """By node and incarnation: when its registration went, or it last reported, in time that
+        etcd served."""
+        self._held: dict[tuple[str, str], dict[SnapshotName, set[int]]] = {}
+        """By generation and node: what the node said that it held when it had stopped."""
+        self._unregistered: dict[str, float] = {}
+        """By node: since when a living one was found without its registration."""
+        self._trained: set[int] = set()
+        """The generations of which all ranks began to train."""
+        self._causes: list[str] = []
+        """What has happened so far that may change a generation."""
+        self.started: dict[int, int] = {}
+        """By generation: how many of its nodes have started it."""
+
+    def fail(self, rule: str, text: str) -> None:
+        raise Violation(f"{rule}: {text}")
+
+    def require(self, so: bool, rule: str, text: str) -> None:
+        if not so:
+            self.fail(rule, text)
+
+    # -- what happens
+
+    def cause(self, kind: str) -> None:
+        """A fault that may change a generation."""
+        self._causes.append(kind)
+
+    def put(self, key: str, entry: Entry) -> None:
+        if key.startswith("members/"):
+            member: Member = self._cluster.read_document(Member, entry.value)
+            self._registered.add((member.node, member.incarnation))
+        elif key.startswith("reports/"):
+            self._reported(key, self._cluster.read_document(Report, entry.value))
+
+    def _reported(self, key: str, report: Report) -> None:
+        """R4: nobody says that it holds what it does not."""
+        _, generation, node = key.split("/")
+        self._last_sign[node, report.incarnation] = self._cluster.etcd.served_s
+        if report.phase != "stopped":
+            return
+        world = self._cluster.world
+        shards = self._cluster.hosts[node].memory.shards
+        said = {(h.generation, h.step, h.world_size): set(h.ranks) for h in report.holdings}
+        self._held.setdefault((generation, node), said)
+        for held in report.holdings:
+            ranks = shards.get((held.generation, held.step, held.world_size), set())
+            late = world is None or world.generation > int(generation)
+            stands = late or set(held.ranks) <= ranks
+            self.require(stands, "R4", f"{node} says that it holds {held}")
+
+    def removed(self, key: str, entry: Entry) -> None:
+        if key.startswith("members/"):
+            member: Member = self._cluster.read_document(Member, entry.value)
+            known = (member.node, member.incarnation)
+            self._registered.discard(known)
+            self._last_sign[known] = self._cluster.etcd.served_s
+
+    def world_written(self, before: World | None, after: World) -> None:
+        generation = after.generation
+        self.require(
+            generation not in self.worlds, "R1", f"generation {generation} was written twice"
+        )
+        self.require(self._cluster.done is None, "R8", "a world was written after `done`")
+        expected = before.generation + 1 if before is not None else 1
+        self.require(
+            generation == expected, "R2", f"generation {generation} follows {expected - 1}"
+        )
+        try:
+            check_invariants(before, after)
+        except AssertionError as error:
+            self.fail("R2", str(error))
+        self._check_members(after)
+        self._check_state(before, after)
+        self.worlds[generation] = after
+        self.reached[generation] = after.resume.step
+        if before is not None:
+            joined = {m.node for m in after.members} - {m.node for m in before.members}
+            explained = bool(self._causes or joined) or before.generation not in self._trained
+            self.require(explained, "R10", f"generation {generation} has no cause")
+        limits = self._cluster.plan.limits
+        count = len(after.members)
+        self.require(limits.min_nodes <= count <= limits.max_nodes, "R3", f"{count} members")
+
+    def _check_members(self, world: World) -> None:
+        """R3."""
+        served_s, ttl_s = self._cluster.etcd.served_s, self._cluster.plan.ttl_s
+        for member in world.members:
+            known = (member.node, member.incarnation)
+            text = f"generation {world.generation}: {member.node} {member.incarnation}"
+            if known in self._registered:
+                continue
+            last_s = self._last_sign.get(known)
+            self.require(last_s is not None, "R3", f"{text} was never registered")
+            silent_s = served_s - (last_s or 0.0)
+            lately = silent_s <= HEARD_OF_WITHIN_TTLS * ttl_s
+            self.require(lately, "R3", f"nothing was heard of {text} for {silent_s:.2f} s")
+
+    def _check_state(self, before: World | None, after: World) -> None:
+        """R4 and R5."""
+        resume = after.resume
+        self._check_held(before, resume)
+        self._origins[after.generation] = self._chain_of(before, resume)
+        best = self._best_in_memory(before, after)
+        self.require(
+            resume.step >= best,
+            "R5",
+            f"{after.generation} starts from step {resume.step}, though its members hold {best}",
+        )
+        seen = self._cluster.storage.newest_good(
+            before_s=self._cluster.timeline.now_s - STORAGE_SEEN_WITHIN_S
+        )
+        known_bad = seen in after.bad_steps
+        self.require(
+            resume.step >= (seen or 0) or known_bad,
+            "R5",
+            f"{after.generation} starts from step {resume.step}, though storage has {seen}",
+        )
+
+    def _check_held(self, before: World | None, resume: Resume) -> None:
+        """R4: the sources hold what they are said to hold, unless they have died since."""
+        if resume.tier == "storage":
+            found = self._cluster.storage.steps.get(resume.step)
+            good = found is not None and (found.hidden or not found.damaged)
+            self.require(good, "R4", f"storage has no good step {resume.step}")
+            return
+        if resume.tier != "ram":
+            return
+        assert before is not None
+        admitted = [before.generation]
+        if before.resume.tier == "ram" and before.resume.step == resume.step:
+            admitted.append(before.resume.generation)
+        self.require(
+            resume.generation in admitted, "R5", f"a snapshot of generation {resume.generation}"
+        )
+        ranks = {source.rank for source in resume.sources}
+        self.require(ranks == set(range(len(ranks))) and bool(ranks), "R4", "a rank is missing")
+        name = (resume.generation, resume.step, len(ranks))
+        for source in resume.sources:
+            host = self._cluster.hosts[source.node]
+            if host.serves and self._same_agent(before, source.node):
+                has = host.memory.has(name, source.rank)
+                self.require(has, "R4", f"{source.node} has no rank {source.rank} of {name}")
+
+    def _same_agent(self, before: World, node: str) -> bool:
+        """Whether the node's agent is still the one that reported."""
+        agent = self._cluster.hosts[node].agent
+        return agent is not None and before.names(agent.membership.me)
+
+    def _chain_of(self, before: World | None, resume: Resume) -> Chain:
+        """The lineage of the state that a world starts from; R5 where there never was such one."""
+        if resume.tier == "fresh":
+            return ()
+        if resume.tier == "storage":
+            state = (self._cluster.storage.steps[resume.step].generation, resume.step)
+        else:
+            state = (resume.generation, resume.step)
+        return self.chain(state)
+
+    def chain(self, state: State) -> Chain:
+        generation, step = state
+        self.require(generation in self.worlds, "R5", f"no generation {generation} was written")
+        start = self.worlds[generation].resume.step
+        reached = self.reached[generation]
+        self.require(
+            start <= step <= reached,
+            "R5",
+            f"generation {generation} went from {start} to {reached}, never to {step}",
+        )
+        return extended(self._origins[generation], generation, step)
+
+    def _best_in_memory(self, before: World | None, after: World) -> int:
+        """The newest step that is whole among the members that stay, of those that count."""
+        if before is None:
+            return 0
+        found: dict[SnapshotName, set[int]] = {}
+        for member in after.members:
+            shards = self._held.get((str(before.generation), member.node), {})
+            if before.names(member) and self._same_agent(before, member.node):
+                for name, ranks in shards.items():
+                    found.setdefault(name, set()).update(ranks)
+        resume = before.resume
+        origin = (resume.generation, resume.step) if resume.tier == "ram" else None
+        counts = [n for n in found if n[0] == before.generation or n[:2] == origin]
+        return max((n[1] for n in counts if len(found[n]) == n[2]), default=0)
+
+    def committed(self, generation: int, step: int) -> None:
+        """A checkpoint stands: its state was reached."""
+        self.chain((generation, step))
+
+    def stepped(self, group: Group) -> None:
+        generation = group.generation
+        self.reached[generation] = max(self.reached[generation], group.step)
+        for worker in group.workers.values():
+            current = worker.gang.agent.gang is worker.gang
+            text = f"{worker.gang.host.name} trains in generation {generation}"
+            self.require(current and worker.alive, "R6", text + ", which is not its own")
+
+    def stepped_alone(self, group: Group, worker: Worker) -> None:
+        """A survivor had all it needed for one more step."""
+        self.reached[group.generation] = max(self.reached[group.generation], worker.step)
+
+    def connects(self, group: Group, worker: Worker) -> None:
+        text = f"{worker.gang.host.name} connects as rank {worker.rank} of {group.generation}"
+        self.require(worker.gang.generation == group.generation, "R6", text)
+        self.require(worker.rank not in group.workers, "R6", f"{text}, which is there already")
+
+    def trains(self, group: Group) -> None:
+        """All ranks have their state."""
+        self._trained.add(group.generation)
+
+    def starts(self, agent: Agent, world: World, index: int) -> None:
+        written = self.worlds.get(world.generation)
+        text = f"{agent.host.name} starts generation {world.generation}"
+        self.require(written is not None and written.token == world.token, "R1", text)
+        mine = world.members[index]
+        mine_too = (mine.node, mine.incarnation) == (
+            agent.host.name,
+            agent.membership.me.incarnation,
+        )
+        self.require(mine_too, "R6", f"{text} in the place of {mine.node}")
+        self.started[world.generation] = self.started.get(world.generation, 0) + 1
+
+    def done_written(self, done: Done) -> None:
+        plan = self._cluster.plan
+        if done.outcome != "finished":
+            often = len(self._causes) > plan.limits.max_restarts
+            explained = often or bool(plan.crash_at) or "damage" in self._causes
+            self.require(explained, "R7", f"failed: {done.reason}")
+            return
+        self.require(done.step == plan.total_steps, "R9", f"done after step {done.step}")
+        world = self._cluster.world
+        assert world is not None
+        chain = self.chain((world.generation, done.step))
+        steps = [step for _, first, last in chain for step in range(first, last + 1)]
+        self.require(steps == list(range(1, done.step + 1)), "R9", f"the lineage is {chain}")
+        generations = [generation for generation, _, _ in chain]
+        self.require(generations == sorted(generations), "R9", f"the lineage is {chain}")
+
+    def exits(self, agent: Agent) -> None:
+        done = self._cluster.done
+        if agent.exit_code is ExitCode.DONE:
+            so = done is not None and done.outcome == "finished"
+            self.require(so, "R8", f"{agent.host.name} exits with 0 before `done`")
+
+    def registered(self, agents: list[Agent]) -> None:
+        """R7: a node that lives and does not leave is registered, or soon again."""
+        members = self._cluster.etcd.read(MEMBERS).entries
+        for agent in agents:
+            me = agent.membership.me
+            found = members.get(f"{MEMBERS}{me.node}")
+            known = found is not None and self._cluster.read_document(Member, found.value)
+            away = not agent.store.well or agent.deaf_until_s > self._cluster.timeline.now_s
+            if agent.leaving or away or (known and known.incarnation == me.incarnation):
+                self._unregistered.pop(me.node, None)
+                continue
+            since_s = self._unregistered.setdefault(me.node, self._cluster.timeline.now_s)
+            lasts_s = self._cluster.timeline.now_s - since_s
+            self.require(lasts_s < 10.0, "R7", f"{me.node} is not registered for {lasts_s:.0f} s")
+
+    def stuck(self) -> None:
+        """R7: there were no faults for long, and the job is not over."""
+        cluster = self._cluster
+        said = "; ".join(f"{a.host.name}: {a.reason}" for a in cluster.running())
+        done = "not done" if cluster.done is None else "done, but not all have left"
+        self.fail("R7", f"no end {cluster.timeline.now_s:.0f} s after the start ({done}): {said}")
+
+    def at_the_end(self) -> None:
+        cluster = self._cluster
+        last = dict(cluster.exits)
+        wrong = [n for n, code in last.items() if code is ExitCode.UNAVAILABLE]
+        self.require(not wrong, "R7", f"{', '.join(wrong)} gave up")

@@ -1,0 +1,93 @@
+"""Runs schedules: one, to be looked at, or many, each of them short."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.schedule import draw
+
+BATCH = 25
+"""Schedules that a process is given at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A schedule that broke a rule."""
+
+    seed: int
+    nodes: int | None
+    what: str
+    events: tuple[str, ...]
+
+    def __str__(self) -> str:
+        nodes = f" --nodes {self.nodes}" if self.nodes else ""
+        return "\n".join(
+            [
+                f"seed {self.seed} breaks {self.what}",
+                *(f"    {event}" for event in self.events),
+                f"again, with every event: python -m tests.simulation {self.seed}{nodes} --trace",
+            ]
+        )
+
+
+def run_one(seed: int, nodes: int | None = None) -> Failure | None:
+    """One schedule; what went wrong, if anything."""
+    cluster = Cluster(draw(seed, nodes))
+    try:
+        cluster.run()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to a seed
+        what = f"{type(error).__name__}: {error}"
+        return Failure(seed, nodes, what, tuple(cluster.history)[-25:])
+    return None
+
+
+def run_many(
+    seeds: Iterable[int],
+    nodes: int | None = None,
+    *,
+    processes: int,
+    tell: Callable[[Failure], None] = lambda failure: None,
+) -> tuple[int, list[Failure]]:
+    """Schedules in parallel: how many ran, and what failed. tell: called for each that did."""
+    wanted = list(seeds)
+    size = BATCH if nodes is None else 1
+    batches = [(wanted[i : i + size], nodes) for i in range(0, len(wanted), size)]
+    ran, failures = 0, []
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for count, found in pool.map(_run_batch, batches):
+            ran += count
+            failures += found
+            for failure in found:
+                tell(failure)
+    return ran, failures
+
+
+def _run_batch(work: tuple[list[int], int | None]) -> tuple[int, list[Failure]]:
+    seeds, nodes = work
+    found = [run_one(seed, nodes) for seed in seeds]
+    return len(found), [failure for failure in found if failure is not None]
+
+
+def trace(seed: int, nodes: int | None, *, aloud: bool) -> int:
+    """One schedule for a reader; the exit status."""
+    plan = draw(seed, nodes)
+    print(plan)
+    cluster = Cluster(plan, print if aloud else None)
+    try:
+        cluster.run()
+    except AssertionError as error:
+        if not aloud:
+            print(*cluster.history, sep="\n")
+        print(f"seed {seed} breaks {error}", file=sys.stderr)
+        return 1
+    assert cluster.done is not None
+    print(
+        f"seed {seed}: {cluster.done.reason}; {cluster.timeline.now_s:.1f} s of virtual time, "
+        f"{cluster.timeline.events} events, {len(cluster.rules.worlds)} generations"
+    )
+    return 0

@@ -1,0 +1,138 @@
+"""What a seed draws: the job, its limits, and which faults come when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from elasticzero.launcher.view import Limits
+
+FAULTS = {
+    "kill-worker": 4,
+    "hang-worker": 1,
+    "crash-worker": 1,
+    "kill-agent": 3,
+    "lose-node": 2,
+    "lose-node-silently": 2,
+    "join": 3,
+    "drain": 2,
+    "sigterm": 2,
+    "pause-etcd": 2,
+    "kill-etcd": 2,
+    "cut-from-etcd": 2,
+    "cut-from-peers": 1,
+    "cut-off": 2,
+    "slow-agent": 2,
+    "stop-agent": 1,
+    "damage": 1,
+    "fade": 1,
+}
+"""What can happen, and how often each is drawn."""
+HARMLESS = frozenset({"pause-etcd", "kill-etcd"})
+"""These alone change no generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens at a time, to the node that `pick` chooses among those there are."""
+
+    at_s: float
+    kind: str
+    pick: float
+    seconds: float
+    """How long it lasts, where it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One schedule."""
+
+    seed: int
+    nodes: int
+    limits: Limits
+    ttl_s: int = 2
+    nproc: int = 1
+    strategy: str = "zero1"
+    total_steps: int = 40
+    step_s: float = 0.1
+    snapshot_every: int = 5
+    checkpoint_every: int = 0
+    storage: bool = True
+    connect_s: float = 3.0
+    crash_at: int = 0
+    """The script fails at this step, each time; 0: never."""
+    crash_rank: int = 0
+    trouble: float = 0.003
+    """The share of requests, and of watches' news, that is late or lost."""
+    poll_s: float = 1.0
+    """An agent to which nothing happens looks so often."""
+    names_from: int = 1
+    """The first node is node-1, the second node-(this + 1): with 10, its name begins with the
+    first's."""
+    apart_s: float = 0.5
+    """The nodes come within so long."""
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def faults_end_s(self) -> float:
+        return max((fault.at_s + fault.seconds for fault in self.faults), default=0.0)
+
+
+def draw(seed: int, nodes: int | None = None) -> Plan:
+    """The schedule of a seed. nodes: how many the job begins with; None: 3 to 7."""
+    random = Random(seed)
+    count = nodes or random.randint(3, 7)
+    least = random.randint(1, max(1, count // 2 + 1))
+    most = max(least, count + random.choice([-1, 0, 0, 1, 3]))
+    strategy = random.choice(["ddp", "zero1", "zero1", "zero3"])
+    limits = Limits(
+        min_nodes=least,
+        max_nodes=most,
+        strategy=strategy,
+        settle_s=0.4,
+        grow_settle_s=0.2,
+        join_timeout_s=600.0,
+        stop_s=2.5,
+        save_s=3.0,
+        lease_ttl_s=2.0,
+        handover_s=4.0,
+        strict_checkpoint=False,
+    )
+    faults = _faults(random)
+    step_s = random.choice([0.06, 0.1, 0.15, 0.25])
+    lasts_s = 1.5 + max((f.at_s + f.seconds for f in faults), default=0.0)
+    steps = max(10, int(lasts_s * random.uniform(0.5, 1.3) / step_s))
+    storage = random.random() < 0.8
+    return Plan(
+        seed=seed,
+        nodes=count,
+        limits=limits,
+        nproc=2 if random.random() < 0.2 else 1,
+        names_from=random.choice([1, 10]),
+        strategy=strategy,
+        total_steps=steps,
+        step_s=step_s,
+        snapshot_every=random.choice([0, 3, 5, 8]),
+        checkpoint_every=random.choice([0, 0, 7, 12]) if storage else 0,
+        storage=storage,
+        crash_at=random.randint(2, steps - 1) if random.random() < 0.02 else 0,
+        crash_rank=random.randint(0, 3),
+        trouble=random.choice([0.0, 0.002, 0.01, 0.03]),
+        faults=faults,
+    )
+
+
+def _faults(random: Random) -> tuple[Fault, ...]:
+    only_etcd = random.random() < 0.1
+    kinds = sorted(HARMLESS) if only_etcd else list(FAULTS)
+    count = random.choice([0, 1, 1, 2, 2, 3, 3, 4, 5, 6])
+    drawn = random.choices(kinds, [FAULTS[kind] for kind in kinds], k=count)
+    at_s = random.uniform(0.0, 4.0)
+    faults = []
+    for kind in drawn:
+        seconds = random.choice([0.3, 1.0, 2.0, 3.5, 6.0]) * random.uniform(0.8, 1.2)
+        if not kind.startswith(("pause", "kill-etcd", "cut", "slow", "stop", "hang")):
+            seconds = 0.0
+        faults.append(Fault(at_s, kind, random.random(), seconds))
+        at_s += random.choice([0.0, 0.05, 0.3, 0.8, 2.0, 4.0]) * random.uniform(0.5, 1.5)
+    return tuple(faults)

@@ -1,0 +1,163 @@
+"""Models of where state lies: a node's shared memory, and the checkpoint directory.
+
+A state is named by (generation, step): the generation that computed or captured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from elasticzero.checkpoint.snapshot import HeldSnapshot
+from elasticzero.launcher.storage_look import Seen
+from elasticzero.launcher.view import Damage
+from tests.simulation.timeline import Timeline
+
+State = tuple[int, int]
+"""Generation and step."""
+SnapshotName = tuple[int, int, int]
+"""Generation, step, and the world size it was written for."""
+LOOK_FRESH_S = 0.3
+
+
+class NodeMemory:
+    """What one node holds: drafts until they are sealed, then shards."""
+
+    def __init__(self) -> None:
+        self.drafts: dict[SnapshotName, set[int]] = {}
+        self.shards: dict[SnapshotName, set[int]] = {}
+
+    def held(self) -> list[HeldSnapshot]:
+        return [
+            HeldSnapshot(generation=g, step=s, ranks=tuple(sorted(ranks)), world_size=size)
+            for (g, s, size), ranks in sorted(self.shards.items())
+        ]
+
+    def has(self, name: SnapshotName, rank: int) -> bool:
+        return rank in self.shards.get(name, ())
+
+    def keep_only(self, states: Collection[State]) -> None:
+        self.drafts = {n: r for n, r in self.drafts.items() if n[:2] in states}
+        self.shards = {n: r for n, r in self.shards.items() if n[:2] in states}
+
+    def write(self, name: SnapshotName, rank: int, keep: Collection[State]) -> None:
+        """A worker leaves a draft; all but `keep` makes room."""
+        self.keep_only({*keep, name[:2]})
+        if rank not in self.shards.get(name, ()):
+            self.drafts.setdefault(name, set()).add(rank)
+
+    def seal(self, names: Iterable[SnapshotName]) -> None:
+        for name in list(names):
+            ranks = self.drafts.pop(name, None)
+            if ranks:
+                self.shards.setdefault(name, set()).update(ranks)
+
+    def add(self, name: SnapshotName, ranks: Iterable[int]) -> None:
+        """A replica, pulled whole."""
+        self.shards.setdefault(name, set()).update(ranks)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    generation: int
+    """Whose state it is."""
+    at_s: float
+    """When its manifest was made."""
+    damaged: str = ""
+    hidden: bool = False
+    """Only who reads it finds the damage."""
+
+
+class Storage:
+    """The checkpoint directory that all nodes share."""
+
+    def __init__(self, timeline: Timeline, *, possible: bool) -> None:
+        self.timeline = timeline
+        self.possible = possible
+        self.steps: dict[int, Checkpoint] = {}
+        self.committed: Callable[[int, int], None] = lambda generation, step: None
+        """Told of every checkpoint."""
+        self._parts: dict[SnapshotName, set[int]] = {}
+
+    def commit(self, generation: int, step: int, *, replacing: bool = False) -> None:
+        """The manifest of a step is made: exclusively, unless it replaces a damaged one."""
+        if step in self.steps and not replacing:
+            return
+        self.steps[step] = Checkpoint(generation, self.timeline.now_s)
+        self.committed(generation, step)
+
+    def add_part(self, name: SnapshotName, ranks: Iterable[int], *, replacing: bool) -> None:
+        """Some ranks' shards of a snapshot, saved though its workers are gone."""
+        parts = self._parts.setdefault(name, set())
+        parts.update(ranks)
+        if len(parts) == name[2]:
+            self.commit(name[0], name[1], replacing=replacing)
+
+    def has_all(self, name: SnapshotName) -> bool:
+        return len(self._parts.get(name, ())) == name[2]
+
+    def damage(self, *, hidden: bool) -> None:
+        """The newest checkpoint is damaged."""
+        if self.steps:
+            newest = self.steps[max(self.steps)]
+            newest.damaged, newest.hidden = "block 3 is not what was written", hidden
+
+    def good(self, step: int) -> bool:
+        return step in self.steps and not self.steps[step].damaged
+
+    def newest_good(self, *, before_s: float) -> int | None:
+        """Of those that stood by then."""
+        good = [s for s, c in self.steps.items() if not c.damaged and c.at_s < before_s]
+        return max(good, default=None)
+
+
+class SlowLook:
+    """One agent's look at the storage: the answer comes later, and counts for a while."""
+
+    def __init__(self, storage: Storage, random: Random, wake: Callable[[], None]) -> None:
+        self._storage = storage
+        self._random = random
+        self._wake = wake
+        self._seen: Seen | None = None
+        self._until_s = 0.0
+        self._looking = False
+        self._known: frozenset[int] = frozenset()
+
+    @property
+    def possible(self) -> bool:
+        return self._storage.possible
+
+    def forget(self) -> None:
+        self._until_s = 0.0
+
+    def ask(self, bad: Mapping[int, str]) -> Seen:
+        if not self._storage.possible:
+            return Seen()
+        timeline = self._storage.timeline
+        fresh = timeline.now_s < self._until_s and bad.keys() <= self._known
+        if fresh and self._seen is not None:
+            return self._seen
+        if not self._looking:
+            self._looking = True
+            slow = self._random.random() < 0.05
+            takes_s = self._random.uniform(1.0, 4.0) if slow else self._random.uniform(0.002, 0.05)
+            timeline.after(takes_s, self._answer, dict(bad), max(LOOK_FRESH_S, takes_s))
+        return Seen(pending="looking at the checkpoints")
+
+    def _answer(self, bad: dict[int, str], lasts_s: float) -> None:
+        self._seen = self._look(bad)
+        self._known = frozenset(bad)
+        self._until_s = self._storage.timeline.now_s + lasts_s
+        self._looking = False
+        self._wake()
+
+    def _look(self, bad: dict[int, str]) -> Seen:
+        damage = None
+        for step in sorted(self._storage.steps, reverse=True):
+            checkpoint = self._storage.steps[step]
+            why = bad.get(step) or ("" if checkpoint.hidden else checkpoint.damaged)
+            if not why:
+                return Seen(step=step, damage=damage)
+            damage = damage or Damage(step, why)
+        return Seen(damage=damage)

@@ -1,0 +1,362 @@
+"""A model of workers: one process group a generation, in which they train step by step.
+
+A worker starts, connects, restores and trains; a step is finished when every rank is up and in
+reach. Who sees a peer's end stops with the state of its own last step, and leaves it in memory.
+Captures follow `elasticzero.pacing`, the real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from elasticzero.launcher.world import World, buddy
+from elasticzero.pacing import Ledger, Word
+from tests.simulation.storage import SnapshotName, State
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+    from tests.simulation.gang import Gang
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A collective that waits for a silent peer fails then."""
+SUPERSEDED_S = 1.0
+"""A save whose generation is over is given up then."""
+PULL_LIMIT_S = 3.0
+
+Phase = Literal["starting", "connecting", "restoring", "training", "stopping", "gone"]
+
+
+class Worker:
+    """One rank's process."""
+
+    __slots__ = (
+        "deaf",
+        "failed",
+        "finished",
+        "gang",
+        "group",
+        "phase",
+        "rank",
+        "restored",
+        "step",
+        "stopping",
+    )
+
+    def __init__(self, gang: Gang, group: Group, rank: int) -> None:
+        self.gang = gang
+        self.group = group
+        self.rank = rank
+        self.phase: Phase = "starting"
+        self.step = group.step
+        self.deaf = False
+        """Stopped, or in a dead loop: only SIGKILL ends it."""
+        self.restored = self.stopping = self.failed = self.finished = False
+
+    @property
+    def alive(self) -> bool:
+        return self.phase != "gone"
+
+
+@dataclass(slots=True)
+class Save:
+    """A checkpoint on its way to storage."""
+
+    step: int
+    parts: set[int] = field(default_factory=set)
+    """Indices of the members that have written theirs."""
+    over: bool = False
+
+
+class Group:
+    """The process group of one generation, and what its ranks know alike."""
+
+    def __init__(self, cluster: Cluster, world: World) -> None:
+        self.cluster = cluster
+        self.world = world
+        self.generation = world.generation
+        self.size = world.world_size
+        self.gangs: dict[int, Gang] = {}
+        """By index of the member."""
+        self.workers: dict[int, Worker] = {}
+        """By rank: those that connected."""
+        self.step = world.resume.step
+        self.stepped_s: float | None = None
+        self.broken = False
+        self.epoch = 0
+        """Grows when a step that was under way will not end as it was to."""
+        self._stalled = False
+        self._began_s = 0.0
+        self._step_s = 0.0
+        plan = cluster.plan
+        self.snapshots = plan.snapshot_every > 0 and (plan.strategy != "ddp" or self.size == 1)
+        self.ledger = Ledger(start=self.step, every=plan.snapshot_every)
+        self.word: Word | None = None
+        self.owed: int | None = None
+        self.saved = self.step if world.resume.tier == "storage" else None
+        self.save: Save | None = None
+        self._restored = 0
+
+    # -- coming together
+
+    def connect(self, worker: Worker) -> None:
+        """A worker has come; when all are there and in reach of each other they restore."""
+        self.cluster.rules.connects(self, worker)
+        self.workers[worker.rank] = worker
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Something may be in reach again."""
+        if self.broken or len(self.workers) < self.size:
+            return
+        able = all(not w.deaf and w.alive and not w.gang.host.dark for w in self.workers.values())
+        if not able:
+            return
+        if self._stalled:
+            self._stalled = False
+            self._go_on()
+        elif all(w.phase == "connecting" for w in self.workers.values()):
+            for worker in self.workers.values():
+                worker.phase = "restoring"
+                self.cluster.later(0.02, 0.3, self._restore, worker)
+
+    def _restore(self, worker: Worker) -> None:
+        if worker.phase != "restoring":
+            return
+        if worker.deaf:
+            self.cluster.later(0.1, 0.3, self._restore, worker)
+            return
+        trouble = self.cluster.unreadable(self.world.resume, worker.gang.host)
+        if trouble is not None:
+            blame, message, bad_step = trouble
+            worker.gang.fail(worker, blame, message, bad_step=bad_step)
+            return
+        worker.phase, worker.restored = "training", True
+        self._restored += 1
+        worker.gang.wake()
+        if self._restored == self.size:
+            self.cluster.rules.trains(self)
+        if self._restored == self.size and not self.broken:
+            if self.step >= self.cluster.plan.total_steps:
+                self._finish()
+            else:
+                self._go_on()
+
+    # -- steps
+
+    def _go_on(self) -> None:
+        self.epoch += 1
+        random = self.cluster.random
+        self._began_s = self.cluster.timeline.now_s
+        self._step_s = self.cluster.plan.step_s * random.uniform(0.8, 1.3)
+        self.cluster.timeline.after(self._step_s, self._end_step, self.epoch)
+
+    def _end_step(self, epoch: int) -> None:
+        if epoch != self.epoch or self.broken:
+            return
+        if any(w.deaf or not w.alive or w.gang.host.dark for w in self.workers.values()):
+            self._stalled = True
+            self.cluster.timeline.after(COLLECTIVE_TIMEOUT_S, self._time_out, epoch)
+            return
+        cluster = self.cluster
+        if cluster.plan.crash_at == self.step + 1:
+            cluster.rules.cause("crash")
+            worker = self.workers[min(cluster.plan.crash_rank, self.size - 1)]
+            worker.gang.fail(worker, "user", "ValueError: bad sample")
+            return
+        self.step += 1
+        self.stepped_s = cluster.timeline.now_s
+        for worker in self.workers.values():
+            worker.step = self.step
+        cluster.rules.stepped(self)
+        if self.step >= cluster.plan.total_steps:
+            self._finish()
+        elif not self._boundary():
+            self._go_on()
+
+    def _time_out(self, epoch: int) -> None:
+        """A collective gives up waiting."""
+        if epoch == self.epoch and not self.broken and self._stalled:
+            for worker in self._trainers():
+                if not worker.deaf and not worker.gang.host.dark:
+                    worker.gang.fail(worker, "peer", "gloo: timed out")
+
+    def _trainers(self) -> list[Worker]:
+        return [w for w in self.workers.values() if w.alive and not w.stopping]
+
+    def lose(self, cause: Worker) -> None:
+        """A worker's sockets are shut, by itself or by its end: the others notice soon."""
+        host = cause.gang.host
+        if cause.rank not in self.workers or host.silent or host.dark:
+            return
+        first, self.broken = not self.broken, True
+        if not first:
+            return
+        self.epoch += 1
+        random, now_s = self.cluster.random, self.cluster.timeline.now_s
+        plan, following = self.cluster.plan, self.step + 1
+        possible = following not in (plan.crash_at, plan.total_steps + 1)
+        nearly_done = possible and self._step_s and (now_s - self._began_s) / self._step_s > 0.8
+        for worker in self._trainers():
+            if worker is cause or worker.gang.host.dark:
+                continue
+            if nearly_done and not self._stalled and random.random() < 0.5:
+                worker.step = following
+                self.cluster.rules.stepped_alone(self, worker)
+            late = random.random() < 0.05
+            delay_s = random.uniform(0.2, 2.0) if late else random.uniform(0.002, 0.06)
+            self.cluster.timeline.after(delay_s, self._notice, worker)
+
+    def _notice(self, worker: Worker) -> None:
+        if worker.alive and not worker.deaf and not worker.stopping:
+            worker.gang.fail(worker, "peer", "connection reset by peer")
+
+    # -- boundaries
+
+    def _boundary(self) -> bool:
+        """Exchange words and capture what is due; whether the generation ends here."""
+        before, self.word = self.word, self._word()
+        if before is not None:
+            self.ledger = self.ledger.heard(before)
+            if before.flags:
+                for gang in self.gangs.values():
+                    gang.leave_at_boundary()
+                self.broken = True
+                self.epoch += 1
+                return True
+        every = self.cluster.plan.checkpoint_every
+        if every and self.step % every == 0 and (self.saved is None or self.step > self.saved):
+            self.owed = self.step
+        due = self.ledger.due(self.step, checkpoint=self.owed is not None, snapshots=self.snapshots)
+        if due == "checkpoint":
+            self.owed = None
+        if due != "nothing":
+            self._capture(checkpoint=due == "checkpoint")
+        return False
+
+    def _word(self) -> Word:
+        gangs = self.gangs.values()
+        least = self.ledger.start - 1
+        flags = 0
+        for gang in gangs:
+            flags |= gang.flags
+        return Word(
+            flags=flags,
+            ready=self.stepped_s is not None,
+            kept=max(least, min(gang.kept for gang in gangs)),
+            saved=max(least, min(gang.saved for gang in gangs)),
+            unkept=max(gang.unkept for gang in gangs),
+            unsaved=max(gang.unsaved for gang in gangs),
+        )
+
+    def kept_states(self) -> set[State]:
+        """What a capture must leave: see `Captures._kept_states`."""
+        ledger, resume = self.ledger, self.world.resume
+        keep = {(self.generation, ledger.saving)} if ledger.saving is not None else set()
+        if ledger.held is not None:
+            return keep | {(self.generation, ledger.held)}
+        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+
+    def _capture(self, *, checkpoint: bool) -> None:
+        name = (self.generation, self.step, self.size)
+        keep = self.kept_states()
+        self.ledger = self.ledger.captured(self.step, checkpoint=checkpoint)
+        save = None
+        if checkpoint:
+            self.saved = self.step
+            save = self.save = Save(self.step)
+        for index, gang in self.gangs.items():
+            for worker in gang.workers:
+                gang.host.memory.write(name, worker.rank, keep)
+            if save is not None:
+                gang.agent.saves += 1
+            self.cluster.later(0.005, 0.1, self._seal, index, gang, name, save)
+
+    def _seal(self, index: int, gang: Gang, name: SnapshotName, save: Save | None) -> None:
+        if gang.agent.dead:
+            return
+        gang.host.memory.seal([name])
+        if save is not None:
+            self.cluster.later(0.05, 0.8, self._persist, index, gang, save)
+        until_s = self.cluster.timeline.now_s + PULL_LIMIT_S
+        self.cluster.later(0.005, 0.1, self._pull, index, gang, name, until_s)
+
+    def _pull(self, index: int, gang: Gang, name: SnapshotName, until_s: float) -> None:
+        """Pull the replica that belongs to a step, and say that the step is kept here."""
+        if gang.agent.dead or gang.agent.gang is not gang:
+            return
+        count = len(self.world.members)
+        owner = next((i for i in range(count) if buddy(i, count) == index), None)
+        if owner is not None and self.snapshots:
+            other = self.gangs[owner]
+            reach = not (other.agent.dead or other.host.dark or gang.host.dark)
+            ranks = self.world.ranks(owner)
+            if not reach or not all(other.host.memory.has(name, rank) for rank in ranks):
+                if self.cluster.timeline.now_s < until_s:
+                    self.cluster.later(0.02, 0.2, self._pull, index, gang, name, until_s)
+                else:
+                    gang.unkept = max(gang.unkept, name[1])
+                return
+            gang.host.memory.add(name, ranks)
+        gang.kept = max(gang.kept, name[1])
+
+    def _persist(self, index: int, gang: Gang, save: Save) -> None:
+        if gang.agent.dead:
+            return
+        save.parts.add(index)
+        if len(save.parts) == len(self.world.members):
+            replacing = save.step in self.world.bad_steps
+            self.cluster.storage.commit(self.generation, save.step, replacing=replacing)
+            self._save_over(save, well=True)
+
+    def _save_over(self, save: Save, *, well: bool) -> None:
+        if save.over:
+            return
+        save.over = True
+        for gang in self.gangs.values():
+            gang.agent.saves -= 1
+            gang.saved = save.step
+            if not well:
+                gang.unsaved = save.step
+            else:
+                gang.agent.lookout.saved(save.step)
+            gang.wake()
+
+    def supersede(self) -> None:
+        """A newer generation has begun: nobody waits long for this one's save."""
+        if self.save is not None and not self.save.over:
+            self.cluster.timeline.after(SUPERSEDED_S, self.drop_save)
+
+    def drop_save(self) -> None:
+        """Give up the save in flight."""
+        if self.save is not None:
+            self._save_over(self.save, well=False)
+
+    # -- the end
+
+    def _finish(self) -> None:
+        """All steps are done: the last state is saved, if there is a place for it."""
+        if self.broken:
+            return
+        saving = self.ledger.saving is not None and self.save is not None and not self.save.over
+        storage = self.cluster.storage.possible
+        unsaved = storage and (self.saved is None or self.step > self.saved)
+        if not saving and unsaved:
+            self._capture(checkpoint=True)
+            saving = True
+        if saving or any(worker.deaf for worker in self.workers.values()):
+            self.cluster.timeline.after(0.1, self._finish_when_saved)
+            return
+        for gang in self.gangs.values():
+            gang.finish()
+
+    def _finish_when_saved(self) -> None:
+        if self.broken:
+            return
+        if any(worker.deaf for worker in self.workers.values()) or (
+            self.save is not None and not self.save.over
+        ):
+            self.cluster.timeline.after(0.1, self._finish_when_saved)
+        else:
+            self.ledger = replace(self.ledger, saving=None)
+            self._finish()
