@@ -159,8 +159,8 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
         decision = lead(view, world, now_s, limits)
-        if decision is not None:
-            return decision
+        if decision is not None and (decision.actions or not view.leaving):
+            return decision  # while a leader that leaves waits for others' ends, it still leaves
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
@@ -259,5 +259,13 @@ def _looked(view: View, now_s: float) -> bool:
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:
     """Whether a leaving node waits in vain for a world without it."""
     waited_s = now_s - (view.round_s or now_s)
-    few = len(world.members) - 1 < limits.min_nodes
+    few = len(world.members) - 1 < limits.min_nodes or _all_leave(view, world)
     return waited_s >= (2 * limits.alive_s if few else limits.handover_s)
+
+
+def _all_leave(view: View, world: World) -> bool:
+    """Whether every node of the world leaves, and none waits for a place."""
+    if view.members is None or any(not world.names(m) for m in view.members.values()):
+        return False
+    reports = [(view.reports or {}).get(member.node) for member in world.members]
+    return all(report is not None and report.leaving for report in reports)

@@ -223,6 +223,9 @@ TABLE = [
     ("leave, though too few remain: memory is saved after", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
     ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
     ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
+    ("a leader leaves, though it waits for a newcomer's boundary", v(AT_REST, leaving=True, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, asked=FLAG_GROW)), [Ask(FLAG_LEAVE)]),
+    ("all leave: nobody is waited for", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}), [Leave(ExitCode.LEFT)]),
+    ("all leave, but a spare goes on", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C, D), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}, control=scaled(1, 3)), [WriteWorld]),
     # A9
     ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
     ("at rest", AT_REST, []),
