@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elasticzero.records import decode, encode
@@ -55,7 +55,7 @@ class Assignment:
     node: str
     generation: int
     token: str
-    """The generation's own: in checkpoint file names, and the password of snapshot requests."""
+    """The generation's own: in checkpoint file names."""
     rank: int
     local_rank: int
     world_size: int
@@ -78,6 +78,8 @@ class Assignment:
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
     connect_timeout_s: float = 30.0
     collective_timeout_s: float = 600.0
+    password: str = field(default="", repr=False)
+    """The job's token, which other nodes' snapshots are read with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,10 @@ class StoreUnavailable(OperatorError):
     """The coordination store did not answer in time."""
 
 
+class AccessRefused(StoreUnavailable):
+    """The coordination store does not let us in: certificate, user, password or permission."""
+
+
 class CheckpointDamaged(OperatorError):
     """Bytes of a checkpoint are missing or are not what was written."""
 

@@ -44,7 +44,7 @@ def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
         path = SnapshotStore(Path(assignment.snapshot_root)).path(generation, step)
         return DiskStorage(path, durable=False)
     url = f"http://{source.address}/snapshots/{generation}/{step}"
-    return HttpStorage(url, assignment.token)
+    return HttpStorage(url, assignment.password)
 
 
 def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: int) -> Position:

@@ -54,6 +54,7 @@ from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import MEMBERS, Observer, members_of
 from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
+from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
@@ -110,9 +111,16 @@ class Agent:
     """Supervises this node's workers until the job is done or the node leaves."""
 
     def __init__(
-        self, options: AgentOptions, store: Store, membership: Membership, metrics: Metrics
+        self,
+        options: AgentOptions,
+        store: Store,
+        membership: Membership,
+        metrics: Metrics,
+        token: Secret,
     ) -> None:
+        """token: the job's, the password of what agents serve."""
         self.options = options
+        self._token = token
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -272,6 +280,8 @@ class Agent:
                 self._do(view, decision, action, now_s)
         except StoreUnavailable as error:
             self.telling.store_trouble(error)
+            # Others could not write either: their time to answer begins anew.
+            self._membership.well_since_s = time.monotonic()
             self._backoff_until_s = time.monotonic() + BUSY_S * 10
 
     def _do(self, view: View, decision: Decision, action: Action, now_s: float) -> None:
@@ -311,6 +321,7 @@ class Agent:
                 node=options.node,
                 generation=world.generation,
                 token=world.token,
+                password=self._token.reveal,
                 rank=first + local_rank,
                 local_rank=local_rank,
                 world_size=world.world_size,
@@ -330,7 +341,7 @@ class Agent:
             )
             for local_rank in range(member.nproc)
         ]
-        self.saver.begin(_post(world, index))
+        self.saver.begin(_post(world, index, self._token))
         gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
         self._gang = gang
         self.telling.starting(world, index, now_s)
@@ -362,11 +373,6 @@ class Agent:
         """For `/status`: plain values, no secrets."""
         return self.telling.status(self.view, self.notice is not None)
 
-    def tokens(self) -> frozenset[str]:
-        """The passwords with which snapshots may be read now."""
-        world, _ = self._observer.world()
-        return frozenset([world.token]) if world is not None else frozenset()
-
     def close(self) -> None:
         """Stop the workers, give the name back, free the shared memory."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
@@ -388,12 +394,13 @@ def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:
     return (*PRELOAD, package) if known and package else PRELOAD
 
 
-def _post(world: World, index: int) -> Post:
+def _post(world: World, index: int, token: Secret) -> Post:
     """This node's part in keeping and saving the state of a generation."""
     other = charge(index, len(world.members))
     return Post(
         generation=world.generation,
         token=world.token,
+        password=token.reveal,
         world_size=world.world_size,
         ranks=world.ranks(index),
         charge=None

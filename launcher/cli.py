@@ -15,10 +15,14 @@ from typing import NoReturn
 
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.launcher.options import (
+    add_job_options,
     add_run_options,
+    check_access,
     check_name,
     check_numbers,
     check_script,
+    endpoints_of,
+    given_token,
     parse_nnodes,
     parse_nproc,
 )
@@ -67,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     scale.add_argument("nnodes", metavar="MIN:MAX", help="or N, for exactly so many")
     stop = commands.add_parser("stop", help="end a job at the next step, with its state saved")
     for command in (status, drain, scale, stop):
-        _add_job_options(command)
+        add_job_options(command)
     for command in (drain, scale, stop):
         _add_wait_options(command)
     checkpoint = commands.add_parser(
@@ -77,17 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
         checkpoint.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser)
     )
     return parser
-
-
-def _add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Which job is meant."""
-    options = {
-        ("--job", "--rdzv-id"): "name of the training run",
-        ("--etcd", "--rdzv-endpoint"): "etcd endpoints, HOST:PORT,…",
-    }
-    for flags, legend in options.items():
-        variable = os.environ.get(f"ELASTICZERO_{flags[0][2:].upper()}")
-        parser.add_argument(*flags, required=variable is None, default=variable, help=legend)
 
 
 def _add_wait_options(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
     from elasticzero.launcher.forkserver import Launch
+    from elasticzero.launcher.secret import forget_secrets
     from elasticzero.launcher.view import Limits
     from elasticzero.launcher.workers import worker_environment
 
@@ -140,6 +134,8 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.etcd and not args.job:
         raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
+    access, token = check_access(args), given_token(args)
+    forget_secrets(os.environ)
     job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
     node = check_name(args.node_name or socket.gethostname(), "--node-name")
     script = check_script(args.script, args.module)
@@ -185,9 +181,11 @@ def _run(args: argparse.Namespace) -> int:
         preemption=args.preemption,
         tee="all" if args.tee or not args.log_dir else "none",
     )
-    endpoints = [part.strip() for part in args.etcd.split(",")] if args.etcd else []
+    coordination = runner.Coordination(
+        endpoints=endpoints_of(args), access=access, token=token, restart=args.restart
+    )
     network = runner.Network(args.host, args.http_host, args.http_port)
-    return int(runner.run_agent(options, endpoints, network, restart=args.restart))
+    return int(runner.run_agent(options, coordination, network))
 
 
 def _local(args: argparse.Namespace) -> int:
@@ -200,13 +198,16 @@ def _local(args: argparse.Namespace) -> int:
     if args.job is not None:
         check_name(args.job, "--job")
     check_numbers(args)
+    check_access(args)
+    given_token(args)
     return int(local.run(args))
 
 
 def _status(args: argparse.Namespace) -> int:
     from elasticzero.launcher.status import status
 
-    return int(status(args.job, args.etcd.split(","), as_json=args.json))
+    access, token = check_access(args), given_token(args)
+    return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
 
 
 def _steer(args: argparse.Namespace) -> int:
@@ -215,7 +216,7 @@ def _steer(args: argparse.Namespace) -> int:
 
     wait_s = args.wait_timeout if args.wait else None
     nnodes = parse_nnodes(args.nnodes, "scale") if args.command == "scale" else (0, 0)
-    with control.opened(args.job, args.etcd.split(",")) as store:
+    with control.opened(args.job, endpoints_of(args), check_access(args)) as store:
         if args.command == "drain":
             return int(control.drain(store, args.job, args.node, wait_s))
         if args.command == "scale":

@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elasticzero.errors import ExitCode, OperatorError, StoreUnavailable, UserError
+from elasticzero.errors import (
+    AccessRefused,
+    ExitCode,
+    OperatorError,
+    StoreUnavailable,
+    UserError,
+)
 from elasticzero.launcher.blame import ASIDE_AFTER
 from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.observe import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.launcher.store import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.world import (
@@ -65,11 +72,13 @@ class Job:
 
 
 @contextmanager
-def opened(job: str, endpoints: Sequence[str]) -> Iterator[Store]:
+def opened(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
     """The job's part of etcd; that it does not answer is said with its address."""
-    store = EtcdStore(endpoints, job_prefix(job))
+    store = EtcdStore(endpoints, job_prefix(job), access=access)
     try:
         yield store
+    except AccessRefused:
+        raise
     except StoreUnavailable as error:
         names = ",".join(endpoints)
         raise StoreUnavailable(

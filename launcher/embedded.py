@@ -63,7 +63,7 @@ class EmbeddedEtcd:
         )
         self._dir.mkdir(parents=True, exist_ok=True)
         self._start_timeout_s = start_timeout_s
-        self._client_port, self._peer_port = _free_ports(2)
+        self._client_port, self._peer_port = free_ports(2)
         self._process: subprocess.Popen[bytes] | None = None
         self.log_path = self._dir / "etcd.log"
 
@@ -196,7 +196,7 @@ class EmbeddedEtcd:
             process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports free on loopback just now, all different."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:

@@ -17,6 +17,7 @@ import grpc
 import tenacity
 
 from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.etcd_rpc import TRANSIENT, CallFailed, Connection, Observe, Timeouts, rpc
 from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, Watch, oldest_first
 from elasticzero.launcher.store import Condition, Lease, LeaseLost, Snapshot, check_write
@@ -41,11 +42,13 @@ class EtcdStore:
         endpoints: Sequence[str],
         prefix: str,
         *,
+        access: Access | None = None,
         observe: Observe = _ignore,
         timeouts: Timeouts | None = None,
     ) -> None:
+        """Raises `UserError` for endpoints or certificates that cannot be used."""
         self._timeouts = timeouts or Timeouts()
-        self._connection = Connection(endpoints, observe, self._timeouts)
+        self._connection = Connection(endpoints, observe, self._timeouts, access)
         self._keys = Keyspace(prefix)
         self._watches: list[Watch] = []
         self._leases: dict[int, KeptLease] = {}
@@ -156,7 +159,11 @@ class EtcdStore:
             sleep=tenacity.sleep_using_event(self._connection.closed),
             reraise=True,
         )
-        return tries(self._connection.call, operation, method, request)
+        try:
+            return tries(self._connection.call, operation, method, request)
+        except CallFailed:
+            self._connection.explain_silence()
+            raise
 
     def _look_up(
         self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed

@@ -19,7 +19,22 @@ from typing import Any
 
 import grpc
 
-from elasticzero.errors import OperatorError, StoreUnavailable, UserError
+from elasticzero.errors import AccessRefused, OperatorError, StoreUnavailable, UserError
+from elasticzero.launcher.etcd_access import (
+    Access,
+    Endpoint,
+    parse_endpoint,
+    read_certificates,
+    why_shut,
+)
+from elasticzero.launcher.etcd_login import (
+    NO_USERS_KNOWN,
+    NOT_ENABLED,
+    Login,
+    is_old_login,
+    why_no_login,
+    why_refused,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +72,7 @@ rpc = _import_stubs()
 
 _STUBS = {"Watch": "WatchStub", "LeaseGrant": "LeaseStub", "LeaseRevoke": "LeaseStub"}
 _STUBS |= {"LeaseKeepAlive": "LeaseStub", "Range": "KVStub", "Txn": "KVStub"}
+_STUBS |= {"Authenticate": "AuthStub"}
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),  # etcd ends connections that ping more than every 5 s
@@ -69,6 +85,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # no back-off shared with another store
     ("grpc.enable_http_proxy", 0),
 )
+_NO_SPACE = "space exceeded"
 _NEEDS_LEADER = (("hasleader", "true"),)
 """Sent with streams: a member cut off from the others ends them instead of falling silent."""
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
@@ -90,6 +107,8 @@ class Timeouts:
     backoff_max_s: float = 1.0
     close_s: float = 2.0
     """`close` waits no longer for threads to end."""
+    login_s: float = 240.0
+    """A login serves for so long; etcd forgets one after 300 s unless it is told otherwise."""
 
     def __post_init__(self) -> None:
         if min(self.request_s, self.resync_s, self.backoff_s, self.backoff_max_s) <= 0:
@@ -99,9 +118,11 @@ class Timeouts:
 class CallFailed(StoreUnavailable):
     """One request, or one stream, ended with a gRPC status."""
 
-    def __init__(self, message: str, code: grpc.StatusCode) -> None:
+    def __init__(self, message: str, code: grpc.StatusCode, detail: str = "") -> None:
+        """detail: etcd's own words."""
         super().__init__(message)
         self.code = code
+        self.detail = detail
 
 
 class Connection:
@@ -110,17 +131,28 @@ class Connection:
     An endpoint that is silent is left for the next one, and the streams open on it are ended.
     """
 
-    def __init__(self, endpoints: Sequence[str], observe: Observe, timeouts: Timeouts) -> None:
-        self.endpoints = tuple(_address(endpoint) for endpoint in endpoints)
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        observe: Observe,
+        timeouts: Timeouts,
+        access: Access | None = None,
+    ) -> None:
+        access = access or Access()
+        self.endpoints = tuple(parse_endpoint(endpoint, access) for endpoint in endpoints)
         if not self.endpoints:
             raise UserError("no etcd endpoint was given; name at least one, as HOST:PORT")
         self.timeouts = timeouts
+        self._access = access
+        self._login = Login(self._log_in, timeouts.login_s) if access.user is not None else None
+        self._users_known = True
+        self._met = False
         self.observe = observe
         self.closed = threading.Event()
         self.reachable = True
         self.last_outage_end_s = 0.0
         self._outage_began_s = 0.0
-        self._channels = [grpc.insecure_channel(e, options=_OPTIONS) for e in self.endpoints]
+        self._channels = _channels(self.endpoints, access)
         self._methods = [
             {
                 method: getattr(getattr(rpc, stub)(channel), method)
@@ -133,12 +165,32 @@ class Connection:
         self._lock = threading.Lock()
 
     def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
-        """The response to one request at the endpoint in use; raises `CallFailed`."""
+        """The response to one request at the endpoint in use; raises `CallFailed`, or
+        `AccessRefused`."""
+        for last_try in (self._login is None, True):
+            token = self._login.token() if self._login is not None else ""
+            try:
+                return self._call(operation, method, request, token, deadline_s)
+            except CallFailed as failure:
+                if self._login is not None and is_old_login(failure.detail):
+                    self._login.forget(token)
+                    if not last_try:
+                        continue  # it was refused at the door: nothing was done, a write neither
+                refused = why_refused(self._where(), self._access, failure.detail)
+                if refused is not None:
+                    raise AccessRefused(refused) from None
+                raise
+        raise AssertionError("unreachable")
+
+    def _call(
+        self, operation: str, method: str, request: Any, token: str, deadline_s: float = 0.0
+    ) -> Any:
         index = self._current
         began_s = time.monotonic()
+        timeout_s = deadline_s or self.timeouts.request_s
         try:
             response = self._start(
-                index, method, request, timeout=deadline_s or self.timeouts.request_s
+                index, method, request, timeout=timeout_s, metadata=_metadata(token)
             )
         except grpc.RpcError as error:
             failure = self._failure(operation, index, error)
@@ -166,11 +218,11 @@ class Connection:
         `requests` makes the iterator of requests, which must end when its event is set. With a
         deadline, the block simply ends when that has passed.
         """
+        token = self._login.token() if self._login is not None else ""
         index = self._current
         over = threading.Event()
-        call = self._start(
-            index, method, requests(over), timeout=deadline_s, metadata=_NEEDS_LEADER
-        )
+        metadata = _NEEDS_LEADER + _metadata(token)
+        call = self._start(index, method, requests(over), timeout=deadline_s, metadata=metadata)
         try:
             with self._lock:
                 self._streams[call] = index
@@ -185,6 +237,8 @@ class Connection:
                 self.observe(operation, 0.0, failure.code.name.lower())
             if failure.code in _SILENT:
                 self._silent(index, str(failure))
+            if self._login is not None and is_old_login(failure.detail):
+                self._login.forget(token)
             raise failure from None
         finally:
             over.set()
@@ -194,6 +248,7 @@ class Connection:
 
     def answered(self) -> None:
         """etcd gave an answer, whatever it says: an outage is over."""
+        self._met = True
         if self.reachable:
             return
         with self._lock:
@@ -202,6 +257,38 @@ class Connection:
             self.last_outage_end_s = time.monotonic()
             self.reachable = True
         log.warning("etcd is back after %.1f s", self.last_outage_end_s - self._outage_began_s)
+
+    def explain_silence(self) -> None:
+        """Raise `AccessRefused` if etcd has never answered and something on our side is the reason
+        why it cannot."""
+        if self._met or self.closed.is_set():
+            return
+        reasons = [why_shut(endpoint, self._access) for endpoint in self.endpoints]
+        told = [reason for reason in reasons if reason is not None]
+        if told:
+            raise AccessRefused("; ".join(told))
+
+    def _log_in(self) -> str:
+        """A token for user and password; empty where etcd asks for none."""
+        access = self._access
+        assert access.user is not None and access.password is not None
+        request = rpc.AuthenticateRequest(name=access.user, password=access.password.reveal)
+        try:
+            token: str = self._call("login", "Authenticate", request, "").token
+        except CallFailed as failure:
+            if NOT_ENABLED in failure.detail:
+                if self._users_known:
+                    log.warning(NO_USERS_KNOWN, self._where(), access.user)
+                self._users_known = False
+                return ""
+            if failure.code is grpc.StatusCode.INVALID_ARGUMENT:
+                raise AccessRefused(why_no_login(self._where(), access)) from None
+            raise
+        self._users_known = True
+        return token
+
+    def _where(self) -> Endpoint:
+        return self.endpoints[self._current]
 
     def answered_late(self) -> None:
         """etcd answered after a silence in which leases may have run out: that was an outage."""
@@ -248,10 +335,14 @@ class Connection:
         code, detail = grpc.StatusCode.UNKNOWN, str(error)
         if isinstance(error, grpc.Call):
             code, detail = error.code(), error.details() or "no details"
+        what = "check that etcd runs and is in reach"
+        if _NO_SPACE in detail:
+            what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
         return CallFailed(
             f"etcd at {self.endpoints[index]}: no {operation} ({code.name.lower()}: {detail}); "
-            "running workers go on, the agent tries again: check that etcd runs and is in reach",
+            f"running workers go on, the agent tries again: {what}",
             code,
+            detail,
         )
 
     def _silent(self, index: int, why: str) -> None:
@@ -272,12 +363,27 @@ class Connection:
             log.warning("%s", why)
 
 
-def _address(endpoint: str) -> str:
-    """The gRPC target of what the user wrote: HOST:PORT, with or without http://."""
-    address = endpoint.strip().removeprefix("http://").rstrip("/")
-    host, colon, port = address.rpartition(":")
-    if "://" in address:
-        raise UserError(f"etcd endpoint {endpoint!r}: only plain HOST:PORT is understood")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"etcd endpoint {endpoint!r} is not HOST:PORT, as in 10.0.0.7:2379")
-    return address
+def _channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
+    """A channel for each endpoint; raises `UserError` for certificates that are of no use."""
+    credentials = None
+    if any(endpoint.tls for endpoint in endpoints):
+        pems = read_certificates(access)
+        credentials = grpc.ssl_channel_credentials(pems.cacert, pems.key, pems.cert)
+    bare = next((endpoint for endpoint in endpoints if not endpoint.tls), None)
+    if access.user is not None and bare is not None:
+        log.warning(
+            "the password of user %s goes to etcd at %s without TLS and can be read on the way; "
+            "write https://",
+            access.user,
+            bare,
+        )
+    return [
+        grpc.secure_channel(endpoint.address, credentials, options=_OPTIONS)
+        if endpoint.tls
+        else grpc.insecure_channel(endpoint.address, options=_OPTIONS)
+        for endpoint in endpoints
+    ]
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("token", token),) if token else ()

@@ -1,31 +1,34 @@
 """The agent's HTTP server: metrics, health, status, and the bytes of snapshots by range.
 
-Snapshots need a bearer token; the rest is open, as probes and scrapes expect. Only GET and HEAD.
+Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
+and HEAD. Who shows no token and says nothing of use gets little: a short time, no body, the first
+connections to be closed when there are too many, and one line in the log a minute for all.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import logging
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
+from elasticzero.launcher.http_guard import Connections, Incoming, Refusals
+from elasticzero.launcher.secret import Secret
 from elasticzero.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 30.0
 """A connection that sends or takes nothing for so long is closed."""
-MAX_CONNECTIONS = 256
-"""More connections at a time are closed at once, so that none can take all descriptors."""
 
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
@@ -50,13 +53,14 @@ class AgentServer:
         status: Callable[[], dict[str, Any]],
         healthy: Callable[[], tuple[bool, str]],
         snapshots: SnapshotSource,
-        tokens: Callable[[], Collection[str]],
+        token: Secret,
     ) -> None:
         self.metrics = metrics
         self.status = status
         self.healthy = healthy
         self.snapshots = snapshots
-        self.tokens = tokens
+        self.token = token
+        self.refusals = Refusals()
         try:
             self._server = _Server(host, port, self)
         except OSError as error:
@@ -78,7 +82,7 @@ class AgentServer:
         self._server.shutdown()
         self._thread.join(2.0)
         self._server.server_close()
-        self._server.end_connections()
+        self._server.connections.end()
 
     def __enter__(self) -> AgentServer:
         return self
@@ -96,8 +100,7 @@ class _Server(ThreadingHTTPServer):
         family, address = _listen_address(host, port)
         self.address_family = family
         self.agent = agent
-        self._connections: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self.connections = Connections()
         super().__init__(cast("tuple[str, int]", address), _Handler)
 
     def server_bind(self) -> None:
@@ -109,32 +112,22 @@ class _Server(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            full = len(self._connections) >= MAX_CONNECTIONS
-            if not full:
-                self._connections.add(request)
-        if full:
+        closed = self.connections.add(request)
+        refused = closed is request
+        if closed is not None:
+            self.agent.refusals.add(client_address[0], "there are too many connections")
+        if refused:
             super().shutdown_request(request)
         else:
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.discard(request)
+        self.connections.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that goes away, or is slow, is no event of ours."""
         log.debug("connection from %s ended by an error", client_address, exc_info=True)
-
-    def end_connections(self) -> None:
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
 
 def _listen_address(host: str, port: int) -> tuple[int, Any]:
@@ -167,6 +160,14 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.rfile.close()
+        self._incoming = Incoming(self.connection, self.timeout or IDLE_TIMEOUT_S)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        self._incoming.began_s = None
+        self._shows_token = False
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -175,7 +176,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def log_message(self, format: str, *args: Any) -> None:
-        log.debug("%s " + format, self.client_address[0], *args)
+        """What the base class tells of each request."""
+
+    def log_error(self, format: str, *args: Any) -> None:
+        """What the base class tells of a client that was too slow."""
+        if self._incoming.began_s is not None:
+            self._note("its head was not whole in time")
+
+    def _note(self, why: str) -> None:
+        """A request was refused: who may ask is told so by the answer alone."""
+        if not self._shows_token:
+            self.server.agent.refusals.add(self.client_address[0], why)
 
     def _answer(self, *, body: bool) -> None:
         agent = self.server.agent
@@ -189,6 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
                 status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
                 self._send(status, f"{why}\n".encode(), body=body)
             elif path == "/status":
+                self._check_token()
                 text = json.dumps(agent.status(), indent=2).encode() + b"\n"
                 self._send(HTTPStatus.OK, text, "application/json", body=body)
             elif path.startswith("/snapshots/"):
@@ -197,6 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 raise _Refusal(HTTPStatus.NOT_FOUND, "here are /metrics, /healthz and /status")
         except _Refusal as refusal:
+            self._note(f"{refusal.status.value}, {refusal}")
             text = f"{refusal}\n".encode()
             self._send(refusal.status, text, headers=refusal.headers, body=body)
         except OSError:
@@ -213,6 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, message = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are served"
             headers["Allow"] = "GET, HEAD"
         self.close_connection = True
+        self._note(f"{status.value}, {status.phrase}")
         text = f"{message or status.phrase}\n".encode("utf-8", "replace")
         self._send(status, text, headers=headers, body=self.command != "HEAD")
 
@@ -224,17 +238,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_token(self) -> None:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        # Every token is compared, so that the time taken says nothing.
-        matches = [
-            hmac.compare_digest(given.strip().encode("latin-1", "replace"), token.encode())
-            for token in self.server.agent.tokens()
-        ]
-        if scheme.lower() != "bearer" or not any(matches):
+        wanted = self.server.agent.token.reveal.encode()
+        matches = hmac.compare_digest(given.strip().encode("latin-1", "replace"), wanted)
+        if scheme.lower() != "bearer" or not matches:
             raise _Refusal(
-                HTTPStatus.UNAUTHORIZED,
-                "snapshots need the generation's token",
-                WWW_Authenticate="Bearer",
+                HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
+        self._shows_token = True
+        self.server.connections.know(self.connection)
 
     def _send_snapshot(self, path: str, *, body: bool) -> None:
         found = _SNAPSHOT.match(path)

@@ -50,6 +50,8 @@ class Post:
     world_size: int
     ranks: tuple[int, ...]
     charge: Charge | None = None
+    password: str = field(default="", repr=False)
+    """The job's token, which other nodes' snapshots are read with."""
     bad_steps: frozenset[int] = frozenset()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
 
@@ -213,7 +215,7 @@ class Keeper:
                 self._replica_slots[slot] = Slots(self._snapshots.root, f"replica-{slot}")
             slots = self._replica_slots[slot]
         url = f"http://{charge.address}/snapshots/{post.generation}/{step.number}"
-        source = HttpStorage(url, post.token, timeout_s=PULL_SILENCE_S)
+        source = HttpStorage(url, post.password, timeout_s=PULL_SILENCE_S)
         try:
             while not self._snapshots.sealed(shard):
                 try:

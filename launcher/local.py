@@ -198,6 +198,12 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "keep_every",
         "max_restarts",
         "hang_timeout",
+        "etcd_cacert",
+        "etcd_cert",
+        "etcd_key",
+        "etcd_user",
+        "etcd_password_file",
+        "token_file",
     ):
         value = getattr(args, name)
         if value is not None:

@@ -186,8 +186,11 @@ class Membership:
 
 
 def reachable_address(endpoint: str) -> str:
-    """The address under which machines that reach `endpoint` (host:port) also reach this one."""
-    host, _, port = endpoint.rpartition(":")
+    """The address under which machines that reach `endpoint` also reach this one.
+
+    endpoint: host:port, with or without a scheme.
+    """
+    host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host.strip("[]") or "127.0.0.1", int(port or 2379)))

@@ -18,6 +18,9 @@ from typing import Any
 
 from elasticzero.checkpoint.retention import Keep
 from elasticzero.errors import UserError
+from elasticzero.launcher.etcd_access import Access, parse_endpoint, read_certificates
+from elasticzero.launcher.job_token import check_given
+from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN, Secret, read_secret
 
 DEFAULT_HTTP_PORT = 9400
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -45,6 +48,37 @@ class Option:
         return f"ELASTICZERO_{self.name.upper()}"
 
 
+JOB_OPTIONS = (
+    Option(
+        ("--etcd", "--rdzv-endpoint"),
+        "etcd endpoints, HOST:PORT,…; with TLS https://HOST:PORT,…",
+        metavar="HOST:PORT",
+    ),
+    Option(
+        ("--job", "--rdzv-id"), "name of the training run; the same on every node", metavar="ID"
+    ),
+    Option(
+        ("--etcd-cacert",),
+        "PEM file of the authority that signs etcd's certificate; default: the system's",
+        metavar="FILE",
+    ),
+    Option(("--etcd-cert",), "PEM file of the certificate to show to etcd", metavar="FILE"),
+    Option(("--etcd-key",), "PEM file of its key", metavar="FILE"),
+    Option(
+        ("--etcd-user",),
+        f"user of etcd; the password comes from --etcd-password-file or {ETCD_PASSWORD}",
+        metavar="NAME",
+    ),
+    Option(("--etcd-password-file",), "file with that user's password", metavar="FILE"),
+    Option(
+        ("--token-file",),
+        f"file with the password of what agents serve, the same on every node; or {TOKEN}; "
+        "default: the first node makes one and puts it into etcd",
+        metavar="FILE",
+    ),
+)
+"""What it takes to come to a job: for `run`, and for the commands on a running job."""
+
 RUN_OPTIONS = (
     Option(("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX"),
     Option(
@@ -53,10 +87,7 @@ RUN_OPTIONS = (
         "auto",
         metavar="N",
     ),
-    Option(("--etcd", "--rdzv-endpoint"), "etcd endpoints, HOST:PORT,…", metavar="HOST:PORT"),
-    Option(
-        ("--job", "--rdzv-id"), "name of the training run; the same on every node", metavar="ID"
-    ),
+    *JOB_OPTIONS,
     Option(("--strategy",), "how state lies on the ranks", "ddp", choices=STRATEGIES),
     Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
     Option(
@@ -162,6 +193,55 @@ def run_options() -> dict[str, str]:
 
 def _spellings(flag: str) -> list[str]:
     return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a command on a running job: which, and how its etcd is reached."""
+    for option in JOB_OPTIONS:
+        value = os.environ.get(option.variable)
+        parser.add_argument(
+            *(spelling for flag in option.flags for spelling in _spellings(flag)),
+            dest=option.name,
+            required=value is None and option.name in ("etcd", "job"),
+            default=value,
+            metavar=option.metavar,
+            help=option.help,
+        )
+
+
+def endpoints_of(args: argparse.Namespace) -> list[str]:
+    """The etcd endpoints given, none if none was."""
+    return [part.strip() for part in args.etcd.split(",")] if args.etcd else []
+
+
+def check_access(args: argparse.Namespace) -> Access:
+    """How etcd is approached; raises `UserError` where files, user or password are not in order."""
+    wanted = args.etcd_user is not None  # a password in the environment alone asks for nothing
+    access = Access(
+        cacert=args.etcd_cacert,
+        cert=args.etcd_cert,
+        key=args.etcd_key,
+        user=args.etcd_user,
+        password=read_secret(
+            "--etcd-password-file",
+            args.etcd_password_file,
+            ETCD_PASSWORD,
+            os.environ if wanted else {},
+        ),
+    )
+    endpoints = [parse_endpoint(text, access) for text in endpoints_of(args)]
+    if not endpoints and access != Access():
+        raise UserError(
+            "certificates, user and password are for an etcd that is given by --etcd HOST:PORT"
+        )
+    if any(endpoint.tls for endpoint in endpoints):
+        read_certificates(access)
+    return access
+
+
+def given_token(args: argparse.Namespace) -> Secret | None:
+    """The job's token, if one was given; raises `UserError`."""
+    return check_given(read_secret("--token-file", args.token_file, TOKEN, os.environ))
 
 
 def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> None:

@@ -8,18 +8,20 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from elasticzero.errors import ExitCode, StoreUnavailable, UserError
+from elasticzero.errors import AccessRefused, ExitCode, StoreUnavailable, UserError
 from elasticzero.launcher.agent import Agent, AgentOptions
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.http import AgentServer
+from elasticzero.launcher.job_token import agree
 from elasticzero.launcher.membership import (
     Membership,
     bound_socket,
@@ -28,6 +30,7 @@ from elasticzero.launcher.membership import (
 )
 from elasticzero.launcher.observe import DONE, MEMBERS
 from elasticzero.launcher.preemption import PreemptionWatch
+from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import PREFIX, SHARED_MEMORY
 from elasticzero.launcher.store import Condition, Store, job_prefix
 from elasticzero.launcher.telling import say
@@ -37,6 +40,7 @@ from elasticzero.metrics import Metrics
 from elasticzero.records import decode
 
 TRY_AGAIN_S = 2.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,28 @@ class Network:
     http_port: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordination:
+    """Where and how this node finds the others of its job."""
+
+    endpoints: Sequence[str]
+    """Of etcd; empty: an etcd of our own is started."""
+    access: Access
+    token: Secret | None
+    """The job's, if one was given."""
+    restart: bool
+    """A job that is done begins again."""
+
+
 def snapshot_directory(job: str, node: str) -> Path:
     """This agent's own directory in shared memory."""
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
     return SHARED_MEMORY / f"{PREFIX}{digest}-{node}"
 
 
-def run_agent(
-    options: AgentOptions, endpoints: Sequence[str], network: Network, *, restart: bool
-) -> ExitCode:
+def run_agent(options: AgentOptions, coordination: Coordination, network: Network) -> ExitCode:
     """Run this node's agent until the job is done or the node has left."""
+    endpoints = coordination.endpoints
     metrics = Metrics()
     signal.signal(signal.SIGTERM, _leave_early)
     with ExitStack() as stack:
@@ -65,9 +81,15 @@ def run_agent(
             etcd = stack.enter_context(EmbeddedEtcd())
             endpoints = [etcd.endpoint]
             say(options.node, f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
-        store = EtcdStore(endpoints, job_prefix(options.job), observe=metrics.observe_etcd)
+        store = EtcdStore(
+            endpoints,
+            job_prefix(options.job),
+            access=coordination.access,
+            observe=metrics.observe_etcd,
+        )
         stack.callback(store.close)
-        _wait_for_store(store, options, endpoints, restart=restart)
+        _wait_for_store(store, options, endpoints, restart=coordination.restart)
+        token = _patiently(partial(agree, store, coordination.token), options)
         host = network.host or reachable_address(endpoints[0])
         agent = None
         server = stack.enter_context(
@@ -78,7 +100,7 @@ def run_agent(
                 status=lambda: agent.status() if agent is not None else {},
                 healthy=lambda: (True, "ok"),
                 snapshots=_Snapshots(lambda: agent),
-                tokens=lambda: agent.tokens() if agent is not None else frozenset(),
+                token=token,
             )
         )
         store_socket = bound_socket()
@@ -91,7 +113,7 @@ def run_agent(
             nproc=options.nproc,
         )
         membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
-        agent = Agent(options, store, membership, metrics)
+        agent = Agent(options, store, membership, metrics, token)
         agent.telling.note("serving", port=server.port, host=host)
         signal.signal(signal.SIGTERM, lambda *_: _terminate(agent))
         try:
@@ -125,20 +147,30 @@ class _Snapshots:
         return agent.snapshots.open_file(generation, step, name)
 
 
-def _join(membership: Membership, agent: Agent) -> Notice | None:
-    """Register, for as long as the store may take to answer; if the node is to leave before that,
-    why."""
-    options = agent.options
+def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
+    """What `work` returns, tried for as long as the store may take to answer."""
     deadline_s = time.monotonic() + options.limits.join_timeout_s
-    while agent.notice is None:
+    while True:
         try:
-            membership.join(partial(say, options.node))
-            return None
+            return work()
+        except AccessRefused:
+            raise
         except StoreUnavailable:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(TRY_AGAIN_S)
-    return agent.notice
+
+
+def _join(membership: Membership, agent: Agent) -> Notice | None:
+    """Register; if the node is to leave before that, why."""
+
+    def register() -> Notice | None:
+        if agent.notice is None:
+            membership.join(partial(say, agent.options.node))
+            return None
+        return agent.notice
+
+    return _patiently(register, agent.options)
 
 
 def _leave_early(*_: object) -> None:
@@ -162,6 +194,8 @@ def _wait_for_store(
         try:
             done = store.read(DONE).entries.get(DONE)
             break
+        except AccessRefused:
+            raise
         except StoreUnavailable as error:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.blame import ASIDE_AFTER
 from elasticzero.launcher.control import Job, look, opened, standing_drains
+from elasticzero.launcher.etcd_access import Access
+from elasticzero.launcher.job_token import HOW, of_job
 from elasticzero.launcher.observe import reports_of
+from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.world import Member
 from elasticzero.records import encode
 
@@ -26,21 +30,29 @@ Said = Mapping[str, Mapping[str, Any]]
 """By node, what its agent says of itself; a silent one is not there."""
 
 
-def status(name: str, endpoints: Sequence[str], *, as_json: bool) -> ExitCode:
-    """Print what the job does now; raises `UserError` when etcd knows no such job."""
-    with opened(name, endpoints) as store:
+def status(
+    name: str, endpoints: Sequence[str], access: Access, given: Secret | None, *, as_json: bool
+) -> ExitCode:
+    """Print what the job does now; raises `UserError` when etcd knows no such job.
+
+    given: the job's token, if the operator has it.
+    """
+    with opened(name, endpoints, access) as store:
         job = look(store, name)
+        token = of_job(store, given)
         reports = (
             store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
         )
     phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
-    said = ask(job.members.values()) if job.done is None else {}
+    if token is None and job.done is None:
+        print(f"the nodes keep their token to themselves: to ask them, give {HOW}", file=sys.stderr)
+    said = ask(job.members.values(), token) if job.done is None and token is not None else {}
     found = gather(job, phases, said)
     print(json.dumps(found, indent=2) if as_json else table(found))
     return ExitCode.DONE
 
 
-def ask(members: Iterable[Member]) -> dict[str, Mapping[str, Any]]:
+def ask(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
     """What each agent serves at `/status`, asked all at once."""
     waiting = list(members)
     answers: dict[str, Mapping[str, Any]] = {}
@@ -51,7 +63,7 @@ def ask(members: Iterable[Member]) -> dict[str, Mapping[str, Any]]:
                 member = waiting.pop()
             except IndexError:
                 return
-            answer = _answer(member)
+            answer = _answer(member, token)
             if answer is not None:
                 answers[member.node] = answer
 
@@ -67,10 +79,10 @@ def ask(members: Iterable[Member]) -> dict[str, Mapping[str, Any]]:
     return dict(answers)
 
 
-def _answer(member: Member) -> Mapping[str, Any] | None:
+def _answer(member: Member, token: Secret) -> Mapping[str, Any] | None:
     connection = http.client.HTTPConnection(member.host, member.http_port, timeout=ASK_S)
     try:
-        connection.request("GET", "/status")
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token.reveal}"})
         response = connection.getresponse()
         value = json.loads(response.read(MOST_BYTES)) if response.status == 200 else None
     except (OSError, ValueError, http.client.HTTPException):

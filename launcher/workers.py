@@ -31,6 +31,7 @@ from elasticzero.channel import (
     Stepped,
     Stopping,
 )
+from elasticzero.launcher import secret
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.hang_watch import HangWatch, Pace
 from elasticzero.launcher.view import Workers
@@ -349,7 +350,7 @@ def torchrun_environment(assignment: Assignment) -> dict[str, str]:
     }
 
 
-SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION",)
+SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", *secret.VARIABLES)
 """The agent's own; a worker's imports must not see it."""
 
 

@@ -386,7 +386,7 @@ def test_the_error_of_every_request_is_counted(etcd: EmbeddedEtcd) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "localhost", "host:", ":2379", "host:x", "host:70000", "https://h:2379"]
+    "endpoint", ["", "localhost", "host:", ":2379", "host:x", "host:70000", "ftp://h:2379"]
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="HOST:PORT"):

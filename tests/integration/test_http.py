@@ -16,10 +16,12 @@ import pytest
 
 from elasticzero.errors import OperatorError
 from elasticzero.launcher import http as agent_http
+from elasticzero.launcher import http_guard
 from elasticzero.launcher.http import AgentServer
+from elasticzero.launcher.secret import Secret
 from elasticzero.metrics import Metrics
 
-TOKEN = "the-generation's-own"
+TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 FILE = "/snapshots/3/120/rank-00000-of-00002.safetensors"
@@ -60,7 +62,7 @@ class Agent:
             status=self.status,
             healthy=lambda: self.well,
             snapshots=self.folder,
-            tokens=lambda: ["an-older-one", TOKEN],
+            token=Secret(TOKEN),
         )
 
 
@@ -123,17 +125,17 @@ def test_health_says_why(server: AgentServer, agent: Agent) -> None:
 
 
 def test_status_is_json(server: AgentServer) -> None:
-    status, headers, body = ask(server, "/status")
+    status, headers, body = ask(server, "/status", **BEARER)
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert json.loads(body) == {"job": "j", "generation": 3}
 
 
 def test_a_bug_behind_a_page_is_a_500_and_no_more(server: AgentServer, agent: Agent) -> None:
     agent.broken = True
-    status, _, body = ask(server, "/status")
+    status, _, body = ask(server, "/status", **BEARER)
     assert status == 500 and b"bug" not in body
     agent.broken = False
-    assert ask(server, "/status")[0] == 200
+    assert ask(server, "/status", **BEARER)[0] == 200
 
 
 def test_a_whole_snapshot(server: AgentServer, agent: Agent) -> None:
@@ -185,6 +187,7 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
     assert ask(server, "/snapshots/3/120/empty", Range="bytes=0-", **BEARER)[0] == 416
 
 
+@pytest.mark.parametrize("path", [FILE, "/status"])
 @pytest.mark.parametrize(
     "authorization",
     [
@@ -195,19 +198,47 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
         f"Basic {TOKEN}",
         TOKEN,
         f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
         "Bearer é",
+        "Bearer " + "a" * 60_000,
     ],
+    ids=lambda text: text[:20],
 )
-def test_without_a_token_no_snapshot(server: AgentServer, agent: Agent, authorization: str) -> None:
+def test_without_the_token_nothing(
+    server: AgentServer, agent: Agent, path: str, authorization: str
+) -> None:
     headers = {"Authorization": authorization} if authorization else {}
-    status, answered, body = ask(server, FILE, **headers)
+    status, answered, body = ask(server, path, **headers)
     assert (status, answered["WWW-Authenticate"]) == (401, "Bearer")
-    assert CONTENT[:16] not in body
+    assert body == b"this needs the job's token\n"
     assert agent.folder.asked == []
 
 
-def test_each_valid_token_opens(server: AgentServer) -> None:
-    assert ask(server, FILE, Authorization="bearer an-older-one")[0] == 200
+def test_metrics_and_health_need_no_token(server: AgentServer) -> None:
+    for authorization in ("", "Bearer wrong"):
+        for path in ("/metrics", "/healthz"):
+            assert ask(server, path, Authorization=authorization)[0] == 200
+
+
+def test_refused_requests_are_told_of_once_a_minute(
+    server: AgentServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for secret in ("wrong-one", "another"):
+        assert ask(server, f"/status?token={secret}", Authorization=f"Bearer {secret}")[0] == 401
+    raw(server, b"nonsense with a\x1b[31m colour\r\n\r\n")
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused an HTTP request of 127.0.0.1: 401, this needs the job's token"
+    ]
+    monkeypatch.setattr(http_guard, "SAY_EVERY_S", 0.0)
+    assert ask(server, "/nothing")[0] == 404
+    assert caplog.records[-1].getMessage() == (
+        "refused an HTTP request of 127.0.0.1: 404, here are /metrics, /healthz and /status; "
+        "2 more since the last such line"
+    )
+    assert len(caplog.records) == 2
+    assert ask(server, "/snapshots/3/120/none", **BEARER)[0] == 404
+    assert ask(server, FILE, Range="bytes=9-8", **BEARER)[0] == 416
+    assert len(caplog.records) == 2, "who shows the token may ask for what is not there"
 
 
 @pytest.mark.parametrize(
@@ -308,14 +339,61 @@ def test_a_client_that_says_nothing_is_closed(
         assert s.recv(1) == b""
 
 
-def test_too_many_connections_are_closed_and_others_served_again(
+def test_a_client_that_never_ends_its_request_is_closed(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slow loris: a byte now and then, so that no pause is long."""
+    monkeypatch.setattr(http_guard, "HEAD_TIMEOUT_S", 0.5)
+    with agent.serve() as server, socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert s.recv(12) == b"HTTP/1.1 200"
+        time.sleep(0.6)  # a rest between two requests is no sin
+        s.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        deadline_s = time.monotonic() + 10
+        try:
+            while True:
+                s.sendall(b"a")
+                time.sleep(0.05)
+                assert time.monotonic() < deadline_s, "never closed"
+        except ConnectionError:
+            pass
+        assert ask(server, "/healthz")[0] == 200
+    assert "its head was not whole in time" in caplog.text
+
+
+def test_strangers_cannot_take_all_connections(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_http, "MAX_CONNECTIONS", 3)
+    """For a new one the oldest that has shown no token is closed."""
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
+    with agent.serve() as server:
+        known = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        known.request("GET", FILE, headers={**BEARER, "Range": "bytes=0-9"})
+        assert known.getresponse().read() == CONTENT[:10]
+        first_socket = known.sock
+        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(9)]
+        for stranger in strangers[:7]:
+            stranger.settimeout(10)
+            assert stranger.recv(1) == b""
+        assert ask(server, "/healthz")[0] == 200
+        assert ask(server, FILE, Range="bytes=5-8", **BEARER)[2] == CONTENT[5:9]
+        known.request("GET", FILE, headers={**BEARER, "Range": "bytes=10-19"})
+        assert known.getresponse().read() == CONTENT[10:20]
+        assert known.sock is first_socket
+        known.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_too_many_with_the_token_are_closed_and_others_served_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
     with agent.serve() as server:
         held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
         for s in held:
-            s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            head = f"GET /status HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+            s.sendall(head.encode())
             assert s.recv(12) == b"HTTP/1.1 200"
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             ask(server, "/healthz")

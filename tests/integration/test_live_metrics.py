@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticzero.launcher import job_token
 from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.store import job_prefix
 from tests.integration.clusters import REGRESSION, elasticzero, story
 
 
-def get(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+def get(port: int, path: str, token: str = "") -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=5) as answer:
         return str(answer.read().decode())
 
 
@@ -55,7 +61,10 @@ def test_a_running_job_tells_its_state(
         assert found["elasticzero_recovery_seconds_count", "first_step"] == 1
         assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in found)
         assert get(port, "/healthz").strip()
-        status = json.loads(get(port, "/status"))
+        with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
+            token = job_token.of_job(store, None)
+        assert token is not None
+        status = json.loads(get(port, "/status", token.reveal))
         assert (status["job"], status["generation"], status["world_size"]) == (job, 1, 2)
         assert status["members"] == ["node-0", "node-1"] or sorted(status["members"])
         words = ["status", "--etcd", etcd.endpoint, "--job", job]
@@ -63,8 +72,13 @@ def test_a_running_job_tells_its_state(
         assert shown.returncode == 0, shown.stderr
         assert "generation 1, 2 ranks" in shown.stdout
         assert shown.stdout.count("training") == 2
-        with pytest.raises(urllib.error.HTTPError, match=r"401|403"):
-            get(port, "/snapshots/1/5/x.safetensors")
+        for path in ("/status", "/snapshots/1/5/x.safetensors"):
+            for wrong in ("", "wrong"):
+                with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                    get(port, path, wrong)
+                refused.value.close()
+    for path in told.directory().rglob("*"):
+        assert path.is_dir() or token.reveal not in path.read_text(errors="replace"), path
 
 
 def test_status_of_a_job_that_nobody_knows(etcd: EmbeddedEtcd) -> None:

@@ -1,0 +1,113 @@
+"""What keeps strangers who reach an agent's HTTP server from doing harm: a short time for each
+request, few connections, and few lines in the log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 10.0
+"""A request whose head is not whole so long after its first byte is given up."""
+MAX_CONNECTIONS = 256
+"""For one more, the oldest is closed that has shown no token: strangers can take neither all
+descriptors nor all connections."""
+SAY_EVERY_S = 60.0
+"""Refused requests are told of in one line, so often at most."""
+
+
+class Refusals:
+    """Tells the log of refused requests, however many there are."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said_s = -SAY_EVERY_S
+        self._untold = 0
+
+    def add(self, peer: str, why: str) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._said_s < SAY_EVERY_S:
+                self._untold += 1
+                return
+            more = f"; {self._untold} more since the last such line" if self._untold else ""
+            self._said_s, self._untold = now_s, 0
+        log.warning("refused an HTTP request of %s: %s%s", peer, why, more)
+
+
+class Connections:
+    """The open connections, the oldest first, and which of them have shown the token."""
+
+    def __init__(self) -> None:
+        self._known: dict[socket.socket, bool] = {}
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket) -> socket.socket | None:
+        """Take one in; the one that is closed for it, which may be itself."""
+        closed = None
+        with self._lock:
+            if len(self._known) >= MAX_CONNECTIONS:
+                strangers = (other for other, known in self._known.items() if not known)
+                closed = next(strangers, connection)
+                self._known.pop(closed, None)
+            if closed is not connection:
+                self._known[connection] = False
+        if closed is not None:
+            _shut(closed)
+        return closed
+
+    def know(self, connection: socket.socket) -> None:
+        """It has shown the token."""
+        with self._lock:
+            if connection in self._known:
+                self._known[connection] = True
+
+    def remove(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._known.pop(connection, None)
+
+    def end(self) -> None:
+        """Close all of them."""
+        with self._lock:
+            connections = list(self._known)
+        for connection in connections:
+            _shut(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class Incoming(io.RawIOBase):
+    """What a client sends. It may rest between two requests, and not within the head of one."""
+
+    def __init__(self, connection: socket.socket, idle_s: float) -> None:
+        self._connection = connection
+        self._idle_s = idle_s
+        self.began_s: float | None = None
+        """When the first byte of the present request came."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._idle_s
+        if self.began_s is not None:
+            left_s = min(left_s, self.began_s + HEAD_TIMEOUT_S - time.monotonic())
+        if left_s <= 0:
+            raise TimeoutError("the head of the request was not whole in time")
+        self._connection.settimeout(left_s)
+        try:
+            count = self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._idle_s)
+        if self.began_s is None:
+            self.began_s = time.monotonic()
+        return count

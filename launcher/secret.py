@@ -1,0 +1,52 @@
+"""Passwords and tokens: read from files or the environment, never from the command line, and shown
+nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticzero.errors import UserError
+
+ETCD_PASSWORD = "ELASTICZERO_ETCD_PASSWORD"
+TOKEN = "ELASTICZERO_TOKEN"
+VARIABLES = (ETCD_PASSWORD, TOKEN)
+"""Environment variables that hold a secret: no process that an agent starts inherits them."""
+MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Text that no repr, log or error shows."""
+
+    reveal: str = field(repr=False)
+
+
+def read_secret(
+    flag: str, path: str | None, variable: str, environment: Mapping[str, str]
+) -> Secret | None:
+    """What the file at `path` holds, else the variable's value, else None.
+
+    Raises `UserError` for a file that cannot be read, or that holds anything but one line.
+    """
+    if path is None:
+        value = environment.get(variable)
+        return Secret(value) if value else None
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror or error}; name a file to read") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path}: not text; one line of text is wanted") from None
+    lines = text.splitlines()
+    if len(lines) != 1 or not lines[0] or len(text) > MAX_BYTES:
+        raise UserError(f"{flag} {path}: {len(lines)} lines; the secret alone, in one, is wanted")
+    return Secret(lines[0])
+
+
+def forget_secrets(environment: MutableMapping[str, str]) -> None:
+    """Take the secrets out of an environment, so that nothing that is started inherits them."""
+    for variable in VARIABLES:
+        environment.pop(variable, None)

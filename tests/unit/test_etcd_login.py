@@ -1,0 +1,124 @@
+"""How endpoints are read, tokens kept, and refusals explained; no etcd."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.etcd_access import Access, Endpoint, parse_endpoint
+from elasticzero.launcher.etcd_login import Login, is_old_login, why_refused
+from elasticzero.launcher.membership import reachable_address
+from elasticzero.launcher.secret import Secret
+
+PLAIN = Access()
+SIGNED = Access(cacert="ca.pem")
+USER = Access(user="trainer", password=Secret("hidden-away"))
+
+
+@pytest.mark.parametrize(
+    ("text", "access", "expected"),
+    [
+        ("h:2379", PLAIN, Endpoint("h:2379", tls=False)),
+        ("http://h:2379/", PLAIN, Endpoint("h:2379", tls=False)),
+        ("https://h:2379", PLAIN, Endpoint("h:2379", tls=True)),
+        (" h:2379 ", SIGNED, Endpoint("h:2379", tls=True)),
+        ("https://[::1]:2379", SIGNED, Endpoint("[::1]:2379", tls=True)),
+    ],
+)
+def test_endpoints(text: str, access: Access, expected: Endpoint) -> None:
+    assert parse_endpoint(text, access) == expected
+    assert expected.host in ("h", "::1") and expected.port == 2379
+
+
+@pytest.mark.parametrize("text", ["ftp://h:2379", "https://h", "https://h:0", "https://:1", "://"])
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        parse_endpoint(text, PLAIN)
+
+
+def test_the_own_address_is_found_whatever_the_scheme() -> None:
+    assert reachable_address("https://127.0.0.1:2379") == "127.0.0.1"
+    assert reachable_address("127.0.0.1:2379") == "127.0.0.1"
+
+
+def counted() -> tuple[list[str], Login]:
+    given: list[str] = []
+
+    def ask() -> str:
+        given.append(f"token-{len(given)}")
+        return given[-1]
+
+    return given, Login(ask, life_s=60.0)
+
+
+def test_a_token_is_asked_for_once_and_again_when_it_is_refused() -> None:
+    given, login = counted()
+    assert [login.token(), login.token()] == ["token-0", "token-0"]
+    login.forget("token-0")
+    assert login.token() == "token-1"
+    login.forget("token-0")  # somebody who was slow to hear of it
+    assert login.token() == "token-1"
+    assert len(given) == 2
+
+
+def test_many_who_are_refused_ask_once() -> None:
+    given, login = counted()
+    first = login.token()
+    start = threading.Barrier(8)
+
+    def refused() -> None:
+        start.wait(20)
+        login.forget(first)
+        assert login.token() == "token-1"
+
+    threads = [threading.Thread(target=refused) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert given == ["token-0", "token-1"]
+
+
+def test_an_old_token_is_replaced() -> None:
+    tokens = iter("ab")
+    login = Login(lambda: next(tokens), life_s=0.01)
+    assert login.token() == "a"
+    time.sleep(0.02)
+    assert login.token() == "b"
+
+
+def test_one_that_could_not_be_had_is_asked_for_again() -> None:
+    answers: list[Exception | str] = ["there", UserError("no")]
+
+    def ask() -> str:
+        answer = answers.pop()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    login = Login(ask, life_s=60.0)
+    with pytest.raises(UserError):
+        login.token()
+    assert login.token() == "there"
+
+
+@pytest.mark.parametrize(
+    ("detail", "access", "old", "text"),
+    [
+        ("etcdserver: invalid auth token", USER, True, None),
+        ("etcdserver: revision of auth store is old", USER, True, None),
+        ("etcdserver: user name is empty", USER, True, None),
+        ("etcdserver: user name is empty", PLAIN, True, "give --etcd-user"),
+        ("etcdserver: permission denied", USER, False, "user 'trainer' may not do this"),
+        ("etcdserver: permission denied", PLAIN, False, "this certificate's user may not"),
+        ("etcdserver: request timed out", USER, False, None),
+    ],
+)
+def test_refusals(detail: str, access: Access, old: bool, text: str | None) -> None:
+    assert is_old_login(detail) == old
+    refused = why_refused(Endpoint("h:2379", tls=True), access, detail)
+    assert (refused is None) == (text is None)
+    assert text is None or text in (refused or "")

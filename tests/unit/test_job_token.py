@@ -1,0 +1,136 @@
+"""Secrets are read and never shown; the nodes of a job agree on one token."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticzero.errors import UserError
+from elasticzero.launcher import job_token, secret
+from elasticzero.launcher.memory import MemoryServer, MemoryStore
+from elasticzero.launcher.secret import Secret, forget_secrets, read_secret
+from elasticzero.launcher.workers import worker_environment
+
+GIVEN = Secret("given-by-the-operator")
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer(time.monotonic)
+
+
+def stored(store: MemoryStore) -> dict[str, object]:
+    record: dict[str, object] = json.loads(store.read("token").entries["token"].value)
+    return record
+
+
+def test_the_first_node_makes_it_and_the_others_take_it(server: MemoryServer) -> None:
+    first, second = MemoryStore(server), MemoryStore(server)
+    token = job_token.agree(first, None)
+    assert len(token.reveal) >= 32
+    assert job_token.agree(second, None) == token
+    assert job_token.of_job(second, None) == token
+    assert stored(first)["token"] == token.reveal
+
+
+def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
+    start = threading.Barrier(8)
+    found: list[Secret] = []
+
+    def come() -> None:
+        store = MemoryStore(server)
+        start.wait(20)
+        found.append(job_token.agree(store, None))
+
+    threads = [threading.Thread(target=come) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and len(set(found)) == 1
+
+
+def test_of_one_that_is_given_the_store_learns_the_digest_alone(server: MemoryServer) -> None:
+    store = MemoryStore(server)
+    assert job_token.agree(store, GIVEN) == GIVEN
+    assert job_token.agree(store, GIVEN) == GIVEN
+    entry = store.read("token").entries["token"]
+    assert GIVEN.reveal.encode() not in entry.value
+    assert job_token.of_job(store, None) is None
+    assert job_token.of_job(store, GIVEN) == GIVEN
+    with pytest.raises(UserError, match="not that of the job's nodes"):
+        job_token.of_job(store, Secret("quite-another-token"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (GIVEN, None, "no token was given"),
+        (GIVEN, Secret("quite-another-token"), "another token than"),
+        (None, GIVEN, "another token than"),
+    ],
+)
+def test_a_node_with_another_token_does_not_join(
+    server: MemoryServer, first: Secret | None, second: Secret | None, text: str
+) -> None:
+    store = MemoryStore(server)
+    job_token.agree(store, first)
+    with pytest.raises(UserError, match=text) as caught:
+        job_token.agree(store, second)
+    assert "--token-file" in str(caught.value)
+    for token in (first, second):
+        assert token is None or token.reveal not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["short", "with a blank in the middle", "ünprintable-in-ascii", "tab\t" * 8]
+)
+def test_a_token_that_cannot_serve(text: str) -> None:
+    with pytest.raises(UserError, match="at least 16") as caught:
+        job_token.check_given(Secret(text))
+    assert text not in str(caught.value)
+
+
+def test_no_repr_shows_a_secret() -> None:
+    for shown in (repr(GIVEN), str(GIVEN), f"{GIVEN}", f"{[GIVEN]!r}"):
+        assert GIVEN.reveal not in shown
+    record = job_token.Record(digest="d", token=GIVEN.reveal)
+    assert GIVEN.reveal not in repr(record)
+
+
+def test_a_file_goes_before_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("from-the-file\n")
+    environment = {secret.TOKEN: "from-the-environment"}
+    assert read_secret("--x", str(path), secret.TOKEN, environment) == Secret("from-the-file")
+    assert read_secret("--x", None, secret.TOKEN, environment) == Secret("from-the-environment")
+    assert read_secret("--x", None, secret.TOKEN, {}) is None
+    assert read_secret("--x", None, secret.TOKEN, {secret.TOKEN: ""}) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"two\nlines\n", b"\xff\xfe", b"a" * 5000], ids=repr
+)
+def test_a_file_without_a_secret(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"--token-file {path}"):
+        read_secret("--token-file", str(path), secret.TOKEN, {})
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_secret("--token-file", str(tmp_path / "none"), secret.TOKEN, {})
+    with pytest.raises(UserError, match="Is a directory"):
+        read_secret("--token-file", str(tmp_path), secret.TOKEN, {})
+
+
+def test_nothing_that_is_started_inherits_secrets() -> None:
+    environment = {secret.TOKEN: "t", secret.ETCD_PASSWORD: "p", "PATH": "/bin"}
+    assert worker_environment(environment) == {"PATH": "/bin"}
+    forget_secrets(environment)
+    assert environment == {"PATH": "/bin"}
