@@ -1,4 +1,4 @@
-"""etcd goes away while two agents train: training goes on, and no generation changes."""
+"""The one member of an etcd is away for a while; test_etcd_cluster.py does more, to three."""
 
 from __future__ import annotations
 
@@ -47,50 +47,5 @@ def test_etcd_is_killed_and_restarted(
         etcd.restart()
         codes = told.wait_for_end()
         check_undisturbed(told, codes, before)
-    check_samples(told.lineage, told.directory())
-    check_weights(checkpoints, reference)
-
-
-@pytest.mark.timeout(120)
-def test_etcd_is_stopped_for_longer_than_the_leases_live(
-    tmp_path: Path, job: str, reference: dict[str, Tensor]
-) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    with (
-        EmbeddedEtcd() as etcd,
-        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.1"), nodes=2) as told,
-    ):
-        told.wait_for_step(10)
-        etcd.pause()
-        before = told.step
-        time.sleep(2 * TTL_S)
-        etcd.resume()
-        told.wait_for_step(before + 40)
-        assert told.generation == 1
-        codes = told.wait_for_end()
-        check_undisturbed(told, codes, before)
-    check_samples(told.lineage, told.directory())
-    check_weights(checkpoints, reference)
-
-
-@pytest.mark.timeout(120)
-def test_a_worker_fails_while_etcd_is_away(
-    tmp_path: Path, job: str, reference: dict[str, Tensor]
-) -> None:
-    """The others keep their state and wait; when etcd is back, the job recovers by itself."""
-    checkpoints = tmp_path / "checkpoints"
-    with (
-        EmbeddedEtcd() as etcd,
-        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.05"), nodes=2) as told,
-    ):
-        told.wait_for_step(10)
-        etcd.kill()
-        time.sleep(0.3)
-        told.cluster.kill_worker(told.node(1))
-        time.sleep(TTL_S)
-        etcd.restart()
-        codes = told.wait_for_end()
-        assert set(codes.values()) == {0}, told.logs()
-        assert told.lineage.recomputed <= 1
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
