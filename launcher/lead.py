@@ -245,7 +245,7 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     opened_s = max(view.round_s or now_s, view.store.well_since_s)
     fresh = now_s - opened_s < limits.lease_ttl_s
     answers = _answers(view)
-    answered = [m for m in world.members if m.node in answers and (fresh or _registered(view, m))]
+    answered = [m for m in world.members if m.node in answers and _lives(view, m, fresh=fresh)]
     silent = [m.node for m in world.members if m not in answered]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
     if silent and (asked_s is None or now_s - asked_s < limits.alive_s):
@@ -394,6 +394,16 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
     left_out = [m for m in world.members if m.node not in after]
     found = [member.node for member in left_out if _registered(view, member)]
     return tuple(found[:GONE_AT_ONCE])
+
+
+def _lives(view: View, member: Member, *, fresh: bool) -> bool:
+    """Whether a member that answered is there still: its registration may have lapsed for a while,
+    but a node that has come anew is not what it was.
+
+    fresh: the round, or the store's return, was less than a TTL ago.
+    """
+    found = (view.members or {}).get(member.node)
+    return fresh if found is None else found.incarnation == member.incarnation
 
 
 def _registered(view: View, member: Member) -> bool:

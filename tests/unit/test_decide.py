@@ -505,3 +505,11 @@ def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_gener
         "rank 0 on b failed: ValueError: no; 4 times in a row without progress past step 20; "
         "3 generations in a row failed alike, on b: the script or its data, rather than a machine"
     )
+
+
+def test_a_node_that_came_anew_is_not_taken_for_what_it_was() -> None:
+    again = replace(B, incarnation="i-again")
+    view = v(ENDED, members=named(A, again), alarm_s=99.0)
+    (action,) = decide(view, NOW, LIMITS).actions
+    assert isinstance(action, WriteWorld)
+    assert [m.incarnation for m in action.world.members] == ["i-a", "i-again"]
