@@ -80,6 +80,7 @@ class Rules:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
             self._registered.add((member.node, member.incarnation))
+            self._note_waiting(self._cluster.world)
         elif key.startswith("reports/"):
             self._reported(key, self._cluster.read_document(Report, entry.value))
 
@@ -91,11 +92,17 @@ class Rules:
             return
         world = self._cluster.world
         shards = self._cluster.hosts[node].memory.shards
+        agent = self._cluster.hosts[node].agent
+        speaks = (  # and not a write that etcd has kept from one that is dead
+            agent is not None
+            and not agent.dead
+            and agent.membership.me.incarnation == report.incarnation
+        )
         said = {(h.generation, h.step, h.world_size): set(h.ranks) for h in report.holdings}
         self._held.setdefault((generation, node), said)
         for held in report.holdings:
             ranks = shards.get((held.generation, held.step, held.world_size), set())
-            late = world is None or world.generation > int(generation)
+            late = not speaks or world is None or world.generation > int(generation)
             stands = late or set(held.ranks) <= ranks
             self.require(stands, "R4", f"{node} says that it holds {held}")
 
@@ -128,9 +135,17 @@ class Rules:
             joined = {m.node for m in after.members} - {m.node for m in before.members}
             explained = bool(self._causes or joined) or before.generation not in self._trained
             self.require(explained, "R10", f"generation {generation} has no cause")
+        self._note_waiting(after)
         limits = self._cluster.plan.limits
         count = len(after.members)
         self.require(limits.min_nodes <= count <= limits.max_nodes, "R3", f"{count} members")
+
+    def _note_waiting(self, world: World | None) -> None:
+        """A node that waits for a place may change the generation."""
+        if world is not None and not self._causes:
+            named = {member.node for member in world.members}
+            if any(node not in named for node, _ in self._registered):
+                self.cause("join")
 
     def _check_members(self, world: World) -> None:
         """R3."""
