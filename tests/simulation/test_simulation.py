@@ -8,11 +8,11 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.running import Failure, run_many, run_one
 from tests.simulation.schedule import draw
 
-SCHEDULES = 5_000
+SCHEDULES = 4_000
 CHAOS_SCHEDULES = 100_000
 LARGE = 50
 CHAOS_LARGE = 500
-LARGE_NODES = (100, 100, 100, 150, 200)
+LARGE_NODES = (100, 100, 100, 100, 150)
 PROCESSES = 2
 
 
