@@ -231,9 +231,10 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     opened_s, told_s = view.round_s or now_s, workers.aborted_s
     hang = alarm.kind == "hang"
     if hang and told_s is None:
-        if workers.look == "none":
+        waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
+        if workers.look == "none" and waited_s < PATIENCE_S / 2:
             actions.append(LookAtWorkers(step_limit_s(workers, limits)))
-        if not _looked(view, now_s):
+        if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
     patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s
     stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
@@ -248,12 +249,6 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
         elif workers.saving < workers.running and now_s - told_s >= stop_s:
             actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
     return Decision(tuple(actions), f"stopping: {alarm.reason}")
-
-
-def _looked(view: View, now_s: float) -> bool:
-    """Whether this agent has looked where its workers are, and all others had the time to."""
-    waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
-    return waited_s >= (PATIENCE_S if view.workers.look == "over" else MOST_LOOK_S)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:

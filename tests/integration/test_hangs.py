@@ -85,6 +85,6 @@ def test_a_held_lock_and_a_collective_that_others_do_not_call(
     ):
         assert part in stuck["reason"], stuck
     assert len(told.of("world")) == 6, "each node tells of three worlds"
-    assert all(log_of(told, node).count("made no step for") == 2 for node in told.cluster.nodes)
+    assert all(log_of(told, node).count("made no step for") >= 2 for node in told.cluster.nodes)
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "checkpoints", reference)

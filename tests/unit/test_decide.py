@@ -276,6 +276,8 @@ TABLE = [
     ("an alarm of a hang: answer, and look", v(ROUND, alarm=HANG, alarm_s=99.8), [PutReport, LookAtWorkers]),
     ("the others look too", v(ROUND, alarm=HANG, alarm_s=99.8, workers=w(TRAINS, look="over"), my_report=says("alive", A)), []),
     ("all have looked", v(ROUND, alarm=HANG, alarm_s=98.9, workers=w(TRAINS, look="over"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
+    ("out of the loop since: no second look", v(ROUND, alarm=HANG, alarm_s=99.2, my_report=says("alive", A)), []),
+    ("out of the loop since: stop", v(ROUND, alarm=HANG, alarm_s=98.9, my_report=says("alive", A)), [StopWorkers, KillDeaf]),
     ("a look that does not end", v(ROUND, alarm=HANG, alarm_s=89.0, workers=w(TRAINS, look="open"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
     ("after a hang less patience", v(ROUND, alarm=HANG, workers=w(TRAINS, aborted_s=94.0), my_report=says("alive", A)), [KillWorkers]),
     ("a deadlock counts as a failure", v(ENDED, alarm=HANG, world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
