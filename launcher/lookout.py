@@ -33,6 +33,8 @@ from elasticzero.launcher.world import Holding, Member, Report, World
 
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
+QUIET_S = 30.0
+"""Without a step for so long every member watches them: the first ones may be gone all at once."""
 MEMORY_AGAIN_S = 0.25
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
@@ -195,7 +197,7 @@ class Lookout:
                 self._look_for_oldest(view.me.node, now_s)
                 if self._oldest:
                     prefixes.add(MEMBERS)
-            if stands_by or late:
+            if stands_by or late or (index is not None and _is_quiet(view, now_s)):
                 prefixes.add(MEMBERS)
             leaver = view.leaving and (index is None or in_round_s >= 0)
             if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
@@ -234,6 +236,12 @@ class Lookout:
         self.bad_steps |= bad.keys()
         self._found |= bad
         return self._storage_look.ask({step: self._found[step] for step in self.bad_steps})
+
+
+def _is_quiet(view: View, now_s: float) -> bool:
+    """Whether the workers of a world that is known for long have made no step for long."""
+    known_s = view.world_s if view.world_s is not None else now_s
+    return now_s - max(view.workers.stepped_s, known_s) > QUIET_S
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

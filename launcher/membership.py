@@ -92,11 +92,12 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Register; a predecessor of the same name gets its TTL and a second to be gone.
+        """Register; a predecessor of the same name gets twice its TTL and a second to be gone: etcd
+        renews leases when it comes back itself.
 
         waiting: told what is waited for. Raises `UserError` if the name stays taken.
         """
-        deadline_s = clock() + self._ttl_s + 1.0
+        deadline_s = clock() + 2 * self._ttl_s + 1.0
         told = False
         while not self._registers():
             if clock() > deadline_s:

@@ -307,6 +307,8 @@ class Cluster:
 
     def _set_cut(self, host: Host, cut: bool) -> None:
         host.cut = cut
+        if not cut:
+            self.rules.came_back()
         if host.agent is not None:
             host.agent.store.cut = cut
 
@@ -318,9 +320,11 @@ class Cluster:
 
     def _slow_agent(self, agent: Agent, seconds: float) -> None:
         agent.stall(seconds, whole=False)
+        self.timeline.after(seconds, self.rules.came_back)
 
     def _stop_agent(self, agent: Agent, seconds: float) -> None:
         agent.stall(seconds, whole=True)
+        self.timeline.after(seconds, self.rules.came_back)
 
 
 def _told(world: World) -> str:

@@ -49,6 +49,8 @@ class Rules:
         """By generation: the chain of the state it started from."""
         self._registered: set[tuple[str, str]] = set()
         """Registrations that stand, by node and incarnation."""
+        self._disturbed_s = 0.0
+        """When an agent last came back that had been cut off or had not run, in the same time."""
         self._last_sign: dict[tuple[str, str], float] = {}
         """By node and incarnation: when its registration went, or it last reported, in time that
         etcd served."""
@@ -75,6 +77,10 @@ class Rules:
     def cause(self, kind: str) -> None:
         """A fault that may change a generation."""
         self._causes.append(kind)
+
+    def came_back(self) -> None:
+        """An agent can be heard, and hears, again: it may count as well whom it heard before."""
+        self._disturbed_s = self._cluster.etcd.served_s
 
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
@@ -157,7 +163,7 @@ class Rules:
                 continue
             last_s = self._last_sign.get(known)
             self.require(last_s is not None, "R3", f"{text} was never registered")
-            silent_s = served_s - (last_s or 0.0)
+            silent_s = served_s - max(last_s or 0.0, self._disturbed_s)
             lately = silent_s <= HEARD_OF_WITHIN_TTLS * ttl_s
             self.require(lately, "R3", f"nothing was heard of {text} for {silent_s:.2f} s")
 
