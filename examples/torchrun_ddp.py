@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 2 examples/torchrun_ddp.py --checkpoint /tmp/model.pt
     elasticzero run --nproc-per-node 2 examples/torchrun_ddp.py --checkpoint /tmp/model.pt
 
+On several nodes they meet over etcd by `torchrun --nnodes 1:2 --rdzv-backend elasticzero
+--rdzv-endpoint HOST:2379 …`, or `elasticzero run --nnodes 1:2 --etcd HOST:2379 --job my-run …`.
+
 Started again, it goes on after the last epoch that it saved.
 """
 
