@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -56,6 +57,8 @@ class Cluster:
         self._names = 0
         self._calm = False
         self._mends = True
+        self.asked = Control()
+        """By operators."""
         self.etcd.written = self._written
         self.etcd.removed = self._removed
         self.storage.committed = self.rules.committed
@@ -222,6 +225,13 @@ class Cluster:
             case "join":
                 self.note("-- join")
                 self.add_node()
+            case "stop":
+                self.note("-- stop")
+                self._operate(stop=True)
+            case _ if kind.startswith("scale:"):
+                self.note(f"-- {kind}")
+                _, least, most = kind.split(":")
+                self._operate(nnodes=(int(least), int(most)))
             case "damage":
                 self.note("-- the newest checkpoint is damaged")
                 self.storage.damage(hidden=hidden)
@@ -278,8 +288,12 @@ class Cluster:
     def _drain(self, agent: Agent, seconds: float) -> None:
         agent.host.lost = True  # once it has left
         me = agent.membership.me
-        drain = Drain(node=me.node, incarnation=me.incarnation)
-        self.etcd.write({CONTROL: to_bytes(Control(drain=(drain,)))}, (), (), 0)
+        self._operate(drain=(Drain(node=me.node, incarnation=me.incarnation),))
+
+    def _operate(self, **asked: Any) -> None:
+        """An operator asks for something more."""
+        self.asked = replace(self.asked, **asked)
+        self.etcd.write({CONTROL: to_bytes(self.asked)}, (), (), 0)
 
     def _sigterm(self, agent: Agent, seconds: float) -> None:
         grace_s = self.random.uniform(1.0, 8.0)

@@ -294,6 +294,9 @@ class Rules:
 
     def done_written(self, done: Done) -> None:
         plan = self._cluster.plan
+        if done.outcome == "stopped":
+            self.require(self._cluster.asked.stop, "R7", f"stopped: {done.reason}")
+            return
         if done.outcome != "finished":
             often = len(self._causes) > plan.limits.max_restarts
             explained = often or bool(plan.crash_at) or "damage" in self._causes
@@ -311,7 +314,7 @@ class Rules:
     def exits(self, agent: Agent) -> None:
         done = self._cluster.done
         if agent.exit_code is ExitCode.DONE:
-            so = done is not None and done.outcome == "finished"
+            so = done is not None and done.outcome in ("finished", "stopped")
             self.require(so, "R8", f"{agent.host.name} exits with 0 before `done`")
 
     def registered(self, agents: list[Agent]) -> None:
