@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import grpc
 import tenacity
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.etcd_rpc import TRANSIENT, CallFailed, Connection, Observe, Timeouts, rpc
 from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, Watch, oldest_first
+from elasticzero.launcher.quiet_grpc import grpc
 from elasticzero.launcher.store import Condition, Lease, LeaseLost, Snapshot, check_write
 
 __all__ = ["EtcdStore", "Timeouts"]

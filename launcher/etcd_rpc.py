@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from elasticzero.errors import AccessRefused, OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher.etcd_access import (
     Access,
@@ -35,6 +33,7 @@ from elasticzero.launcher.etcd_login import (
     why_no_login,
     why_refused,
 )
+from elasticzero.launcher.quiet_grpc import grpc
 
 log = logging.getLogger(__name__)
 

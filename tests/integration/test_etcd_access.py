@@ -346,6 +346,17 @@ def test_the_command_line_ends_at_once_with_one_line(
     assert "Traceback" not in found.stderr and "quite-wrong" not in found.stderr + found.stdout
 
 
+def test_grpc_itself_prints_nothing(users: Members, pems: Pems) -> None:
+    words = ["status", "--etcd", users.endpoints, "--job", "j", "--etcd-cacert", str(pems.other_ca)]
+    found = subprocess.run(
+        elasticzero(*words), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 69
+    log_line, error = found.stderr.splitlines()
+    assert log_line.startswith("etcd at 127.0.0.1:")
+    assert error.startswith("error: etcd at 127.0.0.1:") and "not accepted" in error
+
+
 def test_no_log_and_no_repr_shows_the_password(
     users: Members, pems: Pems, caplog: pytest.LogCaptureFixture
 ) -> None:

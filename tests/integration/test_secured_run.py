@@ -4,6 +4,8 @@ killed: nothing secret is to be found anywhere."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from elasticzero.launcher.local import descendants
 from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
 from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.clusters import elasticzero as command
 from tests.integration.etcd_members import Members, Tls
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -45,9 +48,9 @@ def test_a_run_behind_locks_survives_a_killed_node(
     tls = Tls(cert=server.cert, key=server.key, ca=authority.cert, clients=True)
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--settle", "1", "--lease-ttl", "2", "--strategy", "zero2"]
-    words += ["--etcd-cacert", str(authority.cert), "--etcd-user", "trainer"]
-    words += ["--etcd-cert", str(client.cert), "--etcd-key", str(client.key)]
-    words += ["--checkpoint-dir", str(checkpoints), "--snapshot-every", "3"]
+    locks = ["--etcd-cacert", str(authority.cert), "--etcd-user", "trainer"]
+    locks += ["--etcd-cert", str(client.cert), "--etcd-key", str(client.key)]
+    words += [*locks, "--checkpoint-dir", str(checkpoints), "--snapshot-every", "3"]
     words += [str(REGRESSION), "--pause", "0.06"]
     options = {"auth-token-ttl": "1", "bcrypt-cost": "4"}
     secrets = {ETCD_PASSWORD: PASSWORD, TOKEN: JOB_TOKEN}
@@ -63,6 +66,15 @@ def test_a_run_behind_locks_survives_a_killed_node(
             with urllib.request.urlopen(request, timeout=10) as answer:
                 status = answer.read().decode()
             assert json.loads(status)["job"] == job
+            shown = subprocess.run(
+                command("status", "--job", job, "--etcd", etcd.endpoints, *locks),
+                capture_output=True,
+                text=True,
+                env={**os.environ, **secrets},
+                timeout=60,
+                check=False,
+            )
+            assert shown.returncode == 0 and "steps/s" in shown.stdout, shown.stderr + shown.stdout
             told.cluster.kill_node(told.node(1))
             codes = told.wait_for_end()
     assert codes == {"node-0": 0, "node-1": -9, "node-2": 0}, told.logs()
