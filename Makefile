@@ -32,7 +32,7 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 
-bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (about 30 minutes)
+bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (about an hour)
 	$(RUN) benchmarks/recovery.py
 	$(RUN) benchmarks/checkpoint.py
 

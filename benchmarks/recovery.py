@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 import tempfile
 from collections import defaultdict
@@ -65,8 +66,10 @@ def main() -> None:
         "--record", action="store_true", help="write benchmarks/results and docs/performance.md"
     )
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, EmbeddedEtcd() as etcd:
-        runs, endpoint = Path(folder), etcd.endpoint
+    runs = Path(tempfile.mkdtemp(prefix="elasticzero-recovery-"))
+    say(f"logs in {runs}, which stay if this fails")
+    with EmbeddedEtcd() as etcd:
+        endpoint = etcd.endpoint
         report = Report(
             command=shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),
             rounds=options.rounds,
@@ -78,6 +81,7 @@ def main() -> None:
                 for strategy in (options.strategies.split(",") if options.pairs else [])
             ],
         )
+    shutil.rmtree(runs)
     print(report)
     if options.record:
         report.record()
