@@ -8,7 +8,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.running import Failure, run_many, run_one
 from tests.simulation.schedule import draw
 
-SCHEDULES = 4_000
+SCHEDULES = 3_000
 CHAOS_SCHEDULES = 100_000
 LARGE = 50
 CHAOS_LARGE = 500
