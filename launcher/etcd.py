@@ -1,8 +1,8 @@
 """The coordination store in etcd v3.
 
-This file and the two it stands on, etcd_rpc.py and etcd_streams.py, are the only ones that talk to
-etcd. Every request has a deadline. A read is tried again until then; a write is sent once, and when
-its outcome is not known it is looked up, never repeated.
+This file and the other launcher/etcd_*.py are the only ones that talk to etcd. Every request has a
+deadline. A read is tried again until then; a write is sent once, and when its outcome is not known
+it is looked up, never repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import tenacity
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.etcd_rpc import TRANSIENT, CallFailed, Connection, Observe, Timeouts, rpc
-from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, Watch, oldest_first
+from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, oldest_first
+from elasticzero.launcher.etcd_watches import Watch, Watches
 from elasticzero.launcher.quiet_grpc import grpc
 from elasticzero.launcher.store import Condition, Lease, LeaseLost, Snapshot, check_write
 
@@ -50,7 +51,7 @@ class EtcdStore:
         self._timeouts = timeouts or Timeouts()
         self._connection = Connection(endpoints, observe, self._timeouts, access)
         self._keys = Keyspace(prefix)
-        self._watches: list[Watch] = []
+        self._watches = Watches(self._connection, self._keys, self.read)
         self._leases: dict[int, KeptLease] = {}
         self._lock = threading.Lock()
 
@@ -106,11 +107,7 @@ class EtcdStore:
         return revision if response.succeeded else None
 
     def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
-        watch = Watch(self._connection, self._keys, prefix, self.read, changed)
-        with self._lock:
-            self._watches = [w for w in self._watches if w.thread.is_alive()] + [watch]
-            watch.thread.start()
-        return watch
+        return self._watches.add(prefix, changed)
 
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
         asked_s = time.monotonic()
@@ -127,10 +124,9 @@ class EtcdStore:
         self._connection.close()
         deadline_s = time.monotonic() + self._timeouts.close_s
         with self._lock:
-            threads = [watch.thread for watch in self._watches]
-            threads += [lease.thread for lease in self._leases.values()]
+            threads = [self._watches.thread, *(lease.thread for lease in self._leases.values())]
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def __enter__(self) -> EtcdStore:

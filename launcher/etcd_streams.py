@@ -1,26 +1,19 @@
-"""The two kinds of stream to etcd: watches that never die, and leases that are kept alive.
-
-Invariant of a watch: what its callback was told last is the state at some revision R, and either
-the stream of changes from R + 1 is open, or the prefix is about to be read again.
-"""
+"""Keys and entries as etcd knows them, and leases that are kept alive over a stream each."""
 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.etcd_rpc import CallFailed, Connection, rpc
-from elasticzero.launcher.store import Entry, Snapshot
+from elasticzero.launcher.store import Entry
 
 log = logging.getLogger(__name__)
-
-_PUT = 0
 
 
 class Keyspace:
@@ -55,100 +48,6 @@ def oldest_first(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     """A fixed copy in order of creation."""
     order = sorted(entries.values(), key=lambda entry: (entry.create_revision, entry.key))
     return MappingProxyType({entry.key: entry for entry in order})
-
-
-class Watch:
-    """A thread that reads a prefix, follows its changes, and begins again after any error."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        keys: Keyspace,
-        prefix: str,
-        read: Callable[[str], Snapshot],
-        changed: Callable[[Snapshot], None],
-    ) -> None:
-        self._connection = connection
-        self._keys = keys
-        self._prefix = prefix
-        self._read = read
-        self._changed = changed
-        self._told: Snapshot | None = None
-        self._failures = 0
-        self._closed = threading.Event()
-        self._stream: Any = None
-        self.thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
-
-    def close(self) -> None:
-        self._closed.set()
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
-        if threading.current_thread() is not self.thread:
-            self.thread.join(self._connection.timeouts.close_s)
-
-    def _over(self) -> bool:
-        return self._closed.is_set() or self._connection.closed.is_set()
-
-    def _run(self) -> None:
-        while not self._over():
-            try:
-                self._follow()
-            except StoreUnavailable:
-                self._failures += 1
-            except Exception:
-                log.exception("the watch of %r begins again after an error", self._prefix)
-                self._failures += 1
-            if self._failures and not self._over():
-                self._connection.pause(self._failures)
-
-    def _follow(self) -> None:
-        """Tell the prefix as it is, then each change, until the next re-read is due."""
-        snapshot = self._read(self._prefix)
-        if self._told is None or self._told.entries != snapshot.entries:
-            self._tell(snapshot)
-        entries = dict(snapshot.entries)
-        with self._open(snapshot.revision + 1) as responses:
-            self._stream = responses
-            if self._over():
-                return
-            for response in responses:
-                if response.canceled:
-                    # Compacted past our revision, or ended by the server: the re-read mends both.
-                    why = response.cancel_reason or f"compacted at {response.compact_revision}"
-                    log.info("watch of %r ended by etcd: %s", self._prefix, why)
-                    self._failures += 1
-                    return
-                self._failures = 0
-                self._connection.answered()
-                if response.events:
-                    self._tell(self._advance(entries, response.events))
-
-    def _open(self, revision: int) -> Any:
-        key, end = self._keys.span(self._prefix)
-        create = rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision)
-
-        def requests(over: threading.Event) -> Iterator[Any]:
-            yield rpc.WatchRequest(create_request=create)
-            over.wait()
-
-        resync_s = self._connection.timeouts.resync_s * random.uniform(0.8, 1.0)
-        return self._connection.stream("watch", "Watch", requests, deadline_s=resync_s)
-
-    def _advance(self, entries: dict[str, Entry], events: Sequence[Any]) -> Snapshot:
-        for event in events:
-            if event.type == _PUT:
-                entry = self._keys.entry(event.kv)
-                entries[entry.key] = entry
-            else:
-                entries.pop(self._keys.name(event.kv), None)
-        revision = max(event.kv.mod_revision for event in events)
-        return Snapshot(revision=revision, entries=oldest_first(entries))
-
-    def _tell(self, snapshot: Snapshot) -> None:
-        if not self._over():
-            self._changed(snapshot)
-            self._told = snapshot
 
 
 class KeptLease:
