@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 from checkpoint_plan import Growth
 from checkpoint_plan import table as growth_table
 from checkpoint_profile import Profile
 from checkpoint_profile import table as profile_table
+from performance_page import (
+    PERFORMANCE,
+    RESULTS,
+    about_in_words,
+    machine,
+    present_commit,
+    publish,
+    record,
+)
 
-HERE = Path(__file__).resolve().parent
-PERFORMANCE = HERE.parent / "docs" / "performance.md"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 OURS = "elasticzero"
 
@@ -140,22 +143,6 @@ def memory_table(found: list[Memory]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, object]:
-    cpu = Path("/proc/cpuinfo").read_text()
-    memory = Path("/proc/meminfo").read_text().split()
-    return {
-        "cores": os.cpu_count(),
-        "processor": next(
-            (ln.split(":")[1].strip() for ln in cpu.splitlines() if "model name" in ln),
-            platform.machine(),
-        ),
-        "memory_bytes": int(memory[memory.index("MemTotal:") + 1]) << 10,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "safetensors", "xxhash")},
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything that one run found."""
@@ -203,30 +190,14 @@ class Report:
 
         `add`: keep what an earlier run of the day recorded of other cases, with its command.
         """
-        commit = subprocess.run(
-            ["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        about = machine()
+        commit, about = present_commit(), machine("torch", "safetensors", "xxhash")
         kind = "cold" if self.cold else "warm"
-        path = HERE / "results" / f"checkpoint-{date.today()}{'-cold' if self.cold else ''}.json"
-        whole = self.after(path) if add else self
-        document = {"date": str(date.today()), "commit": commit, "machine": about, **asdict(whole)}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        name = f"checkpoint-{date.today()}{'-cold' if self.cold else ''}"
+        whole = self.after(RESULTS / f"{name}.json") if add else self
+        path = record(name, {"commit": commit, "machine": about, **asdict(whole)})
         words = (
-            f"{date.today()}, commit {commit}: {about['processor']}, {about['cores']} cores, "
-            f"{about['memory_bytes'] >> 30} GiB, Linux {about['kernel']}, torch {about['torch']}, "
+            f"{about_in_words(about, commit)}, torch {about['torch']}, "
             f"safetensors {about['safetensors']}; medians and fastest of {self.rounds} rounds."
         )
-        publish(kind, f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
+        publish(f"checkpoint {kind}", f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
         print(f"recorded in {path} and {PERFORMANCE}")
-
-
-def publish(kind: str, text: str) -> None:
-    """Put text between the marks of that kind in docs/performance.md."""
-    first, last = f"<!-- checkpoint {kind}: generated -->", f"<!-- checkpoint {kind}: end -->"
-    page = PERFORMANCE.read_text()
-    before, _, rest = page.partition(first)
-    _, found, after = rest.partition(last)
-    if not found:
-        raise SystemExit(f"error: {PERFORMANCE} has no {first} ... {last}")
-    PERFORMANCE.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")

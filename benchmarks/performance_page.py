@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 
 
@@ -45,17 +46,15 @@ def about_in_words(about: Mapping[str, object], commit: str) -> str:
 
 
 def present_commit() -> str:
-    """The commit measured; with a plus sign if files differ from it."""
-    return subprocess.run(
-        ["git", "-C", HERE, "describe", "--always", "--exclude=*", "--dirty=+"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    done = subprocess.run(
+        ["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip()
 
 
 def record(name: str, document: Mapping[str, Any]) -> Path:
     """Write a dated result; its path."""
-    path = HERE / "results" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"date": str(date.today()), **document}, indent=1) + "\n")
     return path
 

@@ -1,0 +1,313 @@
+"""Many membership clients in one process, for rendezvous.py: `rendezvous_crowd.py JSON`.
+
+Each client is what an agent is to the store, with nothing shared between two of them: an
+`EtcdStore` with a connection of its own, `Observer`, `Membership`, `Lookout`, `StoreActions`, and
+`decide`. Only its workers are pretended: they start at once, train for ever, and take STOP_S to
+stop.
+
+Orders come on stdin, a word a line (go, fail, mark); what happened goes out on stdout, a JSON
+object a line, with times of the machine's monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elasticzero.checkpoint.snapshot import HeldSnapshot
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.acting import StoreActions
+from elasticzero.launcher.actions import (
+    Action,
+    Decision,
+    PutReport,
+    RaiseAlarm,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+)
+from elasticzero.launcher.decide import decide
+from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.lookout import Lookout
+from elasticzero.launcher.membership import Membership, bound_socket, new_incarnation
+from elasticzero.launcher.observe import DONE, Observer
+from elasticzero.launcher.storage_look import StorageLook
+from elasticzero.launcher.store import job_prefix
+from elasticzero.launcher.view import Limits, View, Workers
+from elasticzero.launcher.world import Failure, Member
+from elasticzero.records import decode
+
+THREADS = 8
+"""Each takes care of its share of the clients, one at a time."""
+REST_S, BUSY_S = 0.25, 0.02
+"""How often a client looks at the clock when nothing happens, as agents do; BUSY_S is for whom the
+others wait."""
+STOP_S = 0.05
+"""Workers that end leave their state in memory first."""
+STEP = 7
+"""The step whose snapshot every node holds when a generation ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrowdOptions:
+    """What one process is told to be."""
+
+    endpoint: str
+    job: str
+    first: int
+    """Number of its first client; they are called n0000, n0001, …"""
+    clients: int
+    nodes: int
+    """Of the job: so many make the first world."""
+    least: int
+    """So many are enough for a later one."""
+    ttl_s: int
+
+
+class PretendedWorkers:
+    """A node's one worker, of one generation."""
+
+    def __init__(self) -> None:
+        self._workers = Workers()
+        self._ends_s = float("inf")
+
+    @property
+    def generation(self) -> int:
+        return self._workers.generation
+
+    def start(self, generation: int, now_s: float) -> None:
+        self._ends_s = float("inf")
+        self._workers = Workers(
+            generation=generation,
+            running=1,
+            attached=True,
+            restored=True,
+            stepped_s=now_s,
+            step=STEP,
+        )
+
+    def lose_a_peer(self, rank: int, now_s: float) -> None:
+        """What happens to every worker when one of its group dies."""
+        failure = Failure(rank=rank, blame="peer", message="connection closed by peer", step=STEP)
+        self._workers = replace(self._workers, failed=True, failure=failure)
+        self._ends_s = min(self._ends_s, now_s + STOP_S)
+
+    def stop(self, now_s: float) -> None:
+        self._workers = replace(self._workers, aborted_s=now_s)
+        self._ends_s = min(self._ends_s, now_s + STOP_S)
+
+    def view(self, now_s: float) -> Workers:
+        ended = now_s >= self._ends_s
+        return replace(self._workers, running=0) if ended else self._workers
+
+    def due_s(self, now_s: float) -> float:
+        """When it ends, if that is to come."""
+        return self._ends_s if self._ends_s > now_s else float("inf")
+
+    def held(self) -> tuple[HeldSnapshot, ...]:
+        """What their node's memory holds when they have ended: the whole state, as under ddp."""
+        return (HeldSnapshot(generation=self.generation, step=STEP, ranks=(0,), world_size=1),)
+
+
+class Client:
+    """One agent without its processes."""
+
+    def __init__(self, number: int, crowd: Crowd) -> None:
+        options = crowd.options
+        self.name = f"n{number:04d}"
+        self.limits = Limits(
+            min_nodes=options.nodes, max_nodes=options.nodes, lease_ttl_s=options.ttl_s
+        )
+        self._after = replace(self.limits, min_nodes=options.least)
+        self._crowd = crowd
+        self.store = EtcdStore([options.endpoint], job_prefix(options.job))
+        self.observer = Observer(self.store, self.wake)
+        sock = bound_socket()
+        me = Member(
+            node=self.name,
+            incarnation=new_incarnation(),
+            host="10.0.0.1",
+            http_port=29400,
+            store_port=sock.getsockname()[1],
+            nproc=1,
+        )
+        self.membership = Membership(self.store, me, options.ttl_s, sock)
+        self.workers = PretendedWorkers()
+        look = StorageLook(None, self.wake)
+        self.lookout = Lookout(self.store, self.observer, self.membership, self.workers, look)
+        self.acting = StoreActions(
+            self.store, self.observer, self.membership, self.lookout, self._again, time.monotonic
+        )
+        self.due_s = 0.0
+        self.queued = False
+        self.joined_s = 0.0
+        self.thread = 0
+
+    def wake(self) -> None:
+        self._crowd.wake(self)
+
+    def join(self) -> None:
+        self._crowd.tell("first", at_s=time.monotonic(), once=True)
+        self.membership.join(lambda text: print(self.name, text, file=sys.stderr))
+        self.joined_s = time.monotonic()
+        self._crowd.tell("joined", once=True)
+        self.lookout.begin(self.joined_s)
+        self._crowd.count("registered", 0, self.joined_s)
+
+    def turn(self) -> None:
+        """Observe, decide, act."""
+        now_s = time.monotonic()
+        rest_s = REST_S
+        try:
+            if not self.joined_s:
+                self.join()
+            view, decision = self._look(now_s)
+            for action in decision.actions:
+                self._do(action, view, now_s)
+            if view.round_s is not None and (view.reports is not None or decision.actions):
+                rest_s = BUSY_S
+        except StoreUnavailable as error:
+            self._crowd.tell("trouble", client=self.name, error=str(error))
+        self.due_s = min(now_s + rest_s, self.workers.due_s(now_s))
+
+    def _again(self, now_s: float) -> Decision:
+        return self._look(now_s)[1]
+
+    def _look(self, now_s: float) -> tuple[View, Decision]:
+        self.acting.keep_registered(now_s, leaving=False)
+        world, _ = self.observer.world()
+        limits = self.limits if world is None else self._after
+        view = self.lookout.view(self.workers.view(now_s), False, now_s, limits)
+        return view, decide(view, now_s, limits)
+
+    def _do(self, action: Action, view: View, now_s: float) -> None:
+        match action:
+            case Start(world, index):
+                self.workers.start(world.generation, now_s)
+                if index == 0:
+                    self.membership.take_store_socket().close()
+                self._crowd.count("knows", world.generation, time.monotonic())
+            case StopWorkers():
+                self.workers.stop(now_s)
+            case PutReport(report):
+                self.acting.do(action, view, now_s, self.limits)
+                if report.phase == "restored":
+                    generation = self.workers.generation
+                    self._crowd.count("reported", generation, time.monotonic())
+            case RaiseAlarm() | WriteWorld() | WriteDone():
+                self.acting.do(action, view, now_s, self.limits)
+            case _:
+                raise AssertionError(f"{self.name}: nothing is to ask for {action}")
+
+
+class Crowd:
+    """The clients of this process, and the threads that take care of them."""
+
+    def __init__(self, options: CrowdOptions) -> None:
+        self.options = options
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, int], int] = {}
+        self._told: set[str] = set()
+        self._due: list[queue.SimpleQueue[Client]] = [
+            queue.SimpleQueue() for _ in range(min(THREADS, options.clients))
+        ]
+        self.clients = [Client(options.first + n, self) for n in range(options.clients)]
+        for number, client in enumerate(self.clients):
+            client.thread = number % len(self._due)
+        self._threads = [
+            threading.Thread(target=self._work, args=(index,), daemon=True)
+            for index in range(len(self._due))
+        ]
+
+    def connect(self) -> None:
+        """What every agent does before it registers: see that the job is not over."""
+        for client in self.clients:
+            client.store.read(DONE)
+
+    def go(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def fail(self) -> None:
+        """A member of the group died: every worker notices."""
+        now_s = time.monotonic()
+        for client in random.sample(self.clients, len(self.clients)):
+            client.workers.lose_a_peer(0, now_s)
+            client.wake()
+
+    def wake(self, client: Client) -> None:
+        if not client.queued:
+            client.queued = True
+            self._due[client.thread].put(client)
+
+    def count(self, what: str, generation: int, at_s: float) -> None:
+        """Say when the last client has come so far."""
+        with self._lock:
+            key = (what, generation)
+            self._counts[key] = self._counts.get(key, 0) + 1
+            complete = self._counts[key] == self.options.clients
+        if complete:
+            self.tell(what, generation=generation, at_s=at_s)
+
+    def tell(self, event: str, *, once: bool = False, **fields: object) -> None:
+        with self._lock:
+            if once and event in self._told:
+                return
+            self._told.add(event)
+            print(json.dumps({"event": event, **fields}), flush=True)
+
+    def _work(self, index: int) -> None:
+        mine = [client for client in self.clients if client.thread == index]
+        try:
+            for client in self._in_turn(index, mine):
+                client.queued = False
+                client.turn()
+        except Exception:  # noqa: BLE001 - the top of a thread: the process is of no use without it
+            traceback.print_exc()
+            os._exit(1)
+
+    def _in_turn(self, index: int, mine: Sequence[Client]) -> Iterator[Client]:
+        """Whoever was woken, and whoever's time to look at the clock has come; first everybody."""
+        yield from mine
+        while True:
+            soonest = min(mine, key=lambda client: client.due_s)
+            left_s = soonest.due_s - time.monotonic()
+            if left_s <= 0:
+                yield soonest
+            with suppress(queue.Empty):
+                yield self._due[index].get(timeout=max(0.0, left_s))
+
+
+def main() -> None:
+    options = decode(CrowdOptions, json.loads(sys.argv[1]))
+    crowd = Crowd(options)
+    crowd.connect()
+    crowd.tell("ready")
+    for order in map(str.strip, sys.stdin):
+        match order:
+            case "go":
+                crowd.go()
+            case "fail":
+                crowd.fail()
+            case "mark":
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                cpu_s = used.ru_utime + used.ru_stime
+                crowd.tell("cpu", cpu_s=cpu_s, rss_bytes=used.ru_maxrss << 10)
+            case _:
+                break
+    os._exit(0)  # a thousand threads and more need not be taken down one by one
+
+
+if __name__ == "__main__":
+    main()
