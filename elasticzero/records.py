@@ -44,6 +44,32 @@ def decode(kind: type[T], value: Any, where: str = "") -> T:
     return result
 
 
+def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
+    """Records that stand as arrays of their fields' values, in order: for documents that hold
+    thousands of them.
+
+    Every field of `kind` is a str, int, float, bool or None. Raises `RecordError` naming the place.
+    """
+    names, plain = _plain_fields(kind)
+    if not isinstance(rows, list):
+        raise RecordError(f"{where}: an array was expected, not {_name(rows)}")
+    found = []
+    for index, row in enumerate(rows):
+        if type(row) is list and tuple(map(type, row)) == plain:
+            found.append(kind(*row))
+        elif type(row) is list and len(row) == len(names):
+            found.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
+        else:
+            raise RecordError(f"{where}[{index}]: {len(names)} values were expected")
+    return tuple(found)
+
+
+@cache
+def _plain_fields(kind: type) -> tuple[tuple[str, ...], tuple[type, ...]]:
+    """Names and types, in order."""
+    return tuple(name for name, _, _ in _fields(kind)), tuple(hint for _, hint, _ in _fields(kind))
+
+
 @cache
 def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
     hints = typing.get_type_hints(kind)

@@ -27,10 +27,12 @@ from elasticzero.launcher.observe import (
     reports_of,
 )
 from elasticzero.launcher.storage_look import Seen
-from elasticzero.launcher.store import Store
+from elasticzero.launcher.store import Entry, Store
 from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Holding, Member, Report, World
 
+LOOK_AGAIN_S = 1.0
+"""The oldest registration is not looked for more often."""
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
 QUIET_S = 30.0
@@ -88,8 +90,10 @@ class Lookout:
         """Checkpoints found damaged."""
         self._found: dict[int, str] = {}
         """What workers said of them."""
-        self._looked_for_oldest_s = self._looked_at_memory_s = 0.0
-        self._oldest = False
+        self._looked_at_memory_s = 0.0
+        self._looked_for_oldest_s = float("-inf")
+        self._oldest: Entry | None = None
+        """The oldest registration, as far as is known."""
 
     def begin(self, now_s: float) -> None:
         """The node is registered: the time to wait for others counts from now."""
@@ -126,7 +130,7 @@ class Lookout:
         view = View(
             me=me,
             members=members,
-            oldest=self._oldest,
+            oldest=self._is_oldest(me.node),
             began_s=self._began_s,
             last_join_s=self._last_join_s,
             world=world,
@@ -153,7 +157,7 @@ class Lookout:
             bad_steps=tuple(sorted(self.bad_steps)),
             token=f"g{generation + 1:06d}-{self._draw_token()}",
         )
-        leads = is_leader(view) or (outside and self._oldest)
+        leads = is_leader(view) or (outside and view.oldest)
         if leads and (world is None or opened or outside):
             seen = self._storage(view)
             view = replace(
@@ -185,18 +189,14 @@ class Lookout:
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
         if world is None:
-            self._look_for_oldest(view.me.node, now_s)
-            if self._oldest:
-                prefixes.add(MEMBERS)
+            prefixes.add(self._look_for_oldest(view.me.node, now_s))
         else:
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
             wait_s = 0.0 if view.control.stop else 4 * limits.alive_s
             late = index is not None and in_round_s > wait_s + LOOK_STAGGER_S * index
             if index is None and not view.leaving:
-                self._look_for_oldest(view.me.node, now_s)
-                if self._oldest:
-                    prefixes.add(MEMBERS)
+                prefixes.add(self._look_for_oldest(view.me.node, now_s))
             if stands_by or late or (index is not None and _is_quiet(view, now_s)):
                 prefixes.add(MEMBERS)
             leaver = view.leaving and (index is None or in_round_s >= 0)
@@ -204,12 +204,36 @@ class Lookout:
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
 
-    def _look_for_oldest(self, node: str, now_s: float) -> None:
-        """See once a second whether this node's registration is the oldest."""
-        if now_s - self._looked_for_oldest_s >= 1.0:
+    def _look_for_oldest(self, node: str, now_s: float) -> str:
+        """The prefix that shows when another registration becomes the oldest.
+
+        To find it the store goes through all registrations, for every agent that asks: none asks
+        before the oldest that it knows is gone.
+        """
+        if self._oldest_is_gone(node) and now_s - self._looked_for_oldest_s >= LOOK_AGAIN_S:
             self._looked_for_oldest_s = now_s
             with suppress(StoreUnavailable):
-                self._oldest = f"{MEMBERS}{node}" in self._store.read(MEMBERS, limit=1).entries
+                entries = self._store.read(MEMBERS, limit=1).entries
+                self._oldest = next(iter(entries.values()), None)
+        return self._prefix_of_oldest(node)
+
+    def _is_oldest(self, node: str) -> bool:
+        return self._oldest is not None and self._oldest.key == f"{MEMBERS}{node}"
+
+    def _prefix_of_oldest(self, node: str) -> str:
+        """Its own key; all registrations where it is this node's, for that node leads."""
+        if self._oldest is None:
+            return WORLD
+        return MEMBERS if self._is_oldest(node) else self._oldest.key
+
+    def _oldest_is_gone(self, node: str) -> bool:
+        if self._oldest is None:
+            return True
+        snapshot = self._observer.get(self._prefix_of_oldest(node))
+        if snapshot is None:
+            return False
+        found = snapshot.entries.get(self._oldest.key)
+        return found is None or found.create_revision != self._oldest.create_revision
 
     def _holdings(self, generation: int, now_s: float) -> tuple[Holding, ...]:
         """What memory holds; once it was told, looked at now and then, for the workers that could

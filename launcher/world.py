@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 from elasticzero.channel import Resume, Source
-from elasticzero.records import decode, encode
+from elasticzero.records import decode, decode_rows, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +240,10 @@ def to_bytes(document: Any) -> bytes:
 
 def world_from_bytes(data: bytes) -> World:
     value = json.loads(data)
-    value["members"] = [
-        dict(zip(Member.__dataclass_fields__, row, strict=True)) for row in value["members"]
-    ]
-    value["resume"]["sources"] = [
-        {"rank": rank, "node": node, "address": address}
-        for rank, node, address in value["resume"]["sources"]
-    ]
-    return decode(World, value, "world")
+    members = decode_rows(Member, value.pop("members", None), "world.members")
+    sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
+    world = decode(World, {**value, "members": []}, "world")
+    return replace(world, members=members, resume=replace(world.resume, sources=sources))
 
 
 def buddy(index: int, count: int) -> int | None:
