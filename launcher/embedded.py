@@ -50,26 +50,34 @@ def _is_script(path: Path) -> bool:
 
 
 class EmbeddedEtcd:
-    """One etcd member on loopback; `stop` and `restart` keep its ports and data.
+    """One etcd member of this machine; `stop` and `restart` keep its ports and data.
 
     Its data are in `data_dir`, or in a temporary directory that goes with it. It runs while the
     thread that started it lives.
     """
 
-    def __init__(self, data_dir: Path | None = None, *, start_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        *,
+        start_timeout_s: float = 30.0,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """address: of this machine, where it listens."""
         self._temporary = data_dir is None
         self._dir = (
             Path(tempfile.mkdtemp(prefix="elasticzero-etcd-")) if data_dir is None else data_dir
         )
         self._dir.mkdir(parents=True, exist_ok=True)
         self._start_timeout_s = start_timeout_s
-        self._client_port, self._peer_port = free_ports(2)
+        self._address = address
+        self._client_port, self._peer_port = free_ports(2, address)
         self._process: subprocess.Popen[bytes] | None = None
         self.log_path = self._dir / "etcd.log"
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._address}:{self._client_port}"
 
     @property
     def pid(self) -> int | None:
@@ -145,7 +153,7 @@ class EmbeddedEtcd:
         return self._process
 
     def _options(self) -> list[str]:
-        client, peer = (f"http://127.0.0.1:{p}" for p in (self._client_port, self._peer_port))
+        client, peer = (f"http://{self._address}:{p}" for p in (self._client_port, self._peer_port))
         options = {
             "name": "embedded",
             "data-dir": str(self._dir / "data"),
@@ -196,9 +204,9 @@ class EmbeddedEtcd:
             process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports free on loopback just now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Ports free at an address of this machine just now, all different."""
+    sockets = [socket.create_server((address, 0)) for _ in range(count)]
     try:
         return [s.getsockname()[1] for s in sockets]
     finally:

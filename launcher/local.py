@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,21 @@ class Node:
         return self.process.poll() is None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where on this machine an agent runs, and how others reach it."""
+
+    before: Sequence[str] = ()
+    """Words of a command that becomes the one after it, as `ip netns exec NAME`."""
+    address: str = "127.0.0.1"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_loopback(node: str) -> Placement:
+    """All agents share the machine's own network."""
+    return Placement()
+
+
 @dataclass(slots=True)
 class Cluster:
     """Agents on this machine. `command` are the words after `run` that all of them share."""
@@ -81,6 +96,8 @@ class Cluster:
     environment: Mapping[str, str] = field(default_factory=dict)
     output: int | None = None
     """Descriptor for the workers' repeated output; None: into the agent's log."""
+    place: Callable[[str], Placement] = on_loopback
+    """Where the node of a name runs."""
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
@@ -93,16 +110,17 @@ class Cluster:
         log = directory / "agent.log"
         events = EventReader(directory)
         events.skip()
-        words = [sys.executable, "-m", "elasticzero.launcher.cli", "run"]
+        at = self.place(name)
+        words = [*at.before, sys.executable, "-m", "elasticzero.launcher.cli", "run"]
         words += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
-        words += ["--host", "127.0.0.1", "--http-host", "127.0.0.1", *self.command]
+        words += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
                 stdout=file if self.output is None else self.output,
                 stderr=file,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **at.environment},
                 start_new_session=True,
             )
         node = Node(name, process, events, log)

@@ -209,6 +209,39 @@ def test_a_closed_watch_tells_nothing_more(connect: Connect) -> None:
     subscription.close()
 
 
+def test_watches_of_one_store_do_not_mix(connect: Connect) -> None:
+    """Some are opened and closed while changes come."""
+    watcher, writer = connect(), connect()
+    tolds = {name: Told() for name in "abcdef"}
+    for n, (name, told) in enumerate(tolds.items()):
+        passing = watcher.watch(f"{name}/", Told())
+        writer.write({f"{name}/k": b"0"})
+        watcher.watch(f"{name}/", told)
+        passing.close()
+        for other in "abcdef"[: n + 1]:
+            writer.write({f"{other}/k": str(n).encode()})
+    for name, told in tolds.items():
+        told.until(lambda s, name=name: [e.value for e in s.entries.values()] == [b"5"])
+        assert {key for values in told.values() for key in values} <= {f"{name}/k"}
+        revisions = [snapshot.revision for snapshot in told.snapshots]
+        assert revisions == sorted(set(revisions))
+
+
+def test_a_watch_tells_entries_in_order_of_creation(connect: Connect) -> None:
+    watcher, writer = connect(), connect()
+    told = Told()
+    watcher.watch("k/", told)
+    told.until(has())
+    writer.write({"k/z": b"", "k/b": b""})
+    assert list(told.until(has(k__z=b"", k__b=b"")).entries) == ["k/b", "k/z"]
+    writer.write({"k/a": b""})
+    writer.write({"k/b": b"again"})
+    writer.write({}, deletes=["k/z"])
+    writer.write({"k/z": b"new"})
+    last = told.until(has(k__a=b"", k__b=b"again", k__z=b"new"))
+    assert list(last.entries) == ["k/b", "k/a", "k/z"]
+
+
 def test_a_watch_may_write_watch_and_close_itself(store: Store) -> None:
     """An agent acts on what it is told from the thread that tells it."""
     told = Told()

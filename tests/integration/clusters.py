@@ -16,9 +16,11 @@ from elasticzero.launcher.lineage import Lineage, committed
 from elasticzero.launcher.local import (
     Cluster,
     Node,
+    Placement,
     cluster_environment,
     descendants,
     is_alive,
+    on_loopback,
 )
 from elasticzero.launcher.runner import snapshot_directory
 
@@ -136,14 +138,15 @@ def story(
     *,
     nodes: int,
     each: Sequence[Mapping[str, str]] = (),
+    place: Callable[[str], Placement] = on_loopback,
 ) -> Iterator[Story]:
     """A cluster of `nodes` agents with these words after `elasticzero run`.
 
-    each: what stands in the environment of each node besides.
+    each: what stands in the environment of each node besides. place: where each runs.
     """
     common = ["--etcd", endpoint, "--http-port", "0", "--preemption", "none", *words]
     shared = cluster_environment(nodes)
-    cluster = Cluster(common, job, tmp_path / "logs", shared)
+    cluster = Cluster(common, job, tmp_path / "logs", shared, place=place)
     told = Story(cluster)
     try:
         for i in range(nodes):

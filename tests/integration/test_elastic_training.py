@@ -23,8 +23,6 @@ from tests.integration.clusters import (
 )
 from tests.integration.reference import order_of_samples, steps_in
 
-STEPS = steps_in(10, 3)
-ORDER = order_of_samples(10, 3)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -37,12 +35,13 @@ def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:
         assert (tensor - wanted).abs().max() < 1e-9, name
 
 
-def check_samples(lineage: Lineage, directory: Path) -> None:
+def check_samples(lineage: Lineage, directory: Path, *, epochs: int = 3) -> None:
     """Each step is committed once, with the samples that seed and epoch alone decide."""
+    wanted, count = order_of_samples(10, epochs), steps_in(10, epochs)
     steps = committed(lineage, traces_in(directory))
-    assert [sorted(steps[step]) for step in range(1, STEPS + 1)] == [sorted(s) for s in ORDER]
-    per_epoch = STEPS // 3
-    for epoch in range(3):
+    assert [sorted(steps[step]) for step in range(1, count + 1)] == [sorted(s) for s in wanted]
+    per_epoch = count // epochs
+    for epoch in range(epochs):
         used = [s for step in range(per_epoch) for s in steps[epoch * per_epoch + step + 1]]
         assert sorted(used) == list(range(331))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.records import RecordError, decode, encode
+from elasticzero.records import RecordError, decode, decode_rows, encode
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,33 @@ def test_a_wrong_field_is_named(change: dict[str, Any], complaint: str) -> None:
 def test_the_place_is_named_as_the_caller_says() -> None:
     with pytest.raises(RecordError, match="world: an object was expected, not null"):
         decode(Inner, None, "world")
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    size: int
+    ratio: float
+
+
+def test_rows_are_the_records_they_stand_for():
+    assert decode_rows(Row, [["a", 1, 0.5], ["b", 2, 3]], "here") == (
+        Row("a", 1, 0.5),
+        Row("b", 2, 3.0),
+    )
+    assert decode_rows(Row, [], "here") == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, "here: an array was expected"),
+        ([["a", 1]], r"here\[0\]: 3 values"),
+        ([["a", 1, 0.5], {"name": "b"}], r"here\[1\]: 3 values"),
+        ([["a", True, 0.5]], r"here\[0\].size: int was expected"),
+        ([["a", 1, 0.5], [None, 1, 0.5]], r"here\[1\].name: str was expected"),
+    ],
+)
+def test_rows_that_are_not_are_refused(rows: Any, words: str):
+    with pytest.raises(RecordError, match=words):
+        decode_rows(Row, rows, "here")

@@ -187,6 +187,14 @@ def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member():
     assert len(data) < 100 * 70
 
 
+def test_a_world_knows_its_members_places_after_every_way_to_make_one():
+    made = world(A, B)
+    for w in (made, world_from_bytes(to_bytes(made)), replace(world(B), members=(A, B))):
+        assert [w.find(m.node, m.incarnation) for m in (A, B)] == [0, 1]
+        assert w.find(A.node, "another") is None
+        assert not w.names(C)
+
+
 def test_invariants_catch_a_reordered_world():
     before, after = world(A, B, generation=3), world(B, A, generation=4)
     with pytest.raises(AssertionError, match="keep their order"):

@@ -1,0 +1,111 @@
+"""Who looks for the oldest registration, and who sees it go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elasticzero.launcher.lookout import Lookout
+from elasticzero.launcher.membership import Membership, bound_socket
+from elasticzero.launcher.memory import MemoryServer, MemoryStore
+from elasticzero.launcher.observe import MEMBERS, Observer
+from elasticzero.launcher.storage_look import StorageLook
+from elasticzero.launcher.store import Snapshot
+from elasticzero.launcher.view import Limits, View, Workers
+from elasticzero.launcher.world import Member
+from tests.watching import DEADLINE_S
+
+LIMITS = Limits(min_nodes=9, max_nodes=9)
+
+
+class CountingStore(MemoryStore):
+    """Counts the looks at all registrations."""
+
+    looks = 0
+
+    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+        self.looks += prefix == MEMBERS
+        return super().read(prefix, limit=limit)
+
+
+class Node:
+    """What an agent sees with; each look takes place seconds after the one before."""
+
+    def __init__(self, name: str, server: MemoryServer) -> None:
+        self.store = CountingStore(server)
+        self._changed = threading.Event()
+        self._now_s = 0.0
+        observer = Observer(self.store, self._changed.set)
+        me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
+        self.membership = Membership(self.store, me, 60, bound_socket())
+        look = StorageLook(None, self._changed.set)
+        self.lookout = Lookout(self.store, observer, self.membership, Nothing(), look)
+        assert self.membership.register()
+
+    def look(self) -> View:
+        self._now_s += 2.0
+        return self.lookout.view(Workers(), False, self._now_s, LIMITS)
+
+    def look_until(self, so: Callable[[View], bool]) -> View:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not so(view := self.look()):
+            assert time.monotonic() < deadline_s, "never came to be"
+            self._changed.wait(0.01)
+            self._changed.clear()
+        return view
+
+    def close(self) -> None:
+        self.membership.close()
+        self.store.close()
+
+
+class Nothing:
+    """A memory without snapshots."""
+
+    def held(self) -> tuple[()]:
+        return ()
+
+
+def test_the_oldest_looks_at_all_and_the_others_look_once() -> None:
+    server = MemoryServer(time.monotonic)
+    first, second, third = nodes = [Node(name, server) for name in ("c", "b", "a")]
+    view = first.look_until(lambda v: v.oldest and v.members is not None)
+    assert list(view.members or ()) == ["c", "b", "a"]
+    for _ in range(50):
+        for node in (second, third):
+            view = node.look()
+            assert not view.oldest
+            assert view.members is None
+    assert [node.store.looks for node in nodes] == [1, 1, 1]
+
+    first.close()
+    second.look_until(lambda v: v.oldest and list(v.members or ()) == ["b", "a"])
+    assert not third.look().oldest
+    second.close()
+    third.look_until(lambda v: v.oldest)
+    third.close()
+
+
+def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:
+    server = MemoryServer(time.monotonic)
+    first, second = Node("a", server), Node("b", server)
+    first.look_until(lambda v: v.oldest and v.members is not None)
+    assert not second.look().oldest
+    first.store.write({}, deletes=["members/a"])
+    second.look_until(lambda v: v.oldest)
+    assert first.membership.register()
+    first.look_until(lambda v: not v.oldest)
+    assert second.look().oldest
+    first.close()
+    second.close()
+
+
+def test_a_store_that_is_away_is_asked_again() -> None:
+    server = MemoryServer(time.monotonic)
+    node = Node("a", server)
+    node.store.cut()
+    assert not node.look().oldest
+    node.store.mend()
+    node.look_until(lambda v: v.oldest)
+    node.close()
