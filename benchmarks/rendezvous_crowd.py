@@ -108,8 +108,9 @@ class PretendedWorkers:
         self._ends_s = min(self._ends_s, now_s + STOP_S)
 
     def view(self, now_s: float) -> Workers:
-        ended = now_s >= self._ends_s
-        return replace(self._workers, running=0) if ended else self._workers
+        if now_s >= self._ends_s:
+            return replace(self._workers, running=0)
+        return self._workers if self._workers.failed else replace(self._workers, stepped_s=now_s)
 
     def due_s(self, now_s: float) -> float:
         """When it ends, if that is to come."""

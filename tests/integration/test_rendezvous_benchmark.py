@@ -18,5 +18,5 @@ def test_ten_agents_form_rest_and_regroup(root: Path) -> None:
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "trouble" not in found.stderr
-    lines = [line.split("|")[1:3] for line in found.stdout.splitlines() if line.startswith("| 10 ")]
-    assert [[word.strip() for word in line][0] for line in lines] == ["10"] * 6
+    rows = [line for line in found.stdout.splitlines() if line.startswith("| 10 |")]
+    assert len(rows) == 6, found.stdout
