@@ -145,9 +145,9 @@ def _counters(endpoint: str) -> tuple[Counter[str], int, int]:
         if name.startswith(RECEIVED) and float(value):
             requests[kind] += int(float(value))
         elif name.startswith("grpc_server_msg_sent_total") and kind == "Watch":
-            watch_messages = int(float(value))
+            watch_messages += int(float(value))
         elif name == SENT_BYTES:
-            sent_bytes = int(float(value))
+            sent_bytes += int(float(value))
     return requests, watch_messages, sent_bytes
 
 

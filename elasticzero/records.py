@@ -50,13 +50,14 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
 
     Every field of `kind` is a str, int, float, bool or None. Raises `RecordError` naming the place.
     """
-    names, plain = _plain_fields(kind)
+    record: type = kind
+    names, plain = _plain_fields(record)
     if not isinstance(rows, list):
         raise RecordError(f"{where}: an array was expected, not {_name(rows)}")
     found = []
     for index, row in enumerate(rows):
         if type(row) is list and tuple(map(type, row)) == plain:
-            found.append(kind(*row))
+            found.append(kind(**dict(zip(names, row, strict=True))))
         elif type(row) is list and len(row) == len(names):
             found.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
         else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,7 @@ from tests.integration.clusters import Story
 FAULTS = (
     "worker",
     "two workers",
+    "freeze",
     "node",
     "leader",
     "drain",
@@ -95,6 +98,8 @@ class Strikes:
             case "two workers" if len(working) > 1:
                 for node in self._dice.sample(working, 2):
                     self._kill_worker(node)
+            case "freeze" if working:
+                self._freeze_worker(self._dice.choice(working))
             case "node" | "leader" if len(living) > 1:
                 cluster.kill_node(living[0] if what == "leader" else self._dice.choice(living))
                 self._fill_up()
@@ -140,6 +145,11 @@ class Strikes:
     def _kill_worker(self, node: Node) -> None:
         with suppress(IndexError, ProcessLookupError):  # it may have ended just now
             self._told.cluster.kill_worker(node)
+
+    def _freeze_worker(self, node: Node) -> None:
+        """Nobody thaws it: its agent is to see that it hangs."""
+        with suppress(IndexError, ProcessLookupError):
+            os.kill(self._told.cluster.workers_of(node)[-1], signal.SIGSTOP)
 
     def _start_etcd(self) -> None:
         self._etcd.start()

@@ -72,7 +72,15 @@ def play(
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", strategy]
     words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
-    words += ["--max-restarts", "20", str(REGRESSION), "--epochs", str(epochs)]
+    words += [
+        "--hang-timeout",
+        "5",
+        "--max-restarts",
+        "20",
+        str(REGRESSION),
+        "--epochs",
+        str(epochs),
+    ]
     words += ["--pause", str(STEP_S)]
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
@@ -114,7 +122,7 @@ def test_one_seed(tmp_path: Path, job: str, networks: Networks | None) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_60_faults_in_10_minutes(
     strategy: str, tmp_path: Path, job: str, networks: Networks | None
@@ -125,4 +133,4 @@ def test_60_faults_in_10_minutes(
 
 @pytest.mark.timeout(300)
 def test_a_minute_of_faults(tmp_path: Path, job: str, networks: Networks | None) -> None:
-    play(12345, tmp_path, job, networks, faults=7, mean_gap_s=5.0)
+    play(3942, tmp_path, job, networks, faults=7, mean_gap_s=4.0)
