@@ -155,8 +155,7 @@ class Etcd:
         return [name] if name in self.bucket(bucket_name(name)).entries else []
 
     def _put(self, key: str, value: bytes, grant: Grant | None) -> str:
-        name = bucket_name(key)
-        bucket, now = self.bucket(name), self.revision
+        bucket, now = self.bucket(bucket_name(key)), self.revision
         before = bucket.entries.get(key)
         created = before.create_revision if before is not None else now
         entry = Entry(
@@ -177,25 +176,25 @@ class Etcd:
             grant.keys.add(key)
             self._holders[key] = grant
         self.written(key, entry)
-        return name
+        return key
 
     def _remove(self, key: str) -> str:
-        name = bucket_name(key)
-        bucket = self.bucket(name)
+        bucket = self.bucket(bucket_name(key))
         entry = bucket.entries.pop(key)
         holder = self._holders.pop(key, None)
         if holder is not None:
             holder.keys.discard(key)
         del bucket.names[bisect_left(bucket.names, key)]
         self.removed(key, entry)
-        return name
+        return key
 
-    def _changed(self, names: set[str]) -> None:
-        for name in sorted(names):
+    def _changed(self, keys: set[str]) -> None:
+        for name in sorted({bucket_name(key) for key in keys}):
             bucket = self.bucket(name)
             bucket.snapshot = None
             for watch in bucket.watches:
-                watch.poke()
+                if watch.prefix == name or any(key.startswith(watch.prefix) for key in keys):
+                    watch.poke()
 
     def grant(self, ttl_s: float) -> int:
         self._leases += 1
@@ -384,11 +383,11 @@ class Watch:
 
     def __init__(self, link: Link, prefix: str, changed: Callable[[Snapshot], None]) -> None:
         self._link = link
-        self._prefix = prefix
+        self.prefix = prefix
         self._changed = changed
         self._pending = False
         self._closed = False
-        self._bucket = link.etcd.bucket(prefix)
+        self._bucket = link.etcd.bucket(bucket_name(prefix))
         self._bucket.watches.append(self)
         link.requests += 1
         self.poke()
@@ -402,7 +401,7 @@ class Watch:
         random = link.random
         lost = random.random() < link.trouble
         delay_s = random.uniform(0.3, 4.0) if lost else random.uniform(0.001, 0.012)
-        link.timeline.after(delay_s + link.etcd.told_s(self._prefix), self._arrive)
+        link.timeline.after(delay_s + link.etcd.told_s(bucket_name(self.prefix)), self._arrive)
 
     def _arrive(self) -> None:
         link = self._link
@@ -417,7 +416,7 @@ class Watch:
             link.timeline.after(link.stopped_until_s - now_s, self._arrive)
         else:
             self._pending = False
-            self._changed(link.etcd.read(self._prefix))
+            self._changed(link.etcd.read(self.prefix))
 
     def close(self) -> None:
         self._closed = True
