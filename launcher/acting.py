@@ -60,9 +60,17 @@ class StoreActions:
                 self._look_again_and_write(now_s, limits)
 
     def _raise_alarm(self, generation: int, alarm: Alarm) -> None:
+        if alarm.kind == "lapse" and not self._still_lapsed():
+            return
         key = f"{ALARM}{generation}"
         self._store.write({key: to_bytes(alarm)}, conditions=[Condition(key=key, mod_revision=0)])
         self._observer.put(ALARM, self._store.read(ALARM))
+
+    def _still_lapsed(self) -> bool:
+        """Whether a fresh look finds a lease lapsed too: a watch may tell late that it is back."""
+        self._observer.put(MEMBERS, self._store.read(MEMBERS))
+        actions = self._again(self._clock()).actions
+        return any(isinstance(action, RaiseAlarm) for action in actions)
 
     def _put_report(self, generation: int, node: str, report: Report) -> None:
         self._store.write({f"{reports_of(generation)}{node}": to_bytes(report)})
