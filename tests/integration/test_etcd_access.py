@@ -130,7 +130,9 @@ REFUSED: list[tuple[str, str, Callable[[Pems], Access], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("which", "scheme", "access", "text"), REFUSED, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("which", "scheme", "access", "text"), REFUSED, ids=[case[-1] for case in REFUSED]
+)
 def test_a_door_that_stays_shut_says_why(
     request: pytest.FixtureRequest,
     pems: Pems,
