@@ -68,7 +68,7 @@ def test_a_drain_hands_over_in_memory_without_losing_a_step(
 ) -> None:
     told = {"strategy": strategy, "micro": 2, "clip": 0.5, "log": str(tmp_path / "log")}
     told["epochs"] = 8
-    first = start(pool, tmp_path, 3, told | {"pause": 0.01})
+    first = start(pool, tmp_path, 3, told | {"pause": 0.05})
     first.until(first.reached(5))
     first.workers[1].channel.send(Request(flags=FLAG_LEAVE))
     first.until(first.ended)

@@ -142,7 +142,7 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
     pool: Pool, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"
-    told = {"strategy": "ddp", "steps": 10, "full": [1, 4, 5]}
+    told = {"strategy": "ddp", "steps": 10, "full": [1, 4, 5], "pause": 0.2}
     given = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
     running = start(pool, tmp_path, 2, told, **given)
     assert running.finish() == 10
