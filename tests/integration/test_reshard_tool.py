@@ -28,7 +28,7 @@ WORLD = 16
 def space() -> Iterator[Path]:
     """Room for some hundred megabytes, in memory where there is such a place."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="elasticzero-test-", dir=parent))
+    path = Path(tempfile.mkdtemp(prefix="test-of-elasticzero-", dir=parent))
     try:
         yield path
     finally:
