@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import sys
@@ -23,9 +22,10 @@ from elasticzero.checkpoint.casting import DTYPES
 from elasticzero.checkpoint.compare import Comparison, compare
 from elasticzero.checkpoint.manifest import step_of
 from elasticzero.checkpoint.progress import Progress
-from elasticzero.checkpoint.storage import Directory, explain, open_directory
+from elasticzero.checkpoint.storage import Directory, open_directory
 from elasticzero.checkpoint.tables import counted, size_text
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
+from elasticzero.printing import say
 
 _T = TypeVar("_T")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -168,16 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.INTERRUPTED)
 
 
-def _say(text: str, end: str = "\n") -> None:
-    """Print a result; where that cannot be done, say so in one line and exit."""
-    try:
-        print(text, end=end, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        print(f"error: cannot write the output: {explain(error)}", file=sys.stderr)
-        raise SystemExit(1) from None
-
-
 def _list(args: argparse.Namespace) -> int:
     directory = _existing(args.directory)
     parent, _, name = directory.where.rstrip("/").rpartition("/")
@@ -188,16 +178,16 @@ def _list(args: argparse.Namespace) -> int:
     rows = [listing.row_of(info) for info in commit.steps(directory)]
     left = [info.name for info in commit.uncommitted(directory)]
     if args.json:
-        _say(json.dumps({"steps": rows, "uncommitted": left}))
+        say(json.dumps({"steps": rows, "uncommitted": left}))
     else:
-        _say(listing.steps_text(directory.where, rows, left), end="")
+        say(listing.steps_text(directory.where, rows, left), end="")
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = commit.resolve(args.path)
     seen = listing.look(storage)
-    _say(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
+    say(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
     return 0
 
 
@@ -209,12 +199,12 @@ def _verify(args: argparse.Namespace) -> int:
         report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
-        _say(f"{step.where}: {'DAMAGED' if bad else 'good'}")
+        say(f"{step.where}: {'DAMAGED' if bad else 'good'}")
         for fault in bad:
             where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
-            _say(f"  {fault.file}{where}: {fault.reason}")
+            say(f"  {fault.file}{where}: {fault.reason}")
     if args.json:
-        _say(json.dumps(report))
+        say(json.dumps(report))
     return int(ExitCode.DONE if all(step["good"] for step in report) else ExitCode.FAILED)
 
 
@@ -237,9 +227,9 @@ def _diff(args: argparse.Namespace) -> int:
 
     result = _working(args, work, "the two were not compared to the end")
     if args.json:
-        _say(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
+        say(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
     else:
-        _say(_comparison_text(result, a.where, b.where), end="")
+        say(_comparison_text(result, a.where, b.where), end="")
     return 0 if result.same else _DIFFERENT
 
 
@@ -283,9 +273,9 @@ def _export(args: argparse.Namespace) -> int:
 
     done = _working(args, work, "nothing of the export is left")
     if args.json:
-        _say(json.dumps({**asdict(done), "source": source.where}))
+        say(json.dumps({**asdict(done), "source": source.where}))
         return 0
-    _say(
+    say(
         f"{done.where}: {counted(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
         f"{counted(len(done.files), 'file')}, from {source.where}"
     )
@@ -344,11 +334,11 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:
     if args.json:
-        _say(json.dumps({**asdict(done), "source": source}))
+        say(json.dumps({**asdict(done), "source": source}))
         return 0
     extra = f" ({counted(done.kept, 'rank')} of them written before)" if done.kept else ""
     extra = " (it stood there already)" if done.already else extra
-    _say(
+    say(
         f"{done.where}: {counted(done.world_size, 'rank')}, {size_text(done.bytes)}, "
         f"from {source}{extra}"
     )
@@ -381,5 +371,4 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is no error
     sys.exit(main())

@@ -234,7 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(args)
         if args.command == "local":
             return _local(args)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
         if args.command == "status":
             return _status(args)
         if args.command in ("drain", "scale", "stop"):

@@ -34,6 +34,7 @@ from elasticzero.launcher.world import (
     to_bytes,
     world_from_bytes,
 )
+from elasticzero.printing import say
 from elasticzero.records import decode
 
 TRIES = 20
@@ -154,7 +155,7 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
 
     job, changed = steer(store, name, change)
     when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
-    print(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
+    say(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
     (member,) = chosen
 
     def gone(now: Job) -> str | None:
@@ -183,7 +184,7 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
     job, changed = steer(store, name, change)
     already = "" if changed else " already"
-    print(f"job {name} has {least}:{most} nodes{already}: {_scaled(job, least, most)}")
+    say(f"job {name} has {least}:{most} nodes{already}: {_scaled(job, least, most)}")
 
     def fits(now: Job) -> str | None:
         count = len(now.placed)
@@ -222,14 +223,14 @@ def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
 
     job, changed = steer(store, name, change)
     if job.done is not None:
-        print(f"job {name} is over already: {job.done.reason}")
+        say(f"job {name} is over already: {job.done.reason}")
         return ExitCode.DONE
     if not changed:
-        print(f"job {name} has been asked to stop already")
+        say(f"job {name} has been asked to stop already")
     elif not job.members:
-        print(f"job {name} stops when a node of it comes: none is here now")
+        say(f"job {name} stops when a node of it comes: none is here now")
     else:
-        print(f"job {name} stops at the next step; its state is saved if there is a directory")
+        say(f"job {name} stops at the next step; its state is saved if there is a directory")
     return _wait(store, name, wait_s, lambda _: None)
 
 
@@ -257,10 +258,10 @@ def _wait(
             job = None
         if job is not None:
             if job.done is not None:
-                print(f"the job is over: {job.done.reason}")
+                say(f"the job is over: {job.done.reason}")
                 return ExitCode.FAILED if job.done.outcome == "failed" else ExitCode.DONE
             if (text := happened(job)) is not None:
-                print(text)
+                say(text)
                 return ExitCode.DONE
         if time.monotonic() > deadline_s:
             raise OperatorError(

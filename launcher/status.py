@@ -19,6 +19,7 @@ from elasticzero.launcher.job_token import HOW, of_job
 from elasticzero.launcher.observe import reports_of
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.world import Member
+from elasticzero.printing import say
 from elasticzero.records import encode
 
 ASK_S = 2.0
@@ -48,7 +49,7 @@ def status(
         print(f"the nodes keep their token to themselves: to ask them, give {HOW}", file=sys.stderr)
     said = ask(job.members.values(), token) if job.done is None and token is not None else {}
     found = gather(job, phases, said)
-    print(json.dumps(found, indent=2) if as_json else table(found))
+    say(json.dumps(found, indent=2) if as_json else table(found))
     return ExitCode.DONE
 
 

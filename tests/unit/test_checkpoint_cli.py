@@ -17,6 +17,8 @@ from elasticzero.checkpoint.cli import main
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec, step_directory
+from elasticzero.launcher.cli import main as launcher_main
+from elasticzero.printing import READER_GONE
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 
 LAYOUT = simple_layout()
@@ -389,6 +391,25 @@ def test_output_that_cannot_be_written_is_one_line(directory: Path, command: str
         )
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_word(directory: Path) -> None:
+    """As `… | head` does; and not by the signal, which a broken connection would raise too."""
+    order = [sys.executable, "-m", "elasticzero.checkpoint.cli", "list", str(directory)]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        order, cwd=ROOT, timeout=60, stdout=theirs, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (READER_GONE, "")
+
+
+def test_commands_leave_the_handling_of_broken_pipes_alone(directory: Path) -> None:
+    """With SIGPIPE's default action the first connection that breaks ends the process."""
+    before = signal.getsignal(signal.SIGPIPE)
+    launcher_main(["checkpoint", "list", str(directory)])
+    assert signal.getsignal(signal.SIGPIPE) is before is signal.SIG_IGN
 
 
 def test_the_package_is_not_imported_under_its_bare_name() -> None:
