@@ -174,12 +174,14 @@ class BlockReader:
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
                 "use another step"
             )
+        self._margins = memoryview(b"")
         self._scratch = memoryview(b"")
         self._scratch_block = -1
 
     def twin(self) -> BlockReader:
         """Another reader of the file, for another thread: it keeps a block of its own."""
         twin = copy.copy(self)
+        twin._margins = memoryview(b"")
         twin._scratch = memoryview(b"")
         twin._scratch_block = -1
         return twin
@@ -200,40 +202,42 @@ class BlockReader:
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its byte of the file on; best in the file's order.
 
-        Blocks that the pieces cover whole, alone or with their neighbours, are read straight into
-        place, several at a time; the others by way of one block that is kept. Raises
-        `CheckpointDamaged`.
+        What follows without a gap is read in one go, straight into place, with the rest of its
+        first and last block beside it. Pieces that lie within one block come by way of that block,
+        which is kept. Raises `CheckpointDamaged`.
         """
-        block_bytes = self._sums.block_bytes
         for start, views in _stretches(pieces):
             stop = start + sum(map(len, views))
-            first = min(stop, -(-start // block_bytes) * block_bytes)
-            last = stop if stop == self.size else max(first, stop // block_bytes * block_bytes)
-            rest = Views(views)
-            self._fill_kept(start, rest.take(first - start))
-            for at in range(first, last, READ_BYTES):
-                self._fill_straight(at, rest.take(min(READ_BYTES, last - at)))
-            self._fill_kept(last, rest.take(stop - last))
+            if start // self._sums.block_bytes == (stop - 1) // self._sums.block_bytes:
+                self._fill_kept(start, views)
+            else:
+                self._fill_straight(start, stop, views)
 
-    def _fill_straight(self, start: int, views: list[memoryview]) -> None:
-        """Whole blocks, from the first byte of one on."""
-        self._fill(start, *views)
+    def _fill_straight(self, start: int, stop: int, views: list[memoryview]) -> None:
+        """Bytes of several blocks: all of the blocks are read, what is not wanted into margins."""
         block_bytes = self._sums.block_bytes
-        stop = start + sum(map(len, views))
-        rest = Views(views)
-        for at in range(start, stop, block_bytes):
-            self._check(at // block_bytes, *rest.take(min(block_bytes, stop - at)))
+        before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
+        margins = self._margins
+        if len(margins) < before + after:
+            margins = self._margins = memoryview(bytearray(2 * block_bytes))
+        rest = Views([margins[:before], *views, margins[before : before + after]])
+        for at in range(start - before, stop + after, READ_BYTES):
+            size = min(READ_BYTES, stop + after - at)
+            part = rest.take(size)
+            self._fill(at, *part)
+            unchecked = Views(part)
+            for block in range(at, at + size, block_bytes):
+                self._check(
+                    block // block_bytes, *unchecked.take(min(block_bytes, at + size - block))
+                )
 
     def _fill_kept(self, start: int, views: list[memoryview]) -> None:
-        """Parts of blocks."""
+        """Bytes of one block."""
+        block, within = divmod(start, self._sums.block_bytes)
+        kept = self._block(block)
         for view in views:
-            done = 0
-            while done < len(view):
-                block, within = divmod(start + done, self._sums.block_bytes)
-                part = self._block(block)[within : within + len(view) - done]
-                view[done : done + len(part)] = part
-                done += len(part)
-            start += len(view)
+            view[:] = kept[within : within + len(view)]
+            within += len(view)
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
         """Read every block, and give the byte range of each stretch of bad ones."""

@@ -100,7 +100,7 @@ class Views:
     """Buffers, filled from front to back as if they were one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._rest = list(reversed(buffers))
+        self._rest = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def rest(self) -> list[memoryview]:
         """What is not taken yet."""

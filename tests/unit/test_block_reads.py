@@ -76,8 +76,9 @@ def test_any_pieces_are_filled_and_no_damaged_byte_gets_through(data: st.DataObj
             filled(storage, name, pieces)
 
 
-def test_a_block_that_two_tensors_share_is_read_once(tmp_path: Path) -> None:
-    storage, name, content = written(str(tmp_path))
+def reads_of(folder: Path, pieces: list[Piece]) -> list[tuple[int, int]]:
+    """(first byte, bytes) of each read that filling these takes."""
+    storage, name, content = written(str(folder))
     reads: list[tuple[int, int]] = []
 
     class Counted:
@@ -90,10 +91,28 @@ def test_a_block_that_two_tensors_share_is_read_once(tmp_path: Path) -> None:
 
     reader = BlockReader(Counted(), ShardFile(name, 0, None))
     reads.clear()
-    buffers = [(128, bytearray(100)), (228, bytearray(28)), (256, bytearray(10))]
+    buffers = [(start, bytearray(count)) for start, count in pieces]
     reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
-    assert reads == [(128, 128), (256, 64)]
-    assert b"".join(buffer for _, buffer in buffers) == content[128:266]
+    for start, buffer in buffers:
+        assert buffer == content[start : start + len(buffer)]
+    return reads
+
+
+def test_a_block_that_several_tensors_share_is_read_once(tmp_path: Path) -> None:
+    assert reads_of(tmp_path, [(130, 10), (150, 20), (170, 22), (256, 10)]) == [
+        (128, 64),
+        (256, 64),
+    ]
+
+
+def test_what_goes_over_a_block_s_end_is_one_read_of_whole_blocks(tmp_path: Path) -> None:
+    assert reads_of(tmp_path, [(130, 100), (230, 28), (258, 10)]) == [(128, 192)]
+
+
+def test_the_last_block_is_as_short_as_the_file(tmp_path: Path) -> None:
+    size = 4096 + 804
+    start = (size - 100) // BLOCK * BLOCK
+    assert reads_of(tmp_path, [(size - 100, 90)]) == [(start, size - start)]
 
 
 @given(data=st.binary(max_size=2000), order=st.randoms(use_true_random=False))
