@@ -121,7 +121,7 @@ class Place:
             "cases": cases,
             "cold": self._options.cold,
         }
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world)}
         ranks = [
             subprocess.Popen(
                 [sys.executable, HERE / script, json.dumps(order | {"rank": rank})],

@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
+from elasticzero.checkpoint.dtypes import byte_view
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
 from elasticzero.checkpoint.persist import persist
 from elasticzero.checkpoint.plan import plan
-from elasticzero.checkpoint.reader import Target, byte_view, open_step
+from elasticzero.checkpoint.reader import Target, open_step
 from elasticzero.checkpoint.shards import open_shard
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import open_directory

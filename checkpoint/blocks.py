@@ -23,7 +23,7 @@ from elasticzero.errors import CheckpointDamaged, StorageError
 BLOCK_BYTES = 256 << 10
 READ_BYTES = 8 << 20
 """Read in one go and then checked, while the processor's cache still has it."""
-PASS_BYTES = 2 * BLOCK_BYTES
+_PASS_BYTES = 2 * BLOCK_BYTES
 """Checksummed and handed on at a time: a core's own cache has it yet when it is written."""
 MOST_VIEWS = 512
 """Buffers that one read fills; Linux takes 1024."""
@@ -46,8 +46,8 @@ class BlockSums:
         """The same bytes, each taken into the checksums just before it is handed on."""
         for chunk in chunks:
             view = memoryview(chunk)
-            for start in range(0, len(view), PASS_BYTES):
-                part = view[start : start + PASS_BYTES]
+            for start in range(0, len(view), _PASS_BYTES):
+                part = view[start : start + _PASS_BYTES]
                 self._add(part)
                 yield part
 
@@ -174,16 +174,13 @@ class BlockReader:
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
                 "use another step"
             )
-        self._margins = memoryview(b"")
-        self._scratch = memoryview(b"")
-        self._scratch_block = -1
+        self._rooms = self._kept = memoryview(b"")
+        self._kept_from = 0
 
     def twin(self) -> BlockReader:
-        """Another reader of the file, for another thread: it keeps a block of its own."""
+        """Another reader of the file, for another thread: it keeps blocks of its own."""
         twin = copy.copy(self)
-        twin._margins = memoryview(b"")
-        twin._scratch = memoryview(b"")
-        twin._scratch_block = -1
+        twin._rooms = twin._kept = memoryview(b"")
         return twin
 
     @property
@@ -203,48 +200,63 @@ class BlockReader:
         """Fill each buffer from its byte of the file on; best in the file's order.
 
         What follows without a gap is read in one go, straight into place, with the rest of its
-        first and last block beside it. Pieces that lie within one block come by way of that block,
-        which is kept. Raises `CheckpointDamaged`.
+        first and last block beside it. The last block's rest is kept, and so is a block that a
+        stretch lies within: what comes next in it is not read again. Raises `CheckpointDamaged`.
         """
         for start, views in _stretches(pieces):
             stop = start + sum(map(len, views))
-            if start // self._sums.block_bytes == (stop - 1) // self._sums.block_bytes:
-                self._fill_kept(start, views)
+            rest = Views(views)
+            start = self._take_kept(start, stop, rest)
+            if start == stop:
+                continue
+            if start // self._sums.block_bytes < (stop - 1) // self._sums.block_bytes:
+                self._fill_straight(start, stop, rest.rest())
             else:
-                self._fill_straight(start, stop, views)
+                self._keep(start // self._sums.block_bytes)
+                self._take_kept(start, stop, rest)
+
+    def _take_kept(self, start: int, stop: int, rest: Views) -> int:
+        """Fill from what is kept, as far as that goes; returns where."""
+        within = start - self._kept_from
+        if not 0 <= within < len(self._kept):
+            return start
+        stop = min(stop, self._kept_from + len(self._kept))
+        for view in rest.take(stop - start):
+            view[:] = self._kept[within : within + len(view)]
+            within += len(view)
+        return stop
 
     def _fill_straight(self, start: int, stop: int, views: list[memoryview]) -> None:
-        """Bytes of several blocks: all of the blocks are read, what is not wanted into margins."""
+        """Bytes of several blocks."""
         block_bytes = self._sums.block_bytes
         before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
-        margins = self._margins
-        if len(margins) < before + after:
-            margins = self._margins = memoryview(bytearray(2 * block_bytes))
-        rest = Views([margins[:before], *views, margins[before : before + after]])
+        self._kept = memoryview(b"")
+        kept = self._room(1)[:after]
+        whole = Views([self._room(0)[:before], *views, kept])
         for at in range(start - before, stop + after, READ_BYTES):
             size = min(READ_BYTES, stop + after - at)
-            part = rest.take(size)
+            part = whole.take(size)
             self._fill(at, *part)
             unchecked = Views(part)
             for block in range(at, at + size, block_bytes):
-                self._check(
-                    block // block_bytes, *unchecked.take(min(block_bytes, at + size - block))
-                )
+                bytes_of_block = unchecked.take(min(block_bytes, at + size - block))
+                self._check(block // block_bytes, *bytes_of_block)
+        self._kept_from, self._kept = stop, kept
 
-    def _fill_kept(self, start: int, views: list[memoryview]) -> None:
-        """Bytes of one block."""
-        block, within = divmod(start, self._sums.block_bytes)
-        kept = self._block(block)
-        for view in views:
-            view[:] = kept[within : within + len(view)]
-            within += len(view)
+    def _keep(self, block: int) -> None:
+        """One whole block, verified."""
+        self._kept = memoryview(b"")
+        start, view = self._window(block)
+        self._fill(start, view)
+        self._check(block, view)
+        self._kept_from, self._kept = start, view
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
         """Read every block, and give the byte range of each stretch of bad ones."""
         bad: tuple[int, int] | None = None
+        self._kept = memoryview(b"")
         for block in range(len(self._sums.blocks)):
             start, view = self._window(block)
-            self._scratch_block = -1
             if self._read_whole(start, view) and self._vouched(block, view):
                 continue
             stop = start + len(view)
@@ -259,21 +271,17 @@ class BlockReader:
         if (actual := self._storage.size(self._name)) > self.size:
             yield (self.size, actual)
 
-    def _block(self, block: int) -> memoryview:
-        """One verified block, kept until the next: small tensors that share it cost one read."""
-        start, view = self._window(block)
-        if block != self._scratch_block:
-            self._scratch_block = -1
-            self._fill(start, view)
-            self._check(block, view)
-            self._scratch_block = block
-        return view
-
     def _window(self, block: int) -> tuple[int, memoryview]:
-        if not self._scratch:
-            self._scratch = memoryview(bytearray(min(self._sums.block_bytes, self.size)))
+        """(a block's first byte, room for it)."""
         start = block * self._sums.block_bytes
-        return start, self._scratch[: min(self._sums.block_bytes, self.size - start)]
+        return start, self._room(1)[: min(self._sums.block_bytes, self.size - start)]
+
+    def _room(self, number: int) -> memoryview:
+        """Room for a block: 0 for what nobody wants, 1 for what is kept."""
+        size = min(self._sums.block_bytes, self.size)
+        if not self._rooms:
+            self._rooms = memoryview(bytearray(2 * size))
+        return self._rooms[number * size :][:size]
 
     def _fill(self, start: int, *views: memoryview) -> None:
         if not self._read_whole(start, *views):

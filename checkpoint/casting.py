@@ -48,7 +48,7 @@ class CastSource:
             return
         import torch
 
-        from elasticzero.checkpoint.reader import byte_view, torch_dtype
+        from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
 
         for chunk in self._inner.chunks(name, span):
             values = torch.frombuffer(chunk, dtype=torch_dtype(old))

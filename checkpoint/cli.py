@@ -151,7 +151,7 @@ def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> No
     command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     if workers:
         command.add_argument(
-            "--workers", type=int, metavar="N", help="threads (default: one a core)"
+            "--workers", type=int, metavar="N", help="threads (default: two a core, at most 8)"
         )
 
 

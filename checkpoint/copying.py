@@ -29,6 +29,9 @@ DEFAULT_BUFFER_BYTES = 64 << 20
 LEAST_BUFFER_BYTES = 4 << 20
 """What one worker needs."""
 _MOST_WORKERS = 8
+_WORKERS_PER_CORE = 2
+"""A rank's file is one job: with as many workers as cores, all but one core would often be idle
+while the last file is written; and on a disk a worker waits most of the time."""
 _PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
 """What a writer calls a file until it is whole."""
 
@@ -43,7 +46,7 @@ class Effort:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """For all workers together."""
     workers: int | None = None
-    """Threads; None: one for each core, at most 8."""
+    """Threads; None: two for each core, at most 8."""
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -56,7 +59,8 @@ class Effort:
 
     def lanes(self, jobs: int) -> int:
         """How many threads to use for so many jobs."""
-        wanted = self.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
         return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import CastSource, cast_specs
 from elasticzero.checkpoint.copying import Effort, new_directory, run_jobs
+from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.huggingface import (
     Exported,
     aliases_of,
@@ -26,7 +27,6 @@ from elasticzero.checkpoint.huggingface import (
     model_specs,
 )
 from elasticzero.checkpoint.manifest import Manifest, TensorSpec
-from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.standalone import TREE
 from elasticzero.checkpoint.storage import Readable, explain

@@ -25,9 +25,9 @@ from elasticzero.checkpoint.dcp_metadata import (
     StoredTensor,
     read_contents,
 )
+from elasticzero.checkpoint.dtypes import byte_view, spec_of, torch_dtype
 from elasticzero.checkpoint.huggingface import check_foreign
 from elasticzero.checkpoint.manifest import TensorSpec
-from elasticzero.checkpoint.reader import byte_view, spec_of, torch_dtype
 from elasticzero.checkpoint.reshard import Foreign
 from elasticzero.checkpoint.source import MODEL_PREFIX
 from elasticzero.checkpoint.standalone import TREE

@@ -10,11 +10,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elasticzero.checkpoint.storage import Bytes, Views, explain, holds
-from elasticzero.checkpoint.syscalls import NOT_TO_BE_HAD, rename_new, reserve, start_writeback
+from elasticzero.checkpoint.syscalls import (
+    NOT_TO_BE_HAD,
+    rename_new,
+    reserve,
+    set_direct,
+    start_writeback,
+)
 from elasticzero.errors import StorageError
 
 _SMALL_BYTES = 256 << 10
 """Chunks below this are put together before they are written."""
+_PAGE_BYTES = 4096
+"""What direct writes are multiples of; no device has larger sectors."""
 _WRITEBACK_BYTES = 8 << 20
 """The disk begins with each so many bytes at once, not only at the fsync: of 512 MiB on one NVMe
 disk that took 0.15 s instead of 0.26 s."""
@@ -55,9 +63,11 @@ class DiskStorage:
             finally:
                 os.close(fd)
 
-    def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
         with self._complaining("write", name), self._staged(name) as staged:
-            self._write_file(staged, chunks, size)
+            self._write_file(staged, chunks, size, cached=cached)
             os.replace(staged, self.path / name)
             self._sync_directory()
 
@@ -93,14 +103,19 @@ class DiskStorage:
             with suppress(OSError):
                 os.unlink(staged)
 
-    def _write_file(self, path: Path, chunks: Iterable[Bytes], size: int | None) -> None:
+    def _write_file(
+        self, path: Path, chunks: Iterable[Bytes], size: int | None, *, cached: bool = True
+    ) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(path, flags, 0o666)
         try:
             if size:
                 reserve(fd, size)
+            rest = iter(chunks)
             done = started = 0
-            for chunk in _joined(chunks):
+            if self._durable and not cached:
+                done = started = _write_direct(fd, rest)
+            for chunk in _joined(rest):
                 done += _write_all(fd, chunk)
                 if self._durable and done - started >= _WRITEBACK_BYTES:
                     start_writeback(fd, started, done - started)
@@ -186,6 +201,29 @@ def _write_all(fd: int, view: memoryview) -> int:
     done = 0
     while done < len(view):
         done += os.write(fd, view[done:])
+    return done
+
+
+def _write_direct(fd: int, chunks: Iterator[Bytes]) -> int:
+    """Write chunks past the page cache, up to the first that is not whole pages or that the file
+    system does not take so; that one is written all the same. Returns how many bytes."""
+    if not set_direct(fd, True):
+        return 0
+    done = 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        whole = len(view) // _PAGE_BYTES * _PAGE_BYTES
+        try:
+            written = _write_all(fd, view[:whole])
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            written = os.lseek(fd, 0, os.SEEK_CUR) - done
+        done += written
+        if written < len(view):
+            set_direct(fd, False)
+            return done + _write_all(fd, view[written:])
+    set_direct(fd, False)
     return done
 
 

@@ -129,7 +129,9 @@ class ObjectStorage:
                 break
         return done
 
-    def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
         remote, path = self._remote, self._path(name)
         with self._complaining("write", name, or_missing=True):
             if remote.speaks(frozenset({"s3", "s3a"})):

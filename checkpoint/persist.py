@@ -34,7 +34,8 @@ def persist(
         storage = commit.prepare(directory, shard.step)
         size = len(held.data) if replacing or not commit.stands(storage) else 0
         if size:
-            storage.write(name, held.parts(sealed=store.sealed(shard)), size=size)
+            parts = held.parts(sealed=store.sealed(shard))
+            storage.write(name, parts, size=size, cached=False)
     sealed = seal()
     if size:
         storage.write(name + SUMS_SUFFIX, [sealed.sums])

@@ -2,84 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.blocks import BLOCK_BYTES
-from elasticzero.checkpoint.manifest import (
-    Manifest,
-    TensorSpec,
-    itemsize,
-    snapshot_manifest_name,
-)
-from elasticzero.checkpoint.plan import Copy, plan
+from elasticzero.checkpoint.dtypes import torch_dtype
+from elasticzero.checkpoint.lanes import LANES, read_all
+from elasticzero.checkpoint.manifest import Manifest, TensorSpec, snapshot_manifest_name
+from elasticzero.checkpoint.parts import PART_BYTES, Fill, Lane, Part, cut, fill_all
+from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.shards import ShardReader, open_shard
 from elasticzero.checkpoint.storage import Readable
-from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError
 from elasticzero.spans import Span
 
-LANES = 4
-"""Parts of shards read at the same time, each by a thread."""
-PART_BYTES = 16 << 20
-"""About what a lane reads in one go."""
-STAGING_BYTES = 8 << 20
-"""Size of a lane's host buffer, through which tensors that are not plain host memory are filled."""
 _OPEN_SHARDS = 16
 """Shards kept open at once."""
-
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-    "C64": "complex64",
-}
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    spelling: getattr(torch, name) for spelling, name in _TORCH_NAMES.items()
-}
-_SPELLINGS = {dtype: spelling for spelling, dtype in _TORCH_DTYPES.items()}
-
-
-def torch_dtype(spelling: str) -> torch.dtype:
-    """The dtype that safetensors spells so."""
-    return _TORCH_DTYPES[spelling]
-
-
-def spelling_of(dtype: torch.dtype) -> str:
-    """Safetensors' spelling of a dtype; `UserError` where it has none."""
-    if dtype not in _SPELLINGS:
-        raise UserError(f"a checkpoint cannot hold tensors of {dtype}: safetensors has none")
-    return _SPELLINGS[dtype]
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """A tensor's description (a DTensor's: of the whole); `UserError` for an unknown dtype."""
-    return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +78,15 @@ class Checkpoint:
         `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
         filled.
         """
-        by_rank: dict[int, list[_Fill]] = {}
+        by_rank: dict[int, list[Fill]] = {}
         size = 0
         for target in targets:
             self._fits(target)
             size += len(target.span) * target.tensor.element_size()
             for copy in plan(self.manifest.layout, {target.name: target.span}):
                 by_rank.setdefault(copy.rank, []).append((copy, target.tensor))
-        work = _Work(self._parts(by_rank))
         lanes = min(LANES, -(-size // PART_BYTES))
-        if lanes <= 1:
-            self._read_parts(work)
-            return
-        with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-read") as pool:
-            try:
-                for lane in [pool.submit(self._read_parts, work) for _ in range(lanes)]:
-                    lane.result()
-            finally:
-                work.stop()
+        read_all(self._parts(by_rank), lambda: partial(self._read_part, Lane()), lanes)
 
     def _fits(self, target: Target) -> None:
         spec = self.manifest.layout.tensors.get(target.name)
@@ -172,27 +105,17 @@ class Checkpoint:
                 f"{target.tensor.numel()}"
             )
 
-    def _parts(self, by_rank: Mapping[int, list[_Fill]]) -> Iterator[_Part]:
+    def _parts(self, by_rank: Mapping[int, list[Fill]]) -> Iterator[Part]:
         for rank in sorted(by_rank):
-            for fills in _cut(self._shard(rank), by_rank[rank]):
-                yield _Part(rank, fills)
+            for fills in cut(self._shard(rank), by_rank[rank]):
+                yield Part(rank, fills)
 
-    def _read_parts(self, work: _Work) -> None:
-        """One lane: part after part until none is left or another lane has failed."""
-        lane = _Lane()
-        try:
-            while (part := work.take()) is not None:
-                self._read_part(part, lane)
-        except BaseException:
-            work.stop()
-            raise
-
-    def _read_part(self, part: _Part, lane: _Lane) -> None:
+    def _read_part(self, lane: Lane, part: Part) -> None:
         """Fill from one rank's shard; from its next source when one fails on the way."""
         while True:
             shard = self._shard(part.rank)
             try:
-                count = _fill_all(lane.own(shard), part.fills, lane)
+                count = fill_all(lane.own(shard), part.fills, lane)
             except (StorageError, CheckpointDamaged):
                 if not self._give_up(part.rank, shard):
                     raise
@@ -229,142 +152,6 @@ class Checkpoint:
                 return False
             del self._ways[rank][0]
             return True
-
-
-_Fill = tuple[Copy, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one lane reads in one go: bytes of one shard, front to back."""
-
-    rank: int
-    fills: list[_Fill]
-
-
-class _Work:
-    """Parts to read, handed to several lanes."""
-
-    def __init__(self, parts: Iterator[_Part]) -> None:
-        self._parts = parts
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def take(self) -> _Part | None:
-        """The next part, or None when there is none or the work was stopped."""
-        with self._lock:
-            return None if self._stopped else next(self._parts, None)
-
-    def stop(self) -> None:
-        self._stopped = True
-
-
-class _Lane:
-    """What one thread keeps from part to part."""
-
-    def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
-        self._shard: ShardReader | None = None
-        self._twin: ShardReader | None = None
-
-    def own(self, shard: ShardReader) -> ShardReader:
-        """A reader of the shard that only this lane uses."""
-        if self._twin is None or self._shard is not shard:
-            self._shard, self._twin = shard, shard.twin()
-        return self._twin
-
-    def staging(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory, at most `STAGING_BYTES`."""
-        if self._buffer is None:
-            self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
-        return self._buffer[:size]
-
-
-def _cut(shard: ShardReader, fills: list[_Fill]) -> Iterator[list[_Fill]]:
-    """Parts of about `PART_BYTES` in the file's order, cut where a checksum block ends."""
-    part: list[_Fill] = []
-    size = 0
-    limit = sys.maxsize
-    for copy, tensor in sorted(fills, key=lambda fill: _first_byte(shard, fill[0])):
-        rest, width = copy, tensor.element_size()
-        while rest.span_in_shard:
-            start = _first_byte(shard, rest)
-            stop = start + len(rest.span_in_shard) * width
-            if limit == sys.maxsize and size + stop - start > PART_BYTES:
-                limit = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
-            if stop <= limit:
-                part.append((rest, tensor))
-                size += stop - start
-                break
-            head, rest = _split(rest, max(0, limit - start) // width)
-            if head.span_in_shard:
-                part.append((head, tensor))
-            yield part
-            part, size, limit = [], 0, sys.maxsize
-    if part:
-        yield part
-
-
-def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
-    """The first `count` elements of a copy, and the rest."""
-    tensor, shard = copy.span_in_tensor, copy.span_in_shard
-    head = replace(
-        copy,
-        span_in_tensor=Span(tensor.start, tensor.start + count),
-        span_in_shard=Span(shard.start, shard.start + count),
-    )
-    rest = replace(
-        copy,
-        span_in_tensor=Span(tensor.start + count, tensor.stop),
-        span_in_shard=Span(shard.start + count, shard.stop),
-        offset_in_wanted=copy.offset_in_wanted + count,
-    )
-    return head, rest
-
-
-def _fill_all(shard: ShardReader, fills: list[_Fill], lane: _Lane) -> int:
-    """Put every copy's elements in their place; returns their bytes."""
-    straight = []
-    size = 0
-    for copy, tensor in fills:
-        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
-        size += count * tensor.element_size()
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            part = tensor.detach().reshape(-1)[start : start + count]
-            straight.append((copy.name, copy.span_in_shard, byte_view(part)))
-        else:
-            _fill_staged(shard, copy, tensor, lane)
-    shard.fill(straight)
-    return size
-
-
-def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, lane: _Lane) -> None:
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
-    width = tensor.element_size()
-    size = STAGING_BYTES // width
-    start, count = copy.offset_in_wanted, len(copy.span_in_shard)
-    for done in range(0, count, size):
-        step = min(size, count - done)
-        staged = lane.staging(step * width)
-        at = copy.span_in_shard.start + done
-        shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
-        values = staged.view(tensor.dtype)
-        if flat is not None:
-            flat[start + done : start + done + step].copy_(values)
-        else:
-            _scatter(tensor.detach(), start + done, values)
-
-
-def _first_byte(shard: ShardReader, copy: Copy) -> int:
-    entry = shard.entries[copy.name]
-    return entry.start + copy.span_in_shard.start * itemsize(entry.dtype)
-
-
-def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Put values at row-major positions from `start` on of a tensor laid out in another order."""
-    positions = torch.arange(start, start + values.numel(), device=tensor.device)
-    where = torch.unravel_index(positions, tensor.shape)
-    tensor[where] = values.to(tensor.device)
 
 
 def open_step(storage: Readable) -> Checkpoint:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 from weakref import WeakValueDictionary
 
-from elasticzero.checkpoint.blocks import PASS_BYTES, SharedSums
+from elasticzero.checkpoint.blocks import SharedSums
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import (
@@ -41,6 +41,8 @@ from elasticzero.records import encode
 
 HELD = "held"
 """The folder of the links of those who read a shard while its snapshot may go."""
+_PART_BYTES = 8 << 20
+"""Copied at a time: what a disk takes past the page cache as fast as it can."""
 _SHARD_SUFFIX = ".safetensors"
 _GENERATION = re.compile(r"gen-(\d{1,18})")
 _RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
@@ -103,8 +105,8 @@ class HeldShard:
             self.sums.add(start, part)
 
     def _passes(self) -> Iterator[tuple[int, memoryview]]:
-        for start in range(0, len(self.data), PASS_BYTES):
-            yield start, self.data[start : start + PASS_BYTES]
+        for start in range(0, len(self.data), _PART_BYTES):
+            yield start, self.data[start : start + _PART_BYTES]
 
 
 class SnapshotStore:

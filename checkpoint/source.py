@@ -49,10 +49,10 @@ class CheckpointSource:
     """A checkpoint's tensors, every block verified by its checksum."""
 
     def __init__(self, storage: Readable, manifest: Manifest, buffer_bytes: int) -> None:
-        """`buffer_bytes`: shared by the data read at a time and by one block of each open shard."""
+        """`buffer_bytes`: for the data read at a time and for two blocks of each open shard."""
         self._layout = manifest.layout
         self._buffer = memoryview(bytearray(max(8, min(_LARGEST_READ_BYTES, buffer_bytes // 2))))
-        room = (buffer_bytes - len(self._buffer)) // BLOCK_BYTES
+        room = (buffer_bytes - len(self._buffer)) // (2 * BLOCK_BYTES)
 
         def opened(rank: int) -> ShardReader:
             return open_shard(storage, manifest, rank)

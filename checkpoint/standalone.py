@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elasticzero import spans
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.dtypes import spec_of, torch_dtype
 from elasticzero.checkpoint.manifest import (
     Group,
     Layout,
@@ -25,7 +26,7 @@ from elasticzero.checkpoint.manifest import (
     checked_step,
     step_directory,
 )
-from elasticzero.checkpoint.reader import Target, open_step, spec_of, torch_dtype
+from elasticzero.checkpoint.reader import Target, open_step
 from elasticzero.checkpoint.retention import tidy_by_hand
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint

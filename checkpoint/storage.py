@@ -38,11 +38,14 @@ class Readable(Protocol):
 class Storage(Readable, Protocol):
     """The files of one step, to read and write."""
 
-    def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
         """Create or replace the file; it has its name only once it is whole and durable.
 
         `size`: how many bytes `chunks` will give, where that is known. A chunk may be reused once
-        the next is asked for.
+        the next is asked for. `cached=False`: the file is not read soon, and need not go through
+        the page cache.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import sys
 from functools import cache
@@ -54,6 +55,19 @@ def start_writeback(fd: int, start: int, size: int) -> None:
     at, count = ctypes.c_int64(start), ctypes.c_int64(size)
     flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
     _try("sync_file_range", ctypes.c_int(fd), at, count, flags)
+
+
+def set_direct(fd: int, direct: bool) -> bool:
+    """Have a file's writes go past the page cache, or through it again; False where that is not to
+    be had."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in NOT_TO_BE_HAD:
+            raise
+        return False
+    return True
 
 
 def _is_memory(fd: int) -> bool:

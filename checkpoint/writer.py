@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.manifest import Manifest, ShardFile, TensorSpec, step_directory
-from elasticzero.checkpoint.reader import byte_view, torch_dtype
 from elasticzero.checkpoint.shards import shard_specs, write_shard
 from elasticzero.checkpoint.storage import Bytes, Directory, Storage, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError

@@ -8,10 +8,11 @@ import torch
 
 from elasticzero.channel import Assignment, Resume, Source
 from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.dtypes import spec_of as stored_spec_of
+from elasticzero.checkpoint.dtypes import torch_dtype
 from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.reader import Checkpoint, Target, open_snapshot, open_step, torch_dtype
-from elasticzero.checkpoint.reader import spec_of as stored_spec_of
+from elasticzero.checkpoint.reader import Checkpoint, Target, open_snapshot, open_step
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import Readable, open_directory
 from elasticzero.data import Position

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from elasticzero.checkpoint.dtypes import spelling_of
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.reader import spelling_of
 from elasticzero.checkpoint.writer import Piece
 from elasticzero.records import encode
 from elasticzero.spans import Span

@@ -18,8 +18,9 @@ import torch
 
 from elasticzero.checkpoint import verify
 from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.dtypes import torch_dtype
 from elasticzero.checkpoint.manifest import MANIFEST_NAME
-from elasticzero.checkpoint.reader import Checkpoint, Target, open_step, torch_dtype
+from elasticzero.checkpoint.reader import Checkpoint, Target, open_step
 from elasticzero.checkpoint.storage import Storage
 from elasticzero.spans import Span
 from tests.integration.scripts.save_until_killed import state

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.manifest import Layout, Manifest, TensorSpec, step_directory
-from elasticzero.checkpoint.reader import Target, byte_view, open_step, torch_dtype
+from elasticzero.checkpoint.reader import Target, open_step
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from tests.unit.checkpoint_cases import draft_of, elements, layouts
 

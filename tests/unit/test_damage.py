@@ -18,8 +18,8 @@ from elasticzero import checkpoint
 from elasticzero.checkpoint import commit, verify
 from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.dtypes import byte_view
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
-from elasticzero.checkpoint.reader import byte_view
 from elasticzero.errors import CheckpointDamaged, OperatorError, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 from tests.unit.damage_cases import forge_shard, header_of, sign, signed, with_header

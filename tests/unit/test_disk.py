@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from elasticzero.checkpoint import disk as disk_module
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.storage import open_directory, open_storage, read_small
+from elasticzero.checkpoint.syscalls import set_direct
 from elasticzero.errors import StorageError, UserError
 
 
@@ -79,6 +82,48 @@ def test_many_small_chunks_and_few_large_ones_come_in_their_order(tmp_path: Path
         disk = DiskStorage(tmp_path, durable=durable)
         disk.write("file", iter(chunks), size=sum(sizes))
         assert read_small(disk, "file", 1 << 30) == b"".join(chunks)
+
+
+def on_pages(content: bytes) -> memoryview:
+    """The same bytes, from the beginning of a page on."""
+    memory = memoryview(mmap.mmap(-1, len(content) + 1))
+    memory[: len(content)] = content
+    return memory[: len(content)].toreadonly()
+
+
+def takes_direct(path: Path) -> bool:
+    with (path / "probe").open("wb") as file:
+        return set_direct(file.fileno(), True)
+
+
+@pytest.mark.parametrize("taken", ["all", "until the fourth", "none"])
+@pytest.mark.parametrize("sizes", [[1 << 20, 8192, 4096, 5], [4096, 100, 8192, 300_000], [0, 7]])
+def test_what_need_not_be_cached_is_written_past_the_cache_as_far_as_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, sizes: list[int]
+) -> None:
+    """Whole pages from a page's beginning on, until a file system says no: it may do so late."""
+    really_write, direct = os.write, []
+
+    def write(fd: int, data: memoryview) -> int:
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and taken == "until the fourth":
+            if len(direct) == 3:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            data = data[:4096]
+        if len(data):
+            direct.append(is_direct)
+        return really_write(fd, data)
+
+    if taken == "none":
+        monkeypatch.setattr(disk_module, "set_direct", lambda *_: False)
+    monkeypatch.setattr(os, "write", write)
+    contents = [os.urandom(size) for size in sizes]
+    chunks = (on_pages(content) for content in contents)
+    DiskStorage(tmp_path).write("file", chunks, size=sum(sizes), cached=False)
+    assert (tmp_path / "file").read_bytes() == b"".join(contents)
+    if taken != "none" and takes_direct(tmp_path):
+        assert any(direct) == any(size >= 4096 for size in sizes)
+    assert direct[-1] is False, "what is no whole page goes through the cache"
 
 
 def test_a_full_disk_is_noticed_before_the_bytes_are_asked_for(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from elasticzero.checkpoint import commit, slots, verify
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.dtypes import torch_dtype
 from elasticzero.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -30,7 +31,6 @@ from elasticzero.checkpoint.manifest import (
     step_directory,
 )
 from elasticzero.checkpoint.persist import persist
-from elasticzero.checkpoint.reader import torch_dtype
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.shards import open_shard, shard_specs
 from elasticzero.checkpoint.snapshot import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore

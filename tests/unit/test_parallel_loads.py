@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint import reader
+from elasticzero.checkpoint import lanes, parts, reader
 from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
@@ -66,8 +68,10 @@ class Meeting:
 
 @pytest.fixture(autouse=True)
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(reader, "PART_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(reader, "STAGING_BYTES", 1 << 16)
+    for module in (parts, reader):
+        monkeypatch.setattr(module, "PART_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(parts, "STAGING_BYTES", 1 << 16)
+    monkeypatch.setattr(lanes, "spare_cores", lambda: 2)
     yield
     assert not [t.name for t in threading.enumerate() if "checkpoint-read" in t.name]
 
@@ -112,6 +116,42 @@ def test_every_element_arrives_whatever_the_parts(tmp_path: Path) -> None:
     assert as_bytes(part) == CONTENTS["half"][2 * 149_000 : 2 * 499_000]
     everything = sum(spec.nbytes for spec in SPECS.values())
     assert checkpoint.bytes_read == everything + turned.nbytes + part.nbytes
+
+
+class Slow:
+    """A storage that answers late; counts how many wait for it at the same time."""
+
+    def __init__(self, storage: Readable) -> None:
+        self.where, self.size = storage.where, storage.size
+        self.most = self._now = 0
+        self._storage = storage
+        self._lock = threading.Lock()
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(0.03)
+        with self._lock:
+            self._now -= 1
+        return self._storage.read_into(name, start, *buffers)
+
+
+def test_more_lanes_come_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "spare_cores", lambda: 1)
+    slow, tensors = Slow(step_in(tmp_path)), filled()
+    sources(slow).load(targets(tensors))
+    assert {name: as_bytes(t) for name, t in tensors.items()} == CONTENTS
+    assert 1 < slow.most <= lanes.LANES
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)])
+def test_the_cores_are_shared_by_the_node_s_ranks(
+    monkeypatch: pytest.MonkeyPatch, said: str, ranks: int
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert lanes.spare_cores() == max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def test_parts_of_one_shard_are_read_at_the_same_time(tmp_path: Path) -> None:

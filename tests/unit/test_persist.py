@@ -37,9 +37,16 @@ class Slow(DiskDirectory):
         first = self._first
 
         class Storage(DiskStorage):
-            def write(self, name: str, chunks: Iterable[Bytes], *, size: int | None = None) -> None:
+            def write(
+                self,
+                name: str,
+                chunks: Iterable[Bytes],
+                *,
+                size: int | None = None,
+                cached: bool = True,
+            ) -> None:
                 first()
-                super().write(name, chunks, size=size)
+                super().write(name, chunks, size=size, cached=cached)
 
         return Storage(super().make(name).path)
 

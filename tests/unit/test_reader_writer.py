@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint import reader
+from elasticzero.checkpoint import parts
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.dtypes import byte_view, spec_of, torch_dtype
 from elasticzero.checkpoint.manifest import (
     ITEM_BYTES,
     Group,
@@ -28,15 +29,7 @@ from elasticzero.checkpoint.manifest import (
     snapshot_manifest_name,
     step_directory,
 )
-from elasticzero.checkpoint.reader import (
-    Checkpoint,
-    Target,
-    byte_view,
-    open_snapshot,
-    open_step,
-    spec_of,
-    torch_dtype,
-)
+from elasticzero.checkpoint.reader import Checkpoint, Target, open_snapshot, open_step
 from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
@@ -188,7 +181,7 @@ def test_a_target_not_in_plain_memory_is_filled_through_the_staging_buffer(
     draft = draft_of(simple_layout(numel=1000))
     whole = tensors_of(dict(draft.layout.tensors))
     checkpoint = open_step(DiskStorage(write_all(tmp_path, draft, whole)))
-    monkeypatch.setattr(reader, "STAGING_BYTES", 64)
+    monkeypatch.setattr(parts, "STAGING_BYTES", 64)
     matrix = torch.zeros(10, 100, dtype=torch.float64).t()
     checkpoint.read("model/w", Span(0, 1000), matrix)
     assert torch.equal(matrix.reshape(-1), whole["model/w"].reshape(-1))

@@ -14,8 +14,8 @@ import torch
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.dtypes import spec_of
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, step_directory
-from elasticzero.checkpoint.reader import spec_of
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
 from elasticzero.errors import ElasticZeroError, StorageError

@@ -1,0 +1,91 @@
+"""A load's threads: as many as have a core, and more while they wait for a disk or a network."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+LANES = 4
+"""Parts read at the same time at most, each by a thread."""
+_WAITING = 0.5
+"""The part of its time that a lane spends waiting for the bytes when one more is worth it."""
+
+P = TypeVar("P")
+
+
+def spare_cores() -> int:
+    """Cores for each rank of this node (`LOCAL_WORLD_SIZE`, as launchers set it), at least one."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(said) if said.isdecimal() else 1
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
+
+
+def read_all(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
+    """Read every part once.
+
+    `begin`: called once in each lane; gives what that lane does with a part. `most`: lanes at most.
+    The first error ends all lanes at their next part, and is raised.
+    """
+    if most <= 1:
+        read = begin()
+        for part in parts:
+            read(part)
+        return
+    with ThreadPoolExecutor(most, thread_name_prefix="checkpoint-read") as pool:
+        lanes = _Lanes(parts, begin, most, pool)
+        try:
+            for _ in range(min(most, spare_cores())):
+                lanes.more()
+            for lane in lanes.running:  # which grows meanwhile
+                lane.result()
+        finally:
+            lanes.stop()
+
+
+class _Lanes(Generic[P]):
+    def __init__(
+        self,
+        parts: Iterator[P],
+        begin: Callable[[], Callable[[P], None]],
+        most: int,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.running: list[Future[None]] = []
+        self._parts = parts
+        self._begin = begin
+        self._most = most
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def more(self) -> None:
+        """One more lane, if that may be."""
+        with self._lock:
+            if len(self.running) < self._most and not self._stopped:
+                self.running.append(self._pool.submit(self._run))
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+
+    def _run(self) -> None:
+        """Part after part until none is left or another lane has failed."""
+        try:
+            read = self._begin()
+            while (part := self._take()) is not None:
+                began_s, worked_s = time.perf_counter(), time.thread_time()
+                read(part)
+                took_s, worked_s = time.perf_counter() - began_s, time.thread_time() - worked_s
+                if took_s - worked_s > _WAITING * took_s:
+                    self.more()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _take(self) -> P | None:
+        with self._lock:
+            return None if self._stopped else next(self._parts, None)
