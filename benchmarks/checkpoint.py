@@ -80,12 +80,13 @@ class Place:
         return Memory(**found)
 
     def profiles(self) -> list[Profile]:
-        """Where the time of a load goes, at the world that writes and at another."""
+        """Where the time goes, at the world that writes and at another."""
         found = [
             self._launch(world, ["profile"], script="checkpoint_profile.py")
             for world in (RANKS, MORE_RANKS)
         ]
-        return [Profile(**row) for rows in found for row in rows]
+        about = {"place": self.where, "state_bytes": self.size}
+        return [Profile(**about | row) for rows in found for row in rows]
 
     def _ranks(self, world: int, case: str) -> Iterator[Row]:
         """One case, in processes of its own: what a peer keeps in memory harms no other."""
@@ -217,7 +218,7 @@ def main() -> None:
                 if "memory" in options.cases and not memory:
                     memory = [place.memory(what) for what in MEMORY]
                 if "profile" in options.cases:
-                    profiles = place.profiles()
+                    profiles += place.profiles()
     report = Report(
         command=" ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
         rounds=options.rounds,

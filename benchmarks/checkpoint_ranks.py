@@ -173,7 +173,7 @@ class Rank:
 
         @contextmanager
         def ours() -> Iterator[Work]:
-            with self.slots() as writer:
+            with self.used_slots() as writer:
                 yield lambda: writer.write(self.draft, self.order.rank, self.pieces(), ())
 
         @contextmanager
@@ -215,11 +215,7 @@ class Rank:
                 if order.rank == 0:
                     commit.commit(commit.prepare(directory, STEP), self.draft, wait_s=600.0)
 
-            with self.slots() as writer:
-                for before in (STEP + 1, STEP + 2):  # in each slot one, as in a run that goes on
-                    writer.write(replace(self.draft, step=before), order.rank, self.pieces(), ())
-                    store.seal(replace(shard, step=before))
-                    dist.barrier()
+            with self.used_slots() as writer:
                 writer.write(self.draft, order.rank, self.pieces(), ())
                 yield save
             self.fresh("ours")
@@ -332,10 +328,14 @@ class Rank:
         return lambda: write_checkpoint(directory, self.draft, rank, self.pieces(), terms)
 
     @contextmanager
-    def slots(self) -> Iterator[SnapshotWriter]:
-        """A snapshot writer whose memory is warm."""
-        writer = SnapshotWriter(self.shared, self.order.rank)
+    def used_slots(self) -> Iterator[SnapshotWriter]:
+        """A snapshot writer that has filled each of its slots once, as in a run that goes on."""
+        writer, store = SnapshotWriter(self.shared, self.order.rank), SnapshotStore(self.shared)
         writer.reserve(self.bytes + (1 << 20))
+        for step in (STEP + 1, STEP + 2):
+            writer.write(replace(self.draft, step=step), self.order.rank, self.pieces(), ())
+            store.seal(ShardName(self.draft.generation, step, self.order.rank, self.order.world))
+            dist.barrier()
         yield writer
         writer.close()
         shutil.rmtree(self.shared)

@@ -154,7 +154,6 @@ class Report:
     memory: list[Memory]
     plans: list[Growth]
     profiles: list[Profile]
-    """Of the last place."""
 
     def __str__(self) -> str:
         tables = [
@@ -162,7 +161,7 @@ class Report:
             self.rows and table(self.rows),
             self.memory and memory_table(self.memory),
             self.plans and growth_table(self.plans),
-            self.profiles and profile_table(self.profiles),
+            self.profiles and profile_table(self.profiles, in_words),
         ]
         return "\n\n".join(text for text in tables if text)
 

@@ -97,6 +97,10 @@ def run_jobs(jobs: Sequence[Job], open_source: OpenSource, effort: Effort) -> No
     def run(job: Job) -> None:
         job(_Watched(open_source(effort.buffer_bytes // lanes), effort.progress, stop))
 
+    if lanes == 1:
+        for job in jobs:
+            run(job)
+        return
     with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-copy") as pool:
         running = [pool.submit(run, job) for job in jobs]
         try:
