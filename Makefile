@@ -22,7 +22,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 mi
 	$(RUN) examples/demo.py
 
 test: $(READY) tools ## every test but the long random ones
-	timeout --foreground --kill-after=10 1500 $(RUN) -m pytest -ra -q -n 2 --dist loadfile
+	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q -n 2 --dist loadfile
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(RUN) -m ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,13 @@ from tests.integration.clusters import (
 )
 from tests.integration.reference import order_of_samples, steps_in
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+def drawn(*strategies: str) -> list[Any]:
+    """All strategies, these of them in `make test`, the others in `make chaos`."""
+    return [
+        pytest.param(name, marks=[] if name in strategies else [pytest.mark.chaos])
+        for name in ("ddp", "zero1", "zero2", "zero3")
+    ]
 
 
 def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:
@@ -47,7 +54,7 @@ def check_samples(lineage: Lineage, directory: Path, *, epochs: int = 3) -> None
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", drawn("zero1", "zero3"))
 def test_a_killed_node_changes_nothing(
     strategy: str, tmp_path: Path, job: str, reference: dict[str, Tensor]
 ) -> None:
@@ -72,7 +79,7 @@ def test_a_killed_node_changes_nothing(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", drawn("ddp", "zero2"))
 def test_a_drained_node_and_a_newcomer_cost_no_step(
     strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
 ) -> None:
