@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.secret import ETCD_PASSWORD, Secret
+from elasticzero.launcher.secret import ETCD_PASSWORD, Secret, read_secret
 
 KNOCK_S = 1.0
 """An endpoint that is asked why it is shut has so long to say."""
@@ -54,6 +55,22 @@ class Access:
     @property
     def names_certificates(self) -> bool:
         return self.cacert is not None or self.cert is not None
+
+
+def asked_for(
+    *,
+    cacert: str | None,
+    cert: str | None,
+    key: str | None,
+    user: str | None,
+    password_file: str | None,
+    environment: Mapping[str, str],
+) -> Access:
+    """What options ask for; a password in the environment alone asks for nothing. Raises
+    `UserError`."""
+    known = environment if user is not None else {}
+    password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, known)
+    return Access(cacert=cacert, cert=cert, key=key, user=user, password=password)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from elasticzero.checkpoint.retention import Keep
 from elasticzero.errors import UserError
-from elasticzero.launcher.etcd_access import Access, parse_endpoint, read_certificates
+from elasticzero.launcher.etcd_access import Access, asked_for, parse_endpoint, read_certificates
 from elasticzero.launcher.job_token import check_given
 from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN, Secret, read_secret
 
@@ -216,18 +216,13 @@ def endpoints_of(args: argparse.Namespace) -> list[str]:
 
 def check_access(args: argparse.Namespace) -> Access:
     """How etcd is approached; raises `UserError` where files, user or password are not in order."""
-    wanted = args.etcd_user is not None  # a password in the environment alone asks for nothing
-    access = Access(
+    access = asked_for(
         cacert=args.etcd_cacert,
         cert=args.etcd_cert,
         key=args.etcd_key,
         user=args.etcd_user,
-        password=read_secret(
-            "--etcd-password-file",
-            args.etcd_password_file,
-            ETCD_PASSWORD,
-            os.environ if wanted else {},
-        ),
+        password_file=args.etcd_password_file,
+        environment=os.environ,
     )
     endpoints = [parse_endpoint(text, access) for text in endpoints_of(args)]
     if not endpoints and access != Access():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RendezvousParameters,
     )
 
+    from elasticzero.launcher.etcd_access import Access
     from elasticzero.launcher.participant import NoPlace, Participant, Place
     from elasticzero.launcher.rounds import RoundLimits
 else:
@@ -31,6 +32,8 @@ else:
 DEFAULT_ETCD_PORT = 2379
 OPTIONS = ("join_timeout", "last_call_timeout", "close_timeout", "connect_timeout", "lease_ttl")
 """What --rdzv-conf may say, in seconds; the first three are torch's own names."""
+ACCESS = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
+"""What --rdzv-conf may say besides: files and a user, as `elasticzero run` takes them."""
 TORCHS_OWN = ("timeout", "read_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 """Options of torch's handlers that have no meaning here; torchrun always gives the first."""
 MEET_TIMEOUT_S = 60.0
@@ -55,14 +58,20 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elasticzero.launcher.etcd import EtcdStore
     from elasticzero.launcher.membership import reachable_address
     from elasticzero.launcher.participant import Participant, rendezvous_prefix
+    from elasticzero.launcher.secret import forget_secrets
 
     api.RendezvousHandler.register(Handler)
     limits = _limits(parameters)
     endpoints = _endpoints(parameters.endpoint)
     try:
-        store = EtcdStore(endpoints, rendezvous_prefix(parameters.run_id))
+        access = _access(parameters.config)
+    except UserError as error:
+        raise ValueError(f"--rdzv-conf: {error}") from None
+    try:
+        store = EtcdStore(endpoints, rendezvous_prefix(parameters.run_id), access=access)
     except UserError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from None
+    forget_secrets(os.environ)
     host = parameters.local_addr or reachable_address(endpoints[0].rpartition("://")[2])
     say = get_logger(__name__).info
     participant = Participant(store, ",".join(endpoints), host, limits, say)
@@ -82,13 +91,23 @@ def _endpoints(text: str) -> list[str]:
     return with_port
 
 
+def _access(given: Mapping[str, Any]) -> Access:
+    """How etcd is approached; raises `UserError`."""
+    from elasticzero.launcher.etcd_access import asked_for
+
+    values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
+    return asked_for(**values, environment=os.environ)
+
+
 def _limits(parameters: RendezvousParameters) -> RoundLimits:
     from elasticzero.launcher.rounds import RoundLimits
 
     given: Mapping[str, Any] = parameters.config
-    unknown = sorted(set(given) - {*OPTIONS, *TORCHS_OWN})
+    unknown = sorted(set(given) - {*OPTIONS, *ACCESS, *TORCHS_OWN})
     if unknown:
-        raise ValueError(f"--rdzv-conf {unknown[0]}: unknown; there are {', '.join(OPTIONS)}")
+        raise ValueError(
+            f"--rdzv-conf {unknown[0]}: unknown; there are {', '.join(OPTIONS + ACCESS)}"
+        )
     seconds = {}
     for option in OPTIONS:
         if option in given:

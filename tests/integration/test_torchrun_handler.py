@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
 from elasticzero.launcher.participant import rendezvous_prefix
+from tests.integration.certificates import LOOPBACK, Authority
+from tests.integration.etcd_members import Members, Tls
 
 PATIENCE_S = 60.0
 TTL_S = 2
@@ -254,12 +257,40 @@ def test_documents_that_make_no_sense_are_an_error_of_state(nodes: Nodes) -> Non
         ("host:1", {"join_timeuot": 1}, "join_timeuot: unknown; there are join_timeout"),
         ("host:1", {"join_timeout": "soon"}, "join_timeout=soon: seconds"),
         ("host:1", {"lease_ttl": "1"}, "lease_ttl=1: etcd grants"),
+        ("host:1", {"etcd_user": "trainer"}, "--rdzv-conf: --etcd-user trainer needs a password"),
+        ("https://host:1", {"etcd_cacert": "nowhere.pem"}, "--etcd-cacert nowhere.pem: No such"),
     ],
 )
 def test_parameters_that_cannot_be_meant(endpoint: str, conf: dict[str, Any], says: str) -> None:
     parameters = RendezvousParameters("elasticzero", endpoint, "id", 1, 1, **conf)
     with pytest.raises(ValueError, match=says):
         get_rendezvous_handler(parameters)
+
+
+@pytest.mark.timeout(90)
+def test_two_nodes_meet_behind_tls_with_a_user(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "pems", "ours")
+    server, client = authority.sign("etcd", LOOPBACK), authority.sign("agent")
+    tls = Tls(cert=server.cert, key=server.key, ca=authority.cert, clients=True)
+    (tmp_path / "password").write_text("the-users-password")
+    conf = {
+        "etcd_cacert": str(authority.cert),
+        "etcd_cert": str(client.cert),
+        "etcd_key": str(client.key),
+        "etcd_user": "trainer",
+        "etcd_password_file": str(tmp_path / "password"),
+        "last_call_timeout": PATIENCE_S,
+    }
+    with (
+        Members(tmp_path / "etcd", tls=tls, options={"bcrypt-cost": "4"}) as etcd,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        etcd.enable_users("trainer", "the-users-password")
+        nodes = Nodes(etcd.endpoints, pool)
+        a, b = nodes.new((1, 2), **conf), nodes.new((1, 2), **conf)
+        assert sorted(ranks(nodes.together(a, b))) == [0, 1]
+        for handler in (a, b):
+            handler.shutdown()
 
 
 def test_an_outage_of_etcd_longer_than_the_leases_disturbs_nobody() -> None:
