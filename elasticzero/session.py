@@ -158,7 +158,8 @@ class Session:
             raise UserError("session.restore was called twice")
         self._link.check()
         began_s, connected_s = time.monotonic(), self._connected_s
-        copy, bytes_read = at.restore()
+        with self._link.leaving_at_once():
+            copy, bytes_read = at.restore()
         self._step, self._position, self._clean = copy.step, copy.position, True
         self._link.send(
             Restored(

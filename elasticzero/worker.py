@@ -1,6 +1,8 @@
 """A worker's side of its agent: messages, the end of a generation, and the stop protocol.
 
 Rules of the end of a generation, whatever its cause:
+ S0  A worker that is told to stop while it connects or restores has nothing to hand over: it exits
+     at once, for what it reads from may be gone and never answer.
  S1  An exception, of this rank or through a peer: first shut the group's sockets, so that the
      peers notice at once; then say `Failed`, and whose fault it is. A boundary with a raised flag
      needs neither.
@@ -124,6 +126,16 @@ class AgentLink:
         self._shut = shut
         if self.aborted is not None:
             shut()
+
+    @contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """A section in which an `Abort` ends the process: S0."""
+        before = self._shut
+        self.on_abort(lambda: leave(ExitCode.LEFT))
+        try:
+            yield
+        finally:
+            self.on_abort(before)
 
     def check(self) -> None:
         """Raise `GenerationEnded` when the agent has ended the generation."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +26,11 @@ from elasticzero.channel import (
     Request,
     Restored,
     Resume,
+    Source,
     Stopping,
 )
 from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.errors import ExitCode
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.training_exact import SAMPLES
 from tests.integration.training_harness import Pool, Running
@@ -172,6 +176,21 @@ def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(pool: Pool, tmp_pa
     assert all(w.all(Stopping) for w in others)
     os.kill(stopped.pid, signal.SIGKILL)
     running.until(running.ended)
+
+
+def test_a_restore_from_a_node_that_never_answers_ends_when_the_agent_says_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        sources = (Source(rank=0, node="gone", address=address),)
+        resume = Resume(tier="ram", step=4, generation=1, sources=sources)
+        running = start(pool, tmp_path, 1, {"strategy": "ddp"}, generation=2, resume=resume)
+        running.until(lambda: bool(select.select([silent], [], [], 0)[0]))
+        running.workers[0].channel.send(Abort(reason="the lease of gone lapsed"))
+        running.until(running.ended, 8.0)  # what it reads from would be waited for longer
+    assert running.workers[0].exit_code == ExitCode.LEFT, running.logs()
+    assert not running.workers[0].all(Failed), running.logs()
 
 
 def test_an_error_of_the_script_is_its_own_and_the_state_is_kept(
