@@ -28,6 +28,8 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 REGRESSION = SCRIPTS / "regression.py"
 PATIENCE_S = 90.0
 """A generous deadline: what has not happened by then is taken not to happen."""
+PROCESSES_EVERY_S = 0.25
+"""So often a story looks which processes there are; it reads hundreds of files for that."""
 
 
 def elasticzero(*words: str) -> list[str]:
@@ -41,9 +43,13 @@ class Story:
     cluster: Cluster
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     pids: set[int] = field(default_factory=set)
+    _pids_s: float = 0.0
 
     def look(self) -> None:
         self.told += self.cluster.events()
+        if time.monotonic() - self._pids_s < PROCESSES_EVERY_S:
+            return
+        self._pids_s = time.monotonic()
         for node in self.cluster.running():
             self.pids |= {node.process.pid, *descendants(node.process.pid)}
 
