@@ -10,6 +10,8 @@ import errno
 import json
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +39,70 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+class Holds:
+    """Places where ranks wait while a tester wants them to: a file in `directory` that is named
+    after the place and the generation lists the ranks."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+
+    def wait(self, place: str, generation: int, rank: int) -> None:
+        """Say that this rank is there, by a file of its own, and stay as long as it is held."""
+        if self._directory is None or not (hold := self._hold(place, generation)):
+            return
+        (self._directory / f"{place}-{generation}-at-{rank}").touch()
+        while str(rank) in hold:
+            time.sleep(0.01)
+            hold = self._hold(place, generation)
+
+    def pause(self, pause_s: float) -> float:
+        """Seconds that a step is to be slowed by: what the file `pause` says, if it is there."""
+        if self._directory is None:
+            return pause_s
+        try:
+            return float((self._directory / "pause").read_text())
+        except FileNotFoundError:
+            return pause_s
+
+    def _hold(self, place: str, generation: int) -> list[str]:
+        assert self._directory is not None
+        try:
+            return (self._directory / f"{place}-{generation}").read_text().split()
+        except FileNotFoundError:
+            return []
+
+
+class Waiting:
+    """A tracked object without state: waits in the middle of a restore, and at the boundaries where
+    a checkpoint is due."""
+
+    def __init__(self, session: ez.Session, holds: Holds, save_every: int) -> None:
+        self._session, self._holds, self._save_every = session, holds, save_every
+
+    def state_dict(self) -> dict[str, Any]:
+        step = self._session.step_count
+        if step and self._save_every and step % self._save_every == 0:
+            self._wait("save")
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        self._wait("restore")
+
+    def _wait(self, place: str) -> None:
+        self._holds.wait(place, self._session.generation, self._session.rank)
+
+
 def train(session: ez.Session, options: argparse.Namespace) -> None:
+    holds = Holds(options.holds)
     model, optimizer = session.prepare(
         network(options.hidden),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
     scheduler = session.track("scheduler", schedule)
+    if options.holds:
+        session.track("waiting", Waiting(session, holds, options.save_every))
+    holds.wait("build", session.generation, session.rank)
     session.restore()
     seen = -1
     for x, y in session.batches(
@@ -58,7 +117,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             place = {"generation": session.generation, "step": seen + 1}
             trace = {**place, "samples": list(session.batch_indices)}
             print(json.dumps({"trace": trace}), flush=True)
-            time.sleep(options.pause)
+            time.sleep(holds.pause(options.pause))
+            holds.wait("step", session.generation, session.rank)
             if options.long_step == seen + 1 and session.generation == 1:
                 time.sleep(options.long)
             if options.fail_at == seen + 1 and session.rank == 0:
@@ -95,9 +155,13 @@ if __name__ == "__main__":
     parser.add_argument("--slow-start", type=float, default=0.0)
     parser.add_argument("--linger", type=float, default=0.0)
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--holds")
+    parser.add_argument("--save-every", type=int, default=0)
     chosen = parser.parse_args()
     time.sleep(chosen.slow_start)
     if chosen.no_memory:
         refuse_shared_memory()
+    generation = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    Holds(chosen.holds).wait("connect", generation, int(os.environ.get("RANK", "0")))
     ez.run(lambda session: train(session, chosen))
     time.sleep(chosen.linger if os.environ.get("RANK", "0") != "0" else 0.0)

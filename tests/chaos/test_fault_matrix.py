@@ -1,0 +1,120 @@
+"""Each fault alone, at each step of the protocol, for each strategy; on three nodes of one worker,
+and with five workers, where not every rank is every other's neighbour.
+
+make chaos                               # all cells; one job suffers a fault at each step in turn
+CHAOS_CELLS=leader@restoring python -m pytest -m chaos tests/chaos -k 'node and zero2 and 5'
+
+After each cell the job has recovered within what is promised; at its end every sample is in exactly
+one committed step, the weights are those of an undisturbed run, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.local import on_loopback
+from tests.chaos.matrix import CELLS, FAULTS, SHAPES, STRATEGIES, Cell, cells_of, draw, parse
+from tests.chaos.networks import Networks, NoNetworks
+from tests.chaos.stage import NPROC, Stage
+from tests.integration.clusters import REGRESSION, story
+from tests.integration.reference import steps_in, undisturbed
+from tests.integration.test_elastic_training import check_samples, check_weights
+
+SAVE_EVERY = 10
+SAMPLE, SAMPLE_SEED = 6, 341
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    try:
+        made = Networks()
+    except NoNetworks as error:
+        pytest.skip(f"no network can be cut here: {error}")
+    yield made
+    made.close()
+
+
+def play(
+    strategy: str,
+    shape: str,
+    cells: list[Cell],
+    tmp_path: Path,
+    job: str,
+    networks: Networks | None,
+    seed: int = 0,
+) -> None:
+    """Train on one job through all these cells, and compare with an undisturbed run."""
+    epochs = 2 * len(cells) + 1
+    checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
+    holds.mkdir()
+    nodes, save_every = SHAPES[shape], str(SAVE_EVERY)
+    words = ["--nnodes", f"1:{len(nodes)}", "--lease-ttl", "2", "--settle", "30"]
+    words += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
+    words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
+    words += [str(REGRESSION), "--epochs", str(epochs), "--pause", "0.1"]
+    words += ["--holds", str(holds), "--save-every", save_every]
+    first = [{NPROC: str(nproc)} for nproc in nodes[:-1]]
+    place = networks.place if networks is not None else on_loopback
+    address = networks.address if networks is not None else "127.0.0.1"
+    with (
+        EmbeddedEtcd(address=address) as etcd,
+        story(
+            tmp_path, etcd.endpoint, job, words, nodes=len(first), each=first, place=place
+        ) as told,
+    ):
+        dice = random.Random(f"{seed} {strategy} {shape} {cells}")
+        stage = Stage(
+            told,
+            etcd,
+            networks,
+            strategy=strategy,
+            shape=shape,
+            holds=holds,
+            steps=steps_in(10, epochs),
+            dice=dice,
+        )
+        forming = cells[0].step == "forming"
+        stage.form(cells[0] if forming else None)
+        for i, cell in enumerate(cells[forming:], 1 + forming):
+            stage.play(cell, len(cells) - i)
+        stage.finish()
+    check_samples(told.lineage, told.directory(), epochs=epochs)
+    check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
+    print(f"\n{strategy}, {shape}: {'; '.join(stage.done)}")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_fault_at_every_step(
+    strategy: str,
+    shape: str,
+    fault: str,
+    tmp_path: Path,
+    job: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    wanted = parse(os.environ["CHAOS_CELLS"]) if "CHAOS_CELLS" in os.environ else CELLS
+    cells = [cell for cell in cells_of(fault) if cell in wanted]
+    if not cells:
+        pytest.skip("none of the cells that CHAOS_CELLS names")
+    networks = request.getfixturevalue("networks") if fault == "cut" else None
+    play(strategy, shape, cells, tmp_path, job, networks)
+
+
+@pytest.mark.timeout(300)
+def test_a_drawn_sample(tmp_path: Path, job: str, request: pytest.FixtureRequest) -> None:
+    """As many cells as fit into `make test`."""
+    seed = int(os.environ.get("CHAOS_SEED", SAMPLE_SEED))
+    strategy, shape, cells = draw(seed, SAMPLE)
+    cut = any(cell.fault == "cut" for cell in cells)
+    networks = request.getfixturevalue("networks") if cut else None
+    play(strategy, shape, cells, tmp_path, job, networks, seed)
