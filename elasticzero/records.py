@@ -15,6 +15,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
+PLAIN = frozenset({str, int, float, bool, type(None)})
+"""What stands in JSON as it is."""
 
 
 class RecordError(ValueError):
@@ -23,10 +25,11 @@ class RecordError(ValueError):
 
 def encode(record: Any) -> Any:
     """The JSON value of a record: dataclasses become objects, tuples arrays."""
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {
-            f.name: encode(getattr(record, f.name)) for f in dataclasses.fields(record) if f.init
-        }
+    kind = type(record)
+    if kind in PLAIN:
+        return record
+    if dataclasses.is_dataclass(kind):
+        return {name: encode(getattr(record, name)) for name in _names(kind)}
     if isinstance(record, Mapping):
         return {str(key): encode(value) for key, value in record.items()}
     if isinstance(record, (tuple, list)):
@@ -66,6 +69,11 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
 
 
 @cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind) if f.init)
+
+
+@cache
 def _plain_fields(kind: type) -> tuple[tuple[str, ...], tuple[type, ...]]:
     """Names and types, in order."""
     return tuple(name for name, _, _ in _fields(kind)), tuple(hint for _, hint, _ in _fields(kind))
@@ -86,7 +94,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    if kind is Any:
+    if kind is Any or (type(value) is kind and kind in PLAIN):
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, where)

@@ -84,7 +84,12 @@ class Lookout:
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
         self._world, self._struck = Since(), Since()
+        self._noted: Mapping[str, Member] | None = None
+        """The registrations that `_joined` was made of, and with which world `_unseen`."""
         self._joined: frozenset[tuple[str, str]] = frozenset()
+        self._unseen: tuple[World | None, tuple[str, ...]] = (None, ())
+        """A world, and its members without a registration."""
+        self._token = (0, "")
         self._my_reports: dict[int, Report] = {}
         self.bad_steps: set[int] = set()
         """Checkpoints found damaged."""
@@ -121,12 +126,7 @@ class Lookout:
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
         outside = world is not None and index is None
         members = observer.members()
-        self._note_joins(members, now_s)
-        missing = (
-            [m.node for m in world.members if not _is_registered(m, members)]
-            if world is not None and members is not None
-            else []
-        )
+        missing = self._note_members(world, members, now_s)
         view = View(
             me=me,
             members=members,
@@ -155,7 +155,7 @@ class Lookout:
             ),
             can_save=self._storage_look.possible,
             bad_steps=tuple(sorted(self.bad_steps)),
-            token=f"g{generation + 1:06d}-{self._draw_token()}",
+            token=self._next_token(generation + 1),
         )
         leads = is_leader(view) or (outside and view.oldest)
         if leads and (world is None or opened or outside):
@@ -173,14 +173,33 @@ class Lookout:
     def _struck_since(self, world: World | None, now_s: float) -> dict[str, float]:
         """By node: since when it has as many strikes as it has now."""
         strikes = world.strikes if world is not None else ()
+        if not strikes:
+            return self._struck.update((), now_s)
         since = self._struck.update([f"{s.count} {s.node}" for s in strikes], now_s)
         return {key.partition(" ")[2]: since_s for key, since_s in since.items()}
 
-    def _note_joins(self, members: Mapping[str, Member] | None, now_s: float) -> None:
-        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
-        if known - self._joined:
-            self._last_join_s = now_s
-        self._joined = known
+    def _next_token(self, generation: int) -> str:
+        """What a world of this agent would be told apart by from another's of the same number."""
+        if self._token[0] != generation:
+            self._token = (generation, f"g{generation:06d}-{self._draw_token()}")
+        return self._token[1]
+
+    def _note_members(
+        self, world: World | None, members: Mapping[str, Member] | None, now_s: float
+    ) -> tuple[str, ...]:
+        """Notes who has come; the members of the world without a registration."""
+        same = members is self._noted
+        if not same:
+            known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+            if known - self._joined:
+                self._last_join_s = now_s
+            self._noted, self._joined = members, known
+        if not same or self._unseen[0] is not world:
+            missing: tuple[str, ...] = ()
+            if world is not None and members is not None:
+                missing = tuple(m.node for m in world.members if not _is_registered(m, members))
+            self._unseen = (world, missing)
+        return self._unseen[1]
 
     def _follow(
         self, view: View, index: int | None, leads: bool, now_s: float, limits: Limits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from elasticzero.launcher.store import Entry, Snapshot, Store, Subscription
@@ -34,6 +34,7 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
     "members/",
     "reports/",
 )
+NOTHING_ASKED = Control()
 
 
 def document(kind: type[Any], data: bytes) -> Any:
@@ -58,14 +59,19 @@ class Observer:
         self._subscriptions: dict[str, Subscription] = {}
         self._decoded: dict[str, tuple[int, Any]] = {}
         """By key: the revision of an entry, and the document that stood there."""
+        self._gathered: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
+        """By prefix: a snapshot, and its documents by node."""
 
     def follow(self, prefixes: Iterable[str]) -> None:
         """Follow exactly these prefixes from now on."""
         wanted = set(prefixes)
+        if wanted == self._subscriptions.keys():
+            return
         for prefix in sorted(self._subscriptions.keys() - wanted):
             self._subscriptions.pop(prefix).close()
             with self._lock:
                 self._latest.pop(prefix, None)
+            self._gathered.pop(prefix, None)
             for key in [key for key in self._decoded if key.startswith(prefix)]:
                 del self._decoded[key]
         for prefix in sorted(wanted - self._subscriptions.keys()):
@@ -87,8 +93,7 @@ class Observer:
 
     def get(self, prefix: str) -> Snapshot | None:
         """The newest snapshot of a followed prefix; None before the first."""
-        with self._lock:
-            return self._latest.get(prefix)
+        return self._latest.get(prefix)
 
     def world(self) -> tuple[World | None, int]:
         """The world, and the revision it was written at (0: there is none)."""
@@ -103,31 +108,34 @@ class Observer:
 
     def control(self) -> Control:
         entry = self._entry(CONTROL, CONTROL)
-        return self._document(entry, Control) if entry is not None else Control()
+        return self._document(entry, Control) if entry is not None else NOTHING_ASKED
 
     def alarm(self, generation: int) -> Alarm | None:
         entry = self._entry(ALARM, f"{ALARM}{generation}")
         return self._document(entry, Alarm) if entry is not None else None
 
-    def reports(self, generation: int) -> dict[str, Report] | None:
-        """By node; None while they are not followed."""
-        prefix = reports_of(generation)
+    def reports(self, generation: int) -> Mapping[str, Report] | None:
+        """By node; None while they are not followed. The same object as long as nothing changes."""
+        return self._gather(reports_of(generation), Report)
+
+    def members(self) -> Mapping[str, Member] | None:
+        """By node, the oldest registration first; None while they are not followed. The same object
+        as long as nothing changes."""
+        return self._gather(MEMBERS, Member)
+
+    def _gather(self, prefix: str, kind: type[T]) -> Mapping[str, T] | None:
+        """The documents of a followed folder by node, the oldest first."""
         snapshot = self.get(prefix)
         if snapshot is None:
             return None
-        return {
-            key.removeprefix(prefix): self._document(entry, Report)
-            for key, entry in snapshot.entries.items()
-        }
-
-    def members(self) -> dict[str, Member] | None:
-        """By node, the oldest registration first; None while they are not followed."""
-        snapshot = self.get(MEMBERS)
-        if snapshot is None:
-            return None
+        known = self._gathered.get(prefix)
+        if known is not None and known[0] is snapshot:
+            return known[1]
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
-        found = (self._document(entry, Member) for entry in entries)
-        return {member.node: member for member in found}
+        start = len(prefix)
+        found = {entry.key[start:]: self._document(entry, kind) for entry in entries}
+        self._gathered[prefix] = (snapshot, found)
+        return found
 
     def _entry(self, prefix: str, key: str) -> Entry | None:
         snapshot = self.get(prefix)
@@ -163,10 +171,14 @@ class Since:
 
     def update(self, keys: Iterable[str], now_s: float) -> dict[str, float]:
         """The keys that are so now, each with the time it was first seen in an unbroken row."""
-        self._first = {key: self._first.get(key, now_s) for key in keys}
+        first = self._first
+        self._first = {key: first.get(key, now_s) for key in keys}
         return self._first
 
     def since(self, generation: int, so: bool, now_s: float) -> float | None:
         """Since when it has been so in this generation; None if it is not."""
+        if not so:
+            self._first = {}
+            return None
         key = str(generation)
-        return self.update([key] if so else [], now_s).get(key)
+        return self.update((key,), now_s)[key]
