@@ -243,10 +243,10 @@ def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: 
 def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision:
     """The acting leader's part of a round."""
     opened_s = max(view.round_s or now_s, view.store.well_since_s)
-    fresh = now_s - opened_s < limits.lease_ttl_s
     answers = _answers(view)
-    answered = [m for m in world.members if m.node in answers and _lives(view, m, fresh=fresh)]
-    silent = [m.node for m in world.members if m not in answered]
+    answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, limits)]
+    heard = {m.node for m in answered}
+    silent = [m.node for m in world.members if m.node not in heard]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
     if silent and (asked_s is None or now_s - asked_s < limits.alive_s):
         return wait(f"waiting for an answer of {', '.join(silent[:NAMES_SHOWN])}")
@@ -396,14 +396,20 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
     return tuple(found[:GONE_AT_ONCE])
 
 
-def _lives(view: View, member: Member, *, fresh: bool) -> bool:
+def _lives(view: View, member: Member, now_s: float, limits: Limits) -> bool:
     """Whether a member that answered is there still: its registration may have lapsed for a while,
     but a node that has come anew is not what it was.
 
-    fresh: the round, or the store's return, was less than a TTL ago.
+    For a TTL after the round's beginning, and after the store's return unless it had been missing
+    for a TTL before: a slow answer counts as a return too, and brings nobody back.
     """
     found = (view.members or {}).get(member.node)
-    return fresh if found is None else found.incarnation == member.incarnation
+    if found is not None:
+        return found.incarnation == member.incarnation
+    ttl_s, well_s = limits.lease_ttl_s, view.store.well_since_s
+    missing_s = view.missing_since_s.get(member.node, now_s)
+    young = now_s - (view.round_s or now_s) < ttl_s
+    return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)
 
 
 def _registered(view: View, member: Member) -> bool:

@@ -515,3 +515,20 @@ def test_a_node_that_came_anew_is_not_taken_for_what_it_was() -> None:
     (action,) = decide(view, NOW, LIMITS).actions
     assert isinstance(action, WriteWorld)
     assert [m.incarnation for m in action.world.members] == ["i-a", "i-again"]
+
+
+@pytest.mark.parametrize(
+    ("missing_s", "stays"), [(97.0, True), (90.0, False)], ids=["for less than a TTL", "for long"]
+)
+def test_a_slow_answer_brings_nobody_back_who_was_missing_before(
+    missing_s: float, stays: bool
+) -> None:
+    """A member answered, and has no registration since; then the store was away for a moment."""
+    slow = replace(HEALTHY, well_since_s=99.0)
+    reports = {"a": MY_STOPPED, "b": says("stopped", B)}
+    view = v(
+        ENDED, round_s=85.0, alarm_s=85.0, members=named(A), reports=reports, store=slow,
+        missing_since_s={"b": missing_s},
+    )  # fmt: skip
+    following = next_world(view) if stays else next_world(v(view, members=named(A, C)))
+    assert following.names(B) == stays
