@@ -233,8 +233,9 @@ class BlockReader:
         self._kept = memoryview(b"")
         kept = self._room(1)[:after]
         whole = Views([self._room(0)[:before], *views, kept])
-        for at in range(start - before, stop + after, READ_BYTES):
-            size = min(READ_BYTES, stop + after - at)
+        step = max(1, READ_BYTES // block_bytes) * block_bytes
+        for at in range(start - before, stop + after, step):
+            size = min(step, stop + after - at)
             part = whole.take(size)
             self._fill(at, *part)
             unchecked = Views(part)

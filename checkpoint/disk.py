@@ -216,7 +216,7 @@ def _write_direct(fd: int, chunks: Iterator[Bytes]) -> int:
         try:
             written = _write_all(fd, view[:whole])
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in NOT_TO_BE_HAD:
                 raise
             written = os.lseek(fd, 0, os.SEEK_CUR) - done
         done += written

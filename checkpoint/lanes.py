@@ -24,6 +24,16 @@ def spare_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
 
+def _busy_s() -> float:
+    """Seconds that this thread has had a core, or has queued for one."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran_ns, queued_ns, _ = file.read().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran_ns) + int(queued_ns)) / 1e9
+
+
 def read_all(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
     """Read every part once.
 
@@ -77,10 +87,10 @@ class _Lanes(Generic[P]):
         try:
             read = self._begin()
             while (part := self._take()) is not None:
-                began_s, worked_s = time.perf_counter(), time.thread_time()
+                began_s, busy_s = time.perf_counter(), _busy_s()
                 read(part)
-                took_s, worked_s = time.perf_counter() - began_s, time.thread_time() - worked_s
-                if took_s - worked_s > _WAITING * took_s:
+                took_s, busy_s = time.perf_counter() - began_s, _busy_s() - busy_s
+                if took_s - busy_s > _WAITING * took_s:
                     self.more()
         except BaseException:
             self.stop()

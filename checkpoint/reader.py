@@ -147,10 +147,9 @@ class Checkpoint:
         with self._lock:
             if self._open.get(rank) is not shard:
                 return True
-            del self._open[rank]
             if len(self._ways[rank]) == 1:
                 return False
-            del self._ways[rank][0]
+            del self._open[rank], self._ways[rank][0]
             return True
 
 

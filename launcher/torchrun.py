@@ -65,12 +65,9 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     endpoints = _endpoints(parameters.endpoint)
     try:
         access = _access(parameters.config)
-    except UserError as error:
-        raise ValueError(f"--rdzv-conf: {error}") from None
-    try:
         store = EtcdStore(endpoints, rendezvous_prefix(parameters.run_id), access=access)
     except UserError as error:
-        raise ValueError(f"--rdzv-endpoint: {error}") from None
+        raise ValueError(_in_torchs_words(str(error))) from None
     forget_secrets(os.environ)
     host = parameters.local_addr or reachable_address(endpoints[0].rpartition("://")[2])
     say = get_logger(__name__).info
@@ -97,6 +94,13 @@ def _access(given: Mapping[str, Any]) -> Access:
 
     values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
     return asked_for(**values, environment=os.environ)
+
+
+def _in_torchs_words(text: str) -> str:
+    """A complaint about options of `elasticzero run`, by their names in --rdzv-conf."""
+    for option in sorted(ACCESS, key=len, reverse=True):
+        text = text.replace(f"--{option.replace('_', '-')} ", f"--rdzv-conf {option}=")
+    return text
 
 
 def _limits(parameters: RendezvousParameters) -> RoundLimits:

@@ -257,8 +257,16 @@ def test_documents_that_make_no_sense_are_an_error_of_state(nodes: Nodes) -> Non
         ("host:1", {"join_timeuot": 1}, "join_timeuot: unknown; there are join_timeout"),
         ("host:1", {"join_timeout": "soon"}, "join_timeout=soon: seconds"),
         ("host:1", {"lease_ttl": "1"}, "lease_ttl=1: etcd grants"),
-        ("host:1", {"etcd_user": "trainer"}, "--rdzv-conf: --etcd-user trainer needs a password"),
-        ("https://host:1", {"etcd_cacert": "nowhere.pem"}, "--etcd-cacert nowhere.pem: No such"),
+        (
+            "host:1",
+            {"etcd_user": "trainer"},
+            "etcd_user=trainer needs a password: give --rdzv-conf etcd_password_file=FILE",
+        ),
+        (
+            "https://host:1",
+            {"etcd_cacert": "nowhere.pem"},
+            "--rdzv-conf etcd_cacert=nowhere.pem: No such",
+        ),
     ],
 )
 def test_parameters_that_cannot_be_meant(endpoint: str, conf: dict[str, Any], says: str) -> None:

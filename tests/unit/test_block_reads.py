@@ -33,10 +33,10 @@ def written(folder: str) -> tuple[DiskStorage, str, bytes]:
     return storage, name, (Path(folder) / name).read_bytes()
 
 
-def filled(storage: DiskStorage, name: str, pieces: list[Piece]) -> list[bytes]:
+def filled(storage: DiskStorage, name: str, pieces: list[Piece], at_once: int) -> list[bytes]:
     reader = BlockReader(storage, ShardFile(name, 0, None))
     buffers = [(start, bytearray(count)) for start, count in pieces]
-    with patch.object(blocks, "READ_BYTES", 2 * BLOCK):
+    with patch.object(blocks, "READ_BYTES", at_once):
         reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
     return [bytes(buffer) for _, buffer in buffers]
 
@@ -61,7 +61,10 @@ def test_any_pieces_are_filled_and_no_damaged_byte_gets_through(data: st.DataObj
         pieces = data.draw(neighbours(len(content)))
         if data.draw(st.booleans()):
             pieces = data.draw(st.permutations(pieces))
-        assert filled(storage, name, pieces) == [content[a : a + count] for a, count in pieces]
+        at_once = data.draw(st.sampled_from([2 * BLOCK, 2 * BLOCK + 20, BLOCK // 2]))
+        assert filled(storage, name, pieces, at_once) == [
+            content[a : a + count] for a, count in pieces
+        ]
         bad = data.draw(st.integers(0, len(content) - 1))
         touched = {b for a, n in pieces for b in range(a // BLOCK, -(-(a + n) // BLOCK)) if n}
         changed = bytearray(content)
@@ -71,9 +74,9 @@ def test_any_pieces_are_filled_and_no_damaged_byte_gets_through(data: st.DataObj
             start = bad // BLOCK * BLOCK
             stop = min(start + BLOCK, len(content))
             with pytest.raises(CheckpointDamaged, match=f"bytes {start} to {stop} are not what"):
-                filled(storage, name, pieces)
+                filled(storage, name, pieces, at_once)
         else:
-            filled(storage, name, pieces)
+            filled(storage, name, pieces, at_once)
 
 
 def reads_of(folder: Path, pieces: list[Piece]) -> list[tuple[int, int]]:

@@ -145,6 +145,23 @@ def test_more_lanes_come_where_one_waits(tmp_path: Path, monkeypatch: pytest.Mon
     assert 1 < slow.most <= lanes.LANES
 
 
+def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Path) -> None:
+    reads = []
+
+    class Gone(Slow):
+        def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+            if sum(map(len, buffers)) < BLOCK_BYTES:
+                return super().read_into(name, start, *buffers)  # checksums and header
+            reads.append(start)
+            time.sleep(0.05)
+            raise StorageError(f"{self.where}: nobody answers")
+
+    checkpoint = sources(Gone(step_in(tmp_path)))
+    with pytest.raises(StorageError, match="nobody answers"):
+        checkpoint.load(targets(filled()))
+    assert len(reads) <= lanes.LANES
+
+
 @pytest.mark.parametrize(("said", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)])
 def test_the_cores_are_shared_by_the_node_s_ranks(
     monkeypatch: pytest.MonkeyPatch, said: str, ranks: int
