@@ -23,10 +23,19 @@ to what two worlds can tell; `tests/simulation/rules.py` checks all of them agai
  R5  That state is the job's own: the generation before reached it, or itself started from it, or it
      is a checkpoint's. Members that stay, and storage, hold no newer one.
  R6  A node's workers train only in its newest generation, each rank once.
- R7  When faults stop and MIN nodes are there, the job ends.
+ R7  When faults stop and MIN nodes are there, the job comes on, and ends.
  R8  `done` is the last document; no agent exits with 0 before it.
  R9  When it says `finished`, the state's lineage holds each step once, in order of generations.
- R10 Trouble with etcd alone, as long as it may be, ends no generation that trains.
+ R10 Trouble with etcd alone, as long as it may be, ends no generation that trains; nor does a
+     section in which no step is due.
+ R11 A member that has stopped, and said so, has a place in the next world; a node that waits has
+     one as soon as there is room. Unless it leaves, is set aside, or is one too many for MAX.
+ R12 What operators ask is so soon after: no later world names a drained registration; after a stop
+     no step is made, and what memory held is saved. Where nodes only come, leave and are scaled as
+     asked, no step is made twice.
+ R13 A node is set aside from the very world that its last failure brought about, if that has MIN
+     nodes without it.
+ R14 A spare takes over no job of which somebody was registered less than a TTL ago.
 """
 
 from __future__ import annotations
@@ -259,8 +268,11 @@ def buddy(index: int, count: int) -> int | None:
 
 
 def charge(index: int, count: int) -> int | None:
-    """Index of the member whose replicas the member at `index` keeps."""
-    return next((other for other in range(count) if buddy(other, count) == index), None)
+    """Index of the member whose replicas the member at `index` keeps: whose `buddy` it is."""
+    if count < 2:
+        return None
+    ring = count - 3 if count % 2 else count
+    return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
 
 
 def choose_resume(

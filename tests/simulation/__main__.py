@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.simulation.running import Failure, run_many, trace
+from tests.simulation.running import Failure, first_failure, run_many, trace
 
 
 def main() -> int:
@@ -16,18 +16,22 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--count", type=int, default=1, help="so many schedules")
     parser.add_argument("--processes", type=int, default=2, help="run them in so many processes")
+    parser.add_argument("--first", action="store_true", help="no more after the first failure")
     parser.add_argument("--shown", type=int, default=3, help="failures to print in full")
     given = parser.parse_args()
     if given.count == 1:
         return trace(given.seed, given.nodes, aloud=given.trace)
     began_s = time.monotonic()
     seeds = range(given.seed, given.seed + given.count)
+    if given.first:
+        ran, failure = first_failure(seeds)
+        print(f"{ran} schedules: {failure.brief if failure is not None else 'none broke a rule'}")
+        return 1 if failure is not None else 0
     shown: list[Failure] = []
 
     def tell(failure: Failure) -> None:
         shown.append(failure)
-        brief = f"seed {failure.seed} breaks {failure.what}"
-        print(failure if len(shown) <= given.shown else brief, flush=True)
+        print(failure if len(shown) <= given.shown else failure.brief, flush=True)
 
     ran, failures = run_many(seeds, given.nodes, processes=given.processes, tell=tell)
     took_s = time.monotonic() - began_s

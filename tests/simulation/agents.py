@@ -14,8 +14,10 @@ from elasticzero.launcher.actions import (
     Action,
     Ask,
     Decision,
+    KillDeaf,
     KillWorkers,
     Leave,
+    LookAtWorkers,
     PutReport,
     RaiseAlarm,
     SaveHeld,
@@ -25,6 +27,7 @@ from elasticzero.launcher.actions import (
     WriteWorld,
 )
 from elasticzero.launcher.decide import decide
+from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import DONE, Observer
@@ -36,8 +39,12 @@ from tests.simulation.storage import NodeMemory, SlowLook
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
+    from tests.simulation.training import Worker
 
 FIRST_PAUSE_S = 0.06
+ROUND_PAUSE_S = 0.25
+LONG_ROUND_S = 5.0
+"""In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
 BACKOFF_S = 0.2
 JOIN_AGAIN_S = 0.5
 
@@ -71,6 +78,10 @@ class Host:
         """From the other nodes."""
         self.silent = False
         """It went without a word: no peer is told."""
+        self.back_s = 0.0
+        """When it was last cut off no more."""
+        self.faults_left = 0
+        """So often its workers will still fail soon after they began to train."""
         random = cluster.random
         self._offset_s = random.uniform(100.0, 1e5)
         self._rate = random.uniform(0.99, 1.01)
@@ -81,6 +92,17 @@ class Host:
 
     def clock_at(self, true_s: float) -> float:
         return self._offset_s + self._rate * true_s
+
+    def breaks(self, worker: Worker) -> None:
+        """A worker begins to train; on a bad machine it fails soon."""
+        if self.faults_left:
+            self.faults_left -= 1
+            self.cluster.later(0.05, 0.8, self._break, worker)
+
+    def _break(self, worker: Worker) -> None:
+        if worker.phase == "training":
+            self.cluster.rules.cause("bad-node")
+            worker.gang.fail(worker, "environment", "OSError: a bad machine")
 
     @property
     def serves(self) -> bool:
@@ -100,12 +122,13 @@ class Agent:
         self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
         self.store.cut = host.cut
         self.dead = False
-        self.notice: Notice | None = None
+        self._notices: list[Notice] = []
         self.saves = 0
         """Saves of this node that are not over."""
         self.gang: Gang | None = None
         self.exit_code: ExitCode | None = None
         self.reason = ""
+        self.began_s = cluster.timeline.now_s
         self.deaf_until_s = 0.0
         """The loop does not run until then."""
         self._saved_held: tuple[int, int] | None = None
@@ -165,15 +188,20 @@ class Agent:
         if greenlet.getcurrent() is not self._task:
             self._task.throw()
 
+    def hears_for(self, seconds: float) -> bool:
+        """Whether it has been running, in reach of etcd, for so long."""
+        etcd, now_s = self.cluster.etcd, self.cluster.timeline.now_s
+        since_s = max(self.began_s, self.deaf_until_s, self.host.back_s, etcd.back_s)
+        return not self.dead and self.store.well and now_s - since_s > seconds
+
     @property
     def leaving(self) -> bool:
-        return self.notice is not None
+        return bool(self._notices)
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
-        """Have this node leave; only the first reason counts. by_s: it is gone then."""
-        if self.notice is None:
-            self.notice = Notice(reason=reason, heard_s=self.host.clock(), by_s=by_s)
-            self.wake()
+        """Have this node leave. by_s: it is gone then."""
+        self._notices.append(Notice(reason=reason, heard_s=self.host.clock(), by_s=by_s))
+        self.wake()
 
     def stall(self, seconds: float, *, whole: bool) -> None:
         """The loop does not run for so long; whole: nor does anything else of the process."""
@@ -197,7 +225,7 @@ class Agent:
                 self.cluster.decided(self, view, decision)
             self._act(view, decision, now_s)
             if self.exit_code is None:
-                self._sleep(busy=bool(decision.actions))
+                self._sleep(view, busy=bool(decision.actions))
         self._close()
 
     def _join(self) -> None:
@@ -227,7 +255,7 @@ class Agent:
 
     def _observe(self, now_s: float) -> View:
         self._store_actions.keep_registered(now_s, leaving=self.leaving)
-        if self.observer.control().drains(self.membership.me):
+        if not self._notices and self.observer.control().drains(self.membership.me):
             self.leave("drained by an operator")
         workers = self.gang.view() if self.gang is not None else Workers()
         if not workers.running and self.host.memory.drafts:
@@ -235,7 +263,8 @@ class Agent:
         view = self.lookout.view(workers, self.leaving, now_s, self.plan.limits)
         if self.saves or self._saved_held or self.leaving:
             saving = self.saves > 0
-            view = replace(view, notice=self.notice, saving=saving, saved_held=self._saved_held)
+            notice = gathered(self._notices)
+            view = replace(view, notice=notice, saving=saving, saved_held=self._saved_held)
         return view
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
@@ -257,6 +286,10 @@ class Agent:
                 self.gang.stop()
             case KillWorkers(spare_saving=spare_saving) if self.gang is not None:
                 self.gang.kill(spare_saving=spare_saving)
+            case KillDeaf() if self.gang is not None:
+                self.gang.kill_deaf()
+            case LookAtWorkers(limit_s) if self.gang is not None:
+                self.gang.hanging.look_into(limit_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.plan.limits)
             case SaveHeld(generation, step, world_size, ranks):
@@ -311,13 +344,15 @@ class Agent:
 
     # -- waiting
 
-    def _sleep(self, *, busy: bool) -> None:
+    def _sleep(self, view: View, *, busy: bool) -> None:
         """Until something happens, or a while; looks less often while nothing does."""
-        timeline = self.cluster.timeline
+        timeline, plan = self.cluster.timeline, self.plan
         if busy or self._awake:
             self._pause_s = FIRST_PAUSE_S
         else:
-            self._pause_s = min(self._pause_s * 2, self.plan.poll_s)
+            in_round = view.round_s is not None and self.host.clock() - view.round_s < LONG_ROUND_S
+            longest_s = min(plan.poll_s, ROUND_PAUSE_S) if in_round else plan.poll_s
+            self._pause_s = min(self._pause_s * plan.pause_growth, longest_s)
         if not self._awake:
             self._asleep = True
             self._sleep_id += 1

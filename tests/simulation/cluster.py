@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 from elasticzero.channel import Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import Decision
-from elasticzero.launcher.observe import CONTROL, DONE, MEMBERS, WORLD, document
+from elasticzero.launcher.observe import DONE, MEMBERS, WORLD, document
 from elasticzero.launcher.store import Entry
-from elasticzero.launcher.view import View
-from elasticzero.launcher.world import Control, Done, Drain, World, to_bytes
+from elasticzero.launcher.view import View, steered
+from elasticzero.launcher.world import Control, Done, World
 from tests.simulation.agents import Agent, Host
 from tests.simulation.etcd import Costs, Etcd
+from tests.simulation.faults import Faults
 from tests.simulation.rules import Rules
-from tests.simulation.schedule import HARMLESS, Fault, Plan
+from tests.simulation.schedule import Plan
 from tests.simulation.storage import Storage
 from tests.simulation.timeline import Timeline
 from tests.simulation.training import Group
 
 LIVENESS_S = 150.0
 """Once nothing fails any more, a job that has enough nodes is over within this."""
+MOST_EVENTS = 2_000_000
 MEND_S = 2.0
 EVENTS_KEPT = 60
 
@@ -45,6 +46,7 @@ class Cluster:
         self.etcd = Etcd(self.timeline, self.random, costs)
         self.storage = Storage(self.timeline, possible=plan.storage)
         self.rules = Rules(self)
+        self._faults = Faults(self)
         self.hosts: dict[str, Host] = {}
         self.world: World | None = None
         self.done: Done | None = None
@@ -97,12 +99,12 @@ class Cluster:
                 return None
             return "checkpoint", f"step {resume.step} is damaged", resume.step
         by_rank: dict[int, bool] = {}
+        name = (resume.generation, resume.step, len({s.rank for s in resume.sources}))
         for source in resume.sources:
             host = self.hosts[source.node]
             near = host is reader
             if near or (host.serves and not reader.dark):
-                size = len({s.rank for s in resume.sources})
-                has = host.memory.has((resume.generation, resume.step, size), source.rank)
+                has = host.memory.has(name, source.rank)
                 by_rank[source.rank] = by_rank.get(source.rank, False) or has
             else:
                 by_rank.setdefault(source.rank, False)
@@ -152,7 +154,7 @@ class Cluster:
     def run(self) -> None:
         """The whole plan; raises `Violation` where a rule is broken."""
         for fault in self.plan.faults:
-            self.timeline.after(fault.at_s, self._strike, fault)
+            self.timeline.after(fault.at_s, self._faults.happen, fault)
         self.begin(max(self.plan.faults_end_s, self.plan.apart_s + 0.1))
 
     def begin(self, calm_s: float, *, mends: bool = True) -> None:
@@ -161,6 +163,7 @@ class Cluster:
         for _ in range(self.plan.nodes):
             self.later(0.0, self.plan.apart_s, self.add_node)
         self._mends = mends
+        self.timeline.most_events = MOST_EVENTS
         self.timeline.after(calm_s, self._calm_down)
         if not self.timeline.run(calm_s + LIVENESS_S, lambda: self.over):
             self.rules.stuck()
@@ -196,149 +199,17 @@ class Cluster:
         for host in list(self.hosts.values()):
             if not host.lost and (host.agent is None or host.agent.dead):
                 host.agent = Agent(self, host)
-        while sum(not h.lost for h in self.hosts.values()) < self.plan.limits.min_nodes:
+        least = steered(self.plan.limits, self.asked).min_nodes
+        while sum(not h.lost for h in self.hosts.values()) < least:
             self.add_node()
         self.rules.registered(self.running())
         self.timeline.after(MEND_S, self._mend)
 
-    # -- faults
-
-    def _strike(self, fault: Fault) -> None:
-        """A fault of the plan, on the node it picks."""
-        agents = self.running()
-        agent = agents[int(fault.pick * len(agents))] if agents else None
-        self.strike(fault.kind, agent, fault.seconds, hidden=fault.pick < 0.5)
-
     def strike(
         self, kind: str, agent: Agent | None, seconds: float = 0.0, *, hidden: bool = False
     ) -> None:
-        """A fault. agent: of the node that it strikes, where it strikes one. hidden: of damage."""
-        if self.done is not None:
-            return
-        lasts = f" for {seconds:.1f} s" if seconds else ""
-        if kind not in HARMLESS:
-            self.rules.cause(kind)
-        match kind:
-            case "pause-etcd" | "kill-etcd":
-                self.note(f"-- {kind}{lasts}")
-                self.etcd.stop("paused" if kind == "pause-etcd" else "killed", seconds)
-            case "join":
-                self.note("-- join")
-                self.add_node()
-            case "stop":
-                self.note("-- stop")
-                self._operate(stop=True)
-            case _ if kind.startswith("scale:"):
-                self.note(f"-- {kind}")
-                _, least, most = kind.split(":")
-                self._operate(nnodes=(int(least), int(most)))
-            case "damage":
-                self.note("-- the newest checkpoint is damaged")
-                self.storage.damage(hidden=hidden)
-            case _ if agent is not None:
-                self.note(f"-- {kind} {agent.host.name}{lasts}")
-                getattr(self, "_" + kind.replace("-", "_"))(agent, seconds)
-
-    def _kill_worker(self, agent: Agent, seconds: float) -> None:
-        if agent.gang is not None:
-            agent.gang.kill_one(self.random.choice(agent.gang.workers))
-
-    def _hang_worker(self, agent: Agent, seconds: float) -> None:
-        if agent.gang is None:
-            return
-        worker = self.random.choice(agent.gang.workers)
-        if worker.alive and not worker.stopping:
-            worker.deaf = True
-            self.timeline.after(seconds, self._unhang, worker)
-
-    def _unhang(self, worker: Any) -> None:
-        if worker.deaf:
-            worker.deaf = False
-            if worker.gang.aborted_s is not None:
-                worker.gang._abort(worker)
-            elif worker.group.broken:
-                worker.group._notice(worker)
-            else:
-                worker.group.look_again()
-
-    def _crash_worker(self, agent: Agent, seconds: float) -> None:
-        if agent.gang is not None:
-            worker = self.random.choice(agent.gang.workers)
-            if worker.phase == "training":
-                agent.gang.fail(worker, "user", "RuntimeError: out of luck")
-
-    def _kill_agent(self, agent: Agent, seconds: float) -> None:
-        agent.kill()
-        self.later(0.1, 3.0, self._restart, agent.host)
-
-    def _restart(self, host: Host) -> None:
-        if not host.lost and (host.agent is None or host.agent.dead) and self.done is None:
-            self.note(f"-- {host.name} starts again")
-            host.agent = Agent(self, host)
-
-    def _lose_node(self, agent: Agent, seconds: float) -> None:
-        agent.kill()
-        agent.host.lost = True
-
-    def _lose_node_silently(self, agent: Agent, seconds: float) -> None:
-        agent.host.silent = True
-        agent.host.dark = True
-        self._lose_node(agent, seconds)
-
-    def _drain(self, agent: Agent, seconds: float) -> None:
-        agent.host.lost = True  # once it has left
-        me = agent.membership.me
-        self._operate(drain=(Drain(node=me.node, incarnation=me.incarnation),))
-
-    def _operate(self, **asked: Any) -> None:
-        """An operator asks for something more."""
-        self.asked = replace(self.asked, **asked)
-        self.etcd.write({CONTROL: to_bytes(self.asked)}, (), (), 0)
-
-    def _sigterm(self, agent: Agent, seconds: float) -> None:
-        grace_s = self.random.uniform(1.0, 8.0)
-        agent.leave("SIGTERM", agent.host.clock() + grace_s)
-        self.timeline.after(grace_s, agent.kill)
-
-    def _fade(self, agent: Agent, seconds: float) -> None:
-        """etcd is away for longer than leases live, a node does not find it again, and is lost
-        without a word some time later."""
-        self.etcd.stop("paused", self.plan.ttl_s * 2.0)
-        self._cut_from_etcd(agent, 60.0)
-        self.later(2.0, 12.0, self._lose_node_silently, agent, 0.0)
-
-    def _cut_from_etcd(self, agent: Agent, seconds: float) -> None:
-        self._set_cut(agent.host, True)
-        self.timeline.after(seconds, self._set_cut, agent.host, False)
-
-    def _cut_from_peers(self, agent: Agent, seconds: float) -> None:
-        agent.host.dark = True
-        self.timeline.after(seconds, self._in_reach, agent.host)
-
-    def _cut_off(self, agent: Agent, seconds: float) -> None:
-        self._cut_from_etcd(agent, seconds)
-        self._cut_from_peers(agent, seconds)
-
-    def _set_cut(self, host: Host, cut: bool) -> None:
-        host.cut = cut
-        if not cut:
-            self.rules.came_back()
-        if host.agent is not None:
-            host.agent.store.cut = cut
-
-    def _in_reach(self, host: Host) -> None:
-        host.dark = host.silent
-        agent = host.agent
-        if agent is not None and agent.gang is not None:
-            agent.gang.group.look_again()
-
-    def _slow_agent(self, agent: Agent, seconds: float) -> None:
-        agent.stall(seconds, whole=False)
-        self.timeline.after(seconds, self.rules.came_back)
-
-    def _stop_agent(self, agent: Agent, seconds: float) -> None:
-        agent.stall(seconds, whole=True)
-        self.timeline.after(seconds, self.rules.came_back)
+        """A fault: see `Faults.strike`."""
+        self._faults.strike(kind, agent, seconds, hidden=hidden)
 
 
 def _told(world: World) -> str:

@@ -21,6 +21,8 @@ from tests.simulation.timeline import Timeline
 
 REQUEST_S = 2.0
 """Deadline of a request, as in `etcd_rpc.Timeouts`."""
+APART_SHARE = 0.1
+"""So often one watch of an agent is told of a change at another time than the others."""
 EXPIRY_CHECK_S = 0.5
 """etcd looks for leases that have run out so often."""
 
@@ -71,14 +73,18 @@ class Etcd:
         self.random = random
         self.costs = costs
         self._busy_until_s = 0.0
-        self._away_s = self._stopped_s = 0.0
+        self._away_s = 0.0
         self.rate = random.uniform(0.99, 1.01)
         """How fast its clock goes."""
         self.state = "up"
         """Or "paused": silent; or "killed": refuses connections."""
         self.back_s = 0.0
         """When an outage ends."""
+        self.gone_s = 0.0
+        """When the last one began."""
         self.revision = 1
+        self.writer: Link | None = None
+        """Whose write is being done."""
         self.written: Callable[[str, Entry], None] = lambda key, entry: None
         """Told of every put."""
         self.removed: Callable[[str, Entry], None] = lambda key, entry: None
@@ -242,12 +248,12 @@ class Etcd:
     def served_s(self) -> float:
         """How long it has answered so far: its outages do not count."""
         now_s = self.timeline.now_s
-        return now_s - self._away_s - (now_s - self._stopped_s if self.state != "up" else 0.0)
+        return now_s - self._away_s - (now_s - self.gone_s if self.state != "up" else 0.0)
 
     def stop(self, state: str, seconds: float) -> None:
         """Be "paused" or "killed" for so long."""
         if self.state == "up":
-            self._stopped_s = self.timeline.now_s
+            self.gone_s = self.timeline.now_s
         self.state = state
         self.back_s = self.timeline.now_s + seconds
         self.timeline.after(seconds, self._return, self.back_s)
@@ -255,7 +261,7 @@ class Etcd:
     def _return(self, back_s: float) -> None:
         if back_s != self.back_s or self.state == "up":
             return
-        self._away_s += self.timeline.now_s - self._stopped_s
+        self._away_s += self.timeline.now_s - self.gone_s
         killed, self.state = self.state == "killed", "up"
         for lease_id, grant in list(self._grants.items()):
             if killed:
@@ -293,10 +299,24 @@ class Link:
         self.requests = 0
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
         self.pulses = 0
+        self._told_at_s = -1.0
+        """When something was last to be told, and how long that took to arrive."""
+        self._telling_s = 0.0
 
     @property
     def well(self) -> bool:
         return self.etcd.state == "up" and not self.cut
+
+    def telling_s(self) -> float:
+        """How long it takes until a watch tells of what is so now: mostly as long as the agent's
+        other watches, with which it shares a stream."""
+        random, trouble = self.random, self.trouble
+        if trouble and random.random() < trouble:
+            return random.uniform(0.3, 4.0)
+        now_s = self.timeline.now_s
+        if self._told_at_s != now_s or (trouble and random.random() < APART_SHARE):
+            self._told_at_s, self._telling_s = now_s, random.uniform(0.001, 0.012)
+        return self._telling_s
 
     def answered(self) -> None:
         if not self.reachable:
@@ -324,9 +344,12 @@ class SimulatedStore(Link):
         lease: Lease | None = None,
     ) -> int | None:
         lease_id = 0 if lease is None else lease.id
-        result: int | None = self._request(
-            lambda: self.etcd.write(puts, deletes, conditions, lease_id), writes=True
-        )
+
+        def serve() -> int | None:
+            self.etcd.writer = self
+            return self.etcd.write(puts, deletes, conditions, lease_id)
+
+        result: int | None = self._request(serve, writes=True)
         return result
 
     def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
@@ -398,10 +421,8 @@ class Watch:
             return
         self._pending = True
         link = self._link
-        random = link.random
-        lost = random.random() < link.trouble
-        delay_s = random.uniform(0.3, 4.0) if lost else random.uniform(0.001, 0.012)
-        link.timeline.after(delay_s + link.etcd.told_s(bucket_name(self.prefix)), self._arrive)
+        told_s = link.etcd.told_s(bucket_name(self.prefix)) if link.etcd.costs else 0.0
+        link.timeline.after(link.telling_s() + told_s, self._arrive)
 
     def _arrive(self) -> None:
         link = self._link

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticzero.channel import FLAG_GROW, FLAG_LEAVE
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure, World
+from tests.simulation.hanging import Hanging
 from tests.simulation.training import Group, Worker
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ class Gang:
         self._complete_given = False
         self._heard_step = 0
         self._heard_s = 0.0
+        self.hanging = Hanging(self)
+        self._watches = self.cluster.plan.limits.hang_timeout_s is not None
+        """Whether hangs are looked for within the time of a schedule."""
+        self._viewed: tuple[object, Workers] = (None, Workers())
+        """What there was to be seen last, and the view of it."""
         connect_s = self.cluster.plan.connect_s * 2.0**world.fruitless
         for worker in self.workers:
             self.cluster.later(0.05, 0.3, self._attach, worker, connect_s)
@@ -49,24 +56,42 @@ class Gang:
     def view(self) -> Workers:
         """What `decide` sees: see `launcher.workers.Gang.view`."""
         workers = self.workers
-        running = sum(w.alive for w in workers)
         self._hear_steps()
-        left = all(w.stopping and not w.failed for w in workers)
+        running = saving = heard = 0
+        restored = finished = left = True
+        for worker in workers:
+            alive = worker.phase != "gone"
+            running += alive
+            saving += alive and worker.stopping
+            restored &= worker.restored
+            finished &= worker.finished
+            left &= worker.stopping and not worker.failed
+            if self._heard_step or worker.finished:
+                heard = max(heard, worker.step)
+        known = (running, saving, restored, finished, left, heard, self._attached, self.flags)
+        told = (self._heard_s, self.aborted_s, self.killed, self.failure)
+        if self._viewed[0] != (known, told):
+            self._viewed = ((known, told), self._view(known))
+        view = self._viewed[1]
+        return replace(view, **self.hanging.seen()) if self._watches and running else view
+
+    def _view(self, known: tuple[int, int, bool, bool, bool, int, int, int]) -> Workers:
+        running, saving, restored, finished, left, heard, attached, asked = known
         return Workers(
             generation=self.generation,
             running=running,
-            attached=self._attached == len(workers),
-            restored=all(w.restored for w in workers),
-            saving=sum(w.alive and w.stopping for w in workers),
-            finished=running == 0 and all(w.finished for w in workers),
+            attached=attached == len(self.workers),
+            restored=restored,
+            saving=saving,
+            finished=running == 0 and finished,
             at_boundary=left and self.aborted_s is None,
             failed=self.failure is not None,
             failure=self.failure,
-            asked=self.flags,
+            asked=asked,
             aborted_s=self.aborted_s,
             killed=self.killed,
             stepped_s=self._heard_s,
-            step=max((w.step for w in workers if self._heard_step or w.finished), default=0),
+            step=heard,
         )
 
     def _hear_steps(self) -> None:
@@ -75,6 +100,7 @@ class Gang:
         if group.stepped_s is not None and group.step > self._heard_step:
             self._heard_step = group.step
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
+            self.hanging.moved()
 
     def ask(self, flags: int) -> None:
         self.flags |= flags
@@ -89,9 +115,9 @@ class Gang:
     def _tell_abort(self, worker: Worker) -> None:
         busy = self.cluster.random.random() < 0.03
         delay_s = LONG_SECTION_S if busy else self.cluster.random.uniform(0.001, 0.02)
-        self.cluster.timeline.after(delay_s, self._abort, worker)
+        self.cluster.timeline.after(delay_s, self.abort, worker)
 
-    def _abort(self, worker: Worker) -> None:
+    def abort(self, worker: Worker) -> None:
         if not worker.alive or worker.deaf or worker.stopping:
             return
         if worker.phase in ("starting", "connecting"):
@@ -104,6 +130,12 @@ class Gang:
         self.killed = self.killed or not spare_saving
         for worker in self.workers:
             if worker.alive and not (spare_saving and worker.stopping):
+                self.kill_one(worker)
+
+    def kill_deaf(self) -> None:
+        """End the workers that, as a look has found, could not obey."""
+        for worker in self.workers:
+            if worker.alive and worker.rank in self.hanging.deaf:
                 self.kill_one(worker)
 
     def kill_one(self, worker: Worker) -> None:
@@ -125,6 +157,7 @@ class Gang:
             self.cluster.later(0.1, 0.3, self._attach, worker, connect_s)
             return
         self._attached += 1
+        self.progress(worker)
         self.wake()
         if self.aborted_s is not None:
             self._end(worker)
@@ -162,11 +195,21 @@ class Gang:
         )
         self._stop(worker)
 
+    def blame(self, failure: Failure) -> None:
+        """Keep the failure that explains the others; of equals the first."""
+        order, known = BLAME_ORDER.index, self.failure
+        if known is None or order(failure.blame) < order(known.blame):
+            self.failure = failure
+        self.wake()
+
+    def progress(self, worker: Worker) -> None:
+        """A worker shows that it comes on."""
+        worker.progress_s = self.cluster.timeline.now_s
+        self.hanging.moved()
+
     def _blame(self, worker: Worker, failure: Failure) -> None:
         if self.aborted_s is None or failure.blame != "peer":
-            order, known = BLAME_ORDER.index, self.failure
-            if known is None or order(failure.blame) < order(known.blame):
-                self.failure = failure
+            self.blame(failure)
         self.wake()
 
     def leave_at_boundary(self) -> None:
@@ -180,6 +223,7 @@ class Gang:
         group, plan, random = self.group, self.cluster.plan, self.cluster.random
         trained = worker.phase == "training"
         worker.phase, worker.stopping = "stopping", True
+        self.progress(worker)
         replicated = plan.strategy == "ddp" or group.size == 1
         torn = not agreed and plan.strategy != "ddp" and random.random() < 0.15
         clean = trained and not torn
@@ -207,7 +251,8 @@ class Gang:
         if not worker.alive:
             return
         worker.phase = "gone"
-        worker.deaf = False
+        worker.deaf, worker.hang, worker.busy = False, "", False
+        self.progress(worker)
         if not any(w.alive for w in self.workers) and self.host.memory.drafts:
             self.cluster.later(0.005, 0.15, self.agent.seal_all)
         self.wake()

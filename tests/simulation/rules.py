@@ -13,7 +13,17 @@ from elasticzero.channel import Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observe import MEMBERS
 from elasticzero.launcher.store import Entry
-from elasticzero.launcher.world import Done, Member, Report, World, check_invariants
+from elasticzero.launcher.world import (
+    Alarm,
+    Control,
+    Done,
+    Member,
+    Report,
+    World,
+    check_invariants,
+)
+from tests.simulation.promises import Promises
+from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State
 from tests.simulation.training import Group, Worker
 
@@ -21,7 +31,12 @@ if TYPE_CHECKING:
     from tests.simulation.agents import Agent
     from tests.simulation.cluster import Cluster
 
-HEARD_OF_WITHIN_TTLS = 1.5
+HEARD_OF_WITHIN_TTLS = 2.0
+COUNTED_NEVER = frozenset(
+    {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
+    | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
+)
+"""Faults of machines: a job that meets no others is never given up."""
 STORAGE_SEEN_WITHIN_S = 6.0
 Chain = tuple[tuple[int, int, int], ...]
 """Which generation did which steps of a state: (generation, first step, last step), in order."""
@@ -58,12 +73,14 @@ class Rules:
         """By generation and node: what the node said that it held when it had stopped."""
         self._unregistered: dict[str, float] = {}
         """By node: since when a living one was found without its registration."""
+        self._ends = 0
         self._trained: set[int] = set()
         """The generations of which all ranks began to train."""
         self._causes: list[str] = []
         """What has happened so far that may change a generation."""
         self.started: dict[int, int] = {}
         """By generation: how many of its nodes have started it."""
+        self.promises = Promises(cluster, self.require)
 
     def fail(self, rule: str, text: str) -> None:
         raise Violation(f"{rule}: {text}")
@@ -77,16 +94,26 @@ class Rules:
     def cause(self, kind: str) -> None:
         """A fault that may change a generation."""
         self._causes.append(kind)
+        self.promises.disturbed()
+
+    def asked(self, control: Control) -> None:
+        """Operators ask for something more."""
+        self.promises.asked(control)
 
     def came_back(self) -> None:
         """An agent can be heard, and hears, again: it may count as well whom it heard before."""
         self._disturbed_s = self._cluster.etcd.served_s
+        self.promises.disturbed()
 
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
             self._registered.add((member.node, member.incarnation))
+            self.promises.registered(member)
             self._note_waiting(self._cluster.world)
+        elif key.startswith("alarm/"):
+            alarm = self._cluster.read_document(Alarm, entry.value)
+            self.promises.alarmed(int(key.removeprefix("alarm/")), alarm)
         elif key.startswith("reports/"):
             self._reported(key, self._cluster.read_document(Report, entry.value))
 
@@ -94,6 +121,7 @@ class Rules:
         """R4: nobody says that it holds what it does not."""
         _, generation, node = key.split("/")
         self._last_sign[node, report.incarnation] = self._cluster.etcd.served_s
+        self.promises.reported(int(generation), node, report)
         if report.phase != "stopped":
             return
         world = self._cluster.world
@@ -117,6 +145,7 @@ class Rules:
             member: Member = self._cluster.read_document(Member, entry.value)
             known = (member.node, member.incarnation)
             self._registered.discard(known)
+            self.promises.unregistered(member)
             self._last_sign[known] = self._cluster.etcd.served_s
 
     def world_written(self, before: World | None, after: World) -> None:
@@ -141,17 +170,16 @@ class Rules:
             joined = {m.node for m in after.members} - {m.node for m in before.members}
             explained = bool(self._causes or joined) or before.generation not in self._trained
             self.require(explained, "R10", f"generation {generation} has no cause")
+            self.promises.check_lossless(after, self.reached[before.generation], self._causes)
         self._note_waiting(after)
-        limits = self._cluster.plan.limits
-        count = len(after.members)
-        self.require(limits.min_nodes <= count <= limits.max_nodes, "R3", f"{count} members")
+        self.promises.world_written(before, after)
 
     def _note_waiting(self, world: World | None) -> None:
         """A node that waits for a place may change the generation."""
         if world is not None and not self._causes:
             named = {member.node for member in world.members}
             if any(node not in named for node, _ in self._registered):
-                self.cause("join")
+                self._causes.append("join")
 
     def _check_members(self, world: World) -> None:
         """R3."""
@@ -192,8 +220,11 @@ class Rules:
         """R4: the sources hold what they are said to hold, unless they have died since."""
         if resume.tier == "storage":
             found = self._cluster.storage.steps.get(resume.step)
-            good = found is not None and (found.hidden or not found.damaged)
-            self.require(good, "R4", f"storage has no good step {resume.step}")
+            now_s = self._cluster.timeline.now_s
+            seen_good = found is not None and (
+                found.hidden or not found.damaged or now_s - found.damaged_s < STORAGE_SEEN_WITHIN_S
+            )
+            self.require(seen_good, "R4", f"storage has no good step {resume.step}")
             return
         if resume.tier != "ram":
             return
@@ -261,6 +292,7 @@ class Rules:
 
     def stepped(self, group: Group) -> None:
         generation = group.generation
+        self.promises.stepped(group)
         self.reached[generation] = max(self.reached[generation], group.step)
         for worker in group.workers.values():
             current = worker.gang.agent.gang is worker.gang
@@ -294,13 +326,16 @@ class Rules:
 
     def done_written(self, done: Done) -> None:
         plan = self._cluster.plan
+        self._ends += 1
+        self.require(self._ends == 1, "R8", "`done` was written twice")
         if done.outcome == "stopped":
             self.require(self._cluster.asked.stop, "R7", f"stopped: {done.reason}")
+            reached = max(self.reached.values(), default=0)
+            self.promises.stopped(done.step, reached, self._causes)
+            self._check_stopped(done)
             return
         if done.outcome != "finished":
-            often = len(self._causes) > plan.limits.max_restarts
-            explained = often or bool(plan.crash_at) or "damage" in self._causes
-            self.require(explained, "R7", f"failed: {done.reason}")
+            self._check_given_up(done)
             return
         self.require(done.step == plan.total_steps, "R9", f"done after step {done.step}")
         world = self._cluster.world
@@ -310,6 +345,33 @@ class Rules:
         self.require(steps == list(range(1, done.step + 1)), "R9", f"the lineage is {chain}")
         generations = [generation for generation, _, _ in chain]
         self.require(generations == sorted(generations), "R9", f"the lineage is {chain}")
+
+    def _check_stopped(self, done: Done) -> None:
+        """R12: what memory held is a checkpoint, unless `done` says that it could not be saved."""
+        world = self._cluster.world
+        excused = not self._cluster.storage.possible or "could not be saved" in done.reason
+        if world is None or excused:
+            return
+        agents = [self._cluster.hosts[member.node].agent for member in world.members]
+        if all(agent is not None and not agent.dead for agent in agents):
+            best = self._best_in_memory(world, world)
+            text = f"stopped at {done.step}, and memory holds {best}"
+            self.require(done.step >= best, "R12", text)
+
+    def _check_given_up(self, done: Done) -> None:
+        """R7: only after --max-restarts failures in a row that came no further."""
+        plan = self._cluster.plan
+        often = len(self._causes) > plan.limits.max_restarts
+        explained = often or bool(plan.crash_at) or "damage" in self._causes
+        explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)
+        self.require(explained, "R7", f"failed: {done.reason}")
+        if "without progress" not in done.reason:
+            return
+        count = plan.limits.max_restarts + 1
+        began = [self.worlds[generation].resume.step for generation in sorted(self.worlds)]
+        row = [*began[-count:], done.step]
+        stood = len(row) > count and row == sorted(row, reverse=True)
+        self.require(stood, "R7", f"given up, and the last generations began at {row}")
 
     def exits(self, agent: Agent) -> None:
         done = self._cluster.done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,11 +25,15 @@ class Failure:
     what: str
     events: tuple[str, ...]
 
+    @property
+    def brief(self) -> str:
+        return f"seed {self.seed} breaks {self.what}"
+
     def __str__(self) -> str:
         nodes = f" --nodes {self.nodes}" if self.nodes else ""
         return "\n".join(
             [
-                f"seed {self.seed} breaks {self.what}",
+                self.brief,
                 *(f"    {event}" for event in self.events),
                 f"again, with every event: python -m tests.simulation {self.seed}{nodes} --trace",
             ]
@@ -67,9 +72,21 @@ def run_many(
     return ran, failures
 
 
+def first_failure(seeds: Iterable[int]) -> tuple[int, Failure | None]:
+    """Schedules one after another, until one breaks a rule: how many ran, and that one."""
+    ran = 0
+    for ran, seed in enumerate(seeds, 1):
+        failure = run_one(seed)
+        if failure is not None:
+            return ran, failure
+    return ran, None
+
+
 def _run_batch(work: tuple[list[int], int | None]) -> tuple[int, list[Failure]]:
     seeds, nodes = work
+    gc.disable()  # what a schedule leaves in cycles is freed between two batches
     found = [run_one(seed, nodes) for seed in seeds]
+    gc.collect()
     return len(found), [failure for failure in found if failure is not None]
 
 

@@ -74,6 +74,7 @@ def _cluster(settings: dict[str, str], lines: list[str]) -> Cluster:
         ),
         trouble=0.0,
         poll_s=0.25,
+        pause_growth=2.0,
         apart_s=0.0,
     )
     numbers = {f.name for f in fields(Plan) if f.type in ("int", "float")}

@@ -7,7 +7,7 @@ from random import Random
 
 from elasticzero.launcher.view import Limits
 
-FAULTS = {
+FAULTS: dict[str, float] = {
     "kill-worker": 4,
     "hang-worker": 1,
     "crash-worker": 1,
@@ -17,6 +17,15 @@ FAULTS = {
     "join": 3,
     "drain": 2,
     "sigterm": 2,
+    "sigterm-leader": 1,
+    "sigterm-two": 1,
+    "sigterm-again": 0.5,
+    "scale": 2,
+    "stop": 0.3,
+    "busy-worker": 1,
+    "deadlock": 1,
+    "bad-node": 1,
+    "outage-and-failure": 1,
     "pause-etcd": 2,
     "kill-etcd": 2,
     "cut-from-etcd": 2,
@@ -28,8 +37,13 @@ FAULTS = {
     "fade": 1,
 }
 """What can happen, and how often each is drawn."""
-HARMLESS = frozenset({"pause-etcd", "kill-etcd"})
+HARMLESS = frozenset({"pause-etcd", "kill-etcd", "busy-worker"})
 """These alone change no generation."""
+CLEAN = frozenset({"join", "drain", "scale", "stop"})
+"""These alone, and those above, recompute no step."""
+LASTING = ("pause", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
+"""What begins so lasts for a while."""
+HANG_TIMEOUT_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,8 @@ class Plan:
     """The share of requests, and of watches' news, that is late or lost."""
     poll_s: float = 1.0
     """An agent to which nothing happens looks so often."""
+    pause_growth: float = 4.0
+    """Until then each of its pauses is so many times the one before."""
     names_from: int = 1
     """The first node is node-1, the second node-(this + 1): with 10, its name begins with the
     first's."""
@@ -97,8 +113,9 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         lease_ttl_s=2.0,
         handover_s=4.0,
         strict_checkpoint=False,
+        hang_timeout_s=random.choice([None, HANG_TIMEOUT_S]),
     )
-    faults = _faults(random)
+    faults = _faults(random, hangs=limits.hang_timeout_s is not None)
     step_s = random.choice([0.06, 0.1, 0.15, 0.25])
     lasts_s = 1.5 + max((f.at_s + f.seconds for f in faults), default=0.0)
     steps = max(10, int(lasts_s * random.uniform(0.5, 1.3) / step_s))
@@ -118,20 +135,25 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         crash_at=random.randint(2, steps - 1) if random.random() < 0.02 else 0,
         crash_rank=random.randint(0, 3),
         trouble=random.choice([0.0, 0.002, 0.01, 0.03]),
+        poll_s=random.choice([0.5, 1.0, 2.0]),
         faults=faults,
     )
 
 
-def _faults(random: Random) -> tuple[Fault, ...]:
-    only_etcd = random.random() < 0.1
-    kinds = sorted(HARMLESS) if only_etcd else list(FAULTS)
+def _faults(random: Random, *, hangs: bool) -> tuple[Fault, ...]:
+    only = random.random()
+    kinds = list(FAULTS)
+    if only < 0.15:
+        kinds = sorted(HARMLESS if only < 0.07 else HARMLESS | CLEAN)
+    if not hangs:
+        kinds = [kind for kind in kinds if kind not in ("deadlock", "busy-worker")]
     count = random.choice([0, 1, 1, 2, 2, 3, 3, 4, 5, 6])
     drawn = random.choices(kinds, [FAULTS[kind] for kind in kinds], k=count)
     at_s = random.uniform(0.0, 4.0)
     faults = []
     for kind in drawn:
         seconds = random.choice([0.3, 1.0, 2.0, 3.5, 6.0]) * random.uniform(0.8, 1.2)
-        if not kind.startswith(("pause", "kill-etcd", "cut", "slow", "stop", "hang")):
+        if not kind.startswith(LASTING):
             seconds = 0.0
         faults.append(Fault(at_s, kind, random.random(), seconds))
         at_s += random.choice([0.0, 0.05, 0.3, 0.8, 2.0, 4.0]) * random.uniform(0.5, 1.5)

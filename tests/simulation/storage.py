@@ -65,6 +65,7 @@ class Checkpoint:
     at_s: float
     """When its manifest was made."""
     damaged: str = ""
+    damaged_s: float = 0.0
     hidden: bool = False
     """Only who reads it finds the damage."""
 
@@ -102,6 +103,7 @@ class Storage:
         if self.steps:
             newest = self.steps[max(self.steps)]
             newest.damaged, newest.hidden = "block 3 is not what was written", hidden
+            newest.damaged_s = self.timeline.now_s
 
     def good(self, step: int) -> bool:
         return step in self.steps and not self.steps[step].damaged

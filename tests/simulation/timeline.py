@@ -20,6 +20,8 @@ class Timeline:
         self.now_s = 0.0
         self.events = 0
         """How many have run."""
+        self.most_events: int | None = None
+        """More than that are a loop that gets nowhere; None: any number may run."""
         self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._count = 0
         self._hub = greenlet.getcurrent()
@@ -35,6 +37,8 @@ class Timeline:
         while queue and queue[0][0] <= until_s:
             self.now_s, _, call, arguments = pop(queue)
             self.events += 1
+            if self.events == self.most_events:
+                return False
             call(*arguments)
             if over():
                 return True

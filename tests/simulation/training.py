@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from elasticzero.launcher.world import World, buddy
+from elasticzero.launcher.world import World, charge
 from elasticzero.pacing import Ledger, Word
+from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
 
 if TYPE_CHECKING:
@@ -31,12 +32,16 @@ class Worker:
     """One rank's process."""
 
     __slots__ = (
+        "busy",
         "deaf",
         "failed",
         "finished",
         "gang",
         "group",
+        "hang",
+        "hung_s",
         "phase",
+        "progress_s",
         "rank",
         "restored",
         "step",
@@ -51,6 +56,13 @@ class Worker:
         self.step = group.step
         self.deaf = False
         """Stopped, or in a dead loop: only SIGKILL ends it."""
+        self.hang: Hang = ""
+        """Why it is deaf."""
+        self.hung_s = 0.0
+        """Since when."""
+        self.busy = False
+        """In a section in which no step is due."""
+        self.progress_s = gang.cluster.timeline.now_s
         self.restored = self.stopping = self.failed = self.finished = False
 
     @property
@@ -86,6 +98,8 @@ class Group:
         self.epoch = 0
         """Grows when a step that was under way will not end as it was to."""
         self._stalled = False
+        self.stuck = False
+        """The ranks wait for each other: no step ends any more."""
         self._began_s = 0.0
         self._step_s = 0.0
         plan = cluster.plan
@@ -107,10 +121,9 @@ class Group:
 
     def look_again(self) -> None:
         """Something may be in reach again."""
-        if self.broken or len(self.workers) < self.size:
+        if self.broken or self.stuck or len(self.workers) < self.size:
             return
-        able = all(not w.deaf and w.alive and not w.gang.host.dark for w in self.workers.values())
-        if not able:
+        if not all(self._able(worker) for worker in self.workers.values()):
             return
         if self._stalled:
             self._stalled = False
@@ -119,6 +132,12 @@ class Group:
             for worker in self.workers.values():
                 worker.phase = "restoring"
                 self.cluster.later(0.02, 0.3, self._restore, worker)
+
+    @staticmethod
+    def _able(worker: Worker) -> bool:
+        """Whether it does its part of a step."""
+        up = worker.phase != "gone" and not worker.deaf and not worker.busy
+        return up and not worker.gang.host.dark
 
     def _restore(self, worker: Worker) -> None:
         if worker.phase != "restoring":
@@ -132,6 +151,8 @@ class Group:
             worker.gang.fail(worker, blame, message, bad_step=bad_step)
             return
         worker.phase, worker.restored = "training", True
+        worker.gang.progress(worker)
+        worker.gang.host.breaks(worker)
         self._restored += 1
         worker.gang.wake()
         if self._restored == self.size:
@@ -154,7 +175,7 @@ class Group:
     def _end_step(self, epoch: int) -> None:
         if epoch != self.epoch or self.broken:
             return
-        if any(w.deaf or not w.alive or w.gang.host.dark for w in self.workers.values()):
+        if self.stuck or not all(self._able(worker) for worker in self.workers.values()):
             self._stalled = True
             self.cluster.timeline.after(COLLECTIVE_TIMEOUT_S, self._time_out, epoch)
             return
@@ -205,9 +226,9 @@ class Group:
                 self.cluster.rules.stepped_alone(self, worker)
             late = random.random() < 0.05
             delay_s = random.uniform(0.2, 2.0) if late else random.uniform(0.002, 0.06)
-            self.cluster.timeline.after(delay_s, self._notice, worker)
+            self.cluster.timeline.after(delay_s, self.notice, worker)
 
-    def _notice(self, worker: Worker) -> None:
+    def notice(self, worker: Worker) -> None:
         if worker.alive and not worker.deaf and not worker.stopping:
             worker.gang.fail(worker, "peer", "connection reset by peer")
 
@@ -285,8 +306,7 @@ class Group:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
         if gang.agent.dead or gang.agent.gang is not gang:
             return
-        count = len(self.world.members)
-        owner = next((i for i in range(count) if buddy(i, count) == index), None)
+        owner = charge(index, len(self.world.members))
         if owner is not None and self.snapshots:
             other = self.gangs[owner]
             reach = not (other.agent.dead or other.host.dark or gang.host.dark)

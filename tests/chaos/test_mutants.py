@@ -1,0 +1,31 @@
+"""Which of the deliberately broken rules of `tests/simulation/mutants.py` the simulator finds, and
+after how many schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS, Mutant, edited, hunt
+
+SEEDS = 3_000
+TIMEOUT_S = 600.0
+NOTHING = "none broke a rule"
+
+
+def test_each_mutant_is_one_edit_that_compiles() -> None:
+    for mutant in MUTANTS:
+        compile(edited(mutant), mutant.file, "exec")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_simulator_finds_a_mutant(mutant: Mutant, tmp_path: Path) -> None:
+    said = hunt(mutant, tmp_path, first=0, count=SEEDS, timeout_s=TIMEOUT_S)
+    print(f"{mutant.name}: {said}")
+    assert "schedules: " in said, said
+    if NOTHING in said and not mutant.sure:
+        pytest.xfail("not found")
+    assert NOTHING not in said, said

@@ -1,0 +1,248 @@
+"""What can happen to a simulated job, and what an operator can ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from elasticzero.launcher.observe import CONTROL
+from elasticzero.launcher.world import Drain, to_bytes
+from tests.simulation.agents import Agent, Host
+from tests.simulation.schedule import HARMLESS, Fault
+from tests.simulation.training import Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+BAD_FOR = 6
+"""A bad machine's workers fail so often at most."""
+
+
+class Faults:
+    """Makes things happen to one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._timeline = cluster.timeline
+        self._random = cluster.random
+
+    def happen(self, fault: Fault) -> None:
+        """A fault of the plan, on the node it picks."""
+        agents = self._cluster.running()
+        agent = agents[int(fault.pick * len(agents))] if agents else None
+        self.strike(fault.kind, agent, fault.seconds, hidden=fault.pick < 0.5)
+
+    def strike(
+        self, kind: str, agent: Agent | None, seconds: float = 0.0, *, hidden: bool = False
+    ) -> None:
+        """agent: of the node that it strikes, where it strikes one. hidden: of damage."""
+        cluster = self._cluster
+        if cluster.done is not None:
+            return
+        lasts = f" for {seconds:.1f} s" if seconds else ""
+        if kind not in HARMLESS:
+            cluster.rules.cause(kind)
+        match kind:
+            case "pause-etcd" | "kill-etcd":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.etcd.stop("paused" if kind == "pause-etcd" else "killed", seconds)
+            case "join":
+                cluster.note("-- join")
+                cluster.add_node()
+            case "stop":
+                cluster.note("-- stop")
+                self._operate(stop=True)
+            case "scale":
+                least = self._random.randint(1, 4)
+                most = least + self._random.randint(0, 4)
+                cluster.note(f"-- scale:{least}:{most}")
+                self._operate(nnodes=(least, most))
+            case _ if kind.startswith("scale:"):
+                cluster.note(f"-- {kind}")
+                _, fewest, greatest = kind.split(":")
+                self._operate(nnodes=(int(fewest), int(greatest)))
+            case "damage":
+                cluster.note("-- the newest checkpoint is damaged")
+                cluster.storage.damage(hidden=hidden)
+            case "sigterm-leader":
+                self._strike(kind, self._leader() or agent, seconds)
+            case _ if agent is not None:
+                self._strike(kind, agent, seconds)
+
+    def _strike(self, kind: str, agent: Agent | None, seconds: float) -> None:
+        if agent is not None:
+            lasts = f" for {seconds:.1f} s" if seconds else ""
+            self._cluster.note(f"-- {kind} {agent.host.name}{lasts}")
+            getattr(self, "_" + kind.replace("-", "_"))(agent, seconds)
+
+    def _leader(self) -> Agent | None:
+        """Of the first member of the world that lives."""
+        world = self._cluster.world
+        hosts = [self._cluster.hosts[m.node] for m in world.members] if world is not None else []
+        return next((h.agent for h in hosts if h.agent is not None and not h.agent.dead), None)
+
+    def _worker(self, agent: Agent) -> Worker | None:
+        """One of the node's, drawn."""
+        return self._random.choice(agent.gang.workers) if agent.gang is not None else None
+
+    # -- workers
+
+    def _kill_worker(self, agent: Agent, seconds: float) -> None:
+        worker = self._worker(agent)
+        if worker is not None:
+            worker.gang.kill_one(worker)
+
+    def _hang_worker(self, agent: Agent, seconds: float) -> None:
+        worker = self._worker(agent)
+        if worker is not None and worker.alive and not worker.stopping:
+            worker.deaf = True
+            worker.hang = self._random.choice(["stopped", "locked", "loop"])
+            worker.hung_s = self._timeline.now_s
+            self._timeline.after(seconds, self._unhang, worker)
+
+    def _unhang(self, worker: Worker) -> None:
+        if worker.deaf:
+            worker.deaf, worker.hang = False, ""
+            if worker.gang.aborted_s is not None:
+                worker.gang.abort(worker)
+            elif worker.group.broken:
+                worker.group.notice(worker)
+            else:
+                worker.group.look_again()
+
+    def _busy_worker(self, agent: Agent, seconds: float) -> None:
+        """It is in a section of its own for longer than a step may last, and says so."""
+        worker = self._worker(agent)
+        if worker is not None and worker.phase == "training" and not worker.deaf:
+            worker.busy = True
+            worker.gang.progress(worker)
+            self._timeline.after(seconds, self._busy_no_more, worker)
+
+    def _busy_no_more(self, worker: Worker) -> None:
+        if worker.busy:
+            worker.busy = False
+            worker.gang.progress(worker)
+            worker.gang.wake()
+            worker.group.look_again()
+
+    def _deadlock(self, agent: Agent, seconds: float) -> None:
+        """The ranks wait for each other; before the first step that is found after half an hour."""
+        if agent.gang is not None and agent.gang.group.stepped_s is not None:
+            agent.gang.group.stuck = True
+
+    def _crash_worker(self, agent: Agent, seconds: float) -> None:
+        worker = self._worker(agent)
+        if worker is not None and worker.phase == "training":
+            worker.gang.fail(worker, "user", "RuntimeError: out of luck")
+
+    def _bad_node(self, agent: Agent, seconds: float) -> None:
+        """Its workers fail, one generation after another."""
+        agent.host.faults_left = self._random.randint(2, BAD_FOR)
+        worker = self._worker(agent)
+        if worker is not None:
+            agent.host.breaks(worker)
+
+    def _outage_and_failure(self, agent: Agent, seconds: float) -> None:
+        """etcd is away for longer than leases live, and a worker fails meanwhile."""
+        away_s = self._cluster.plan.ttl_s * self._random.uniform(1.2, 2.5)
+        self._cluster.etcd.stop(self._random.choice(["paused", "killed"]), away_s)
+        self._cluster.later(0.0, away_s, self._kill_worker, agent, 0.0)
+
+    # -- nodes
+
+    def _kill_agent(self, agent: Agent, seconds: float) -> None:
+        agent.kill()
+        self._cluster.later(0.1, 3.0, self._restart, agent.host)
+
+    def _restart(self, host: Host) -> None:
+        gone = host.agent is None or host.agent.dead
+        if not host.lost and gone and self._cluster.done is None:
+            self._cluster.note(f"-- {host.name} starts again")
+            host.agent = Agent(self._cluster, host)
+
+    def _lose_node(self, agent: Agent, seconds: float) -> None:
+        agent.kill()
+        agent.host.lost = True
+
+    def _lose_node_silently(self, agent: Agent, seconds: float) -> None:
+        agent.host.silent = True
+        agent.host.dark = True
+        self._lose_node(agent, seconds)
+
+    def _drain(self, agent: Agent, seconds: float) -> None:
+        agent.host.lost = True  # once it has left
+        me = agent.membership.me
+        asked = self._cluster.asked
+        self._operate(drain=(*asked.drain, Drain(node=me.node, incarnation=me.incarnation)))
+
+    def _operate(self, **asked: Any) -> None:
+        """An operator asks for something more, and tries until etcd answers."""
+        cluster = self._cluster
+        if cluster.etcd.state != "up":
+            self._timeline.after(0.3, lambda: self._operate(**asked))
+        elif cluster.done is None:
+            cluster.asked = replace(cluster.asked, **asked)
+            cluster.etcd.write({CONTROL: to_bytes(cluster.asked)}, (), (), 0)
+            cluster.rules.asked(cluster.asked)
+
+    def _sigterm(self, agent: Agent, seconds: float) -> None:
+        grace_s = self._random.uniform(1.0, 8.0)
+        agent.leave("SIGTERM", agent.host.clock() + grace_s)
+        self._timeline.after(grace_s, agent.kill)
+
+    _sigterm_leader = _sigterm
+
+    def _sigterm_two(self, agent: Agent, seconds: float) -> None:
+        """Two nodes are told at once."""
+        self._sigterm(agent, seconds)
+        others = [other for other in self._cluster.running() if other is not agent]
+        if others:
+            self._sigterm(self._random.choice(others), seconds)
+
+    def _sigterm_again(self, agent: Agent, seconds: float) -> None:
+        """A node is told twice, the second time with another deadline."""
+        self._sigterm(agent, seconds)
+        self._cluster.later(0.0, 0.5, self._sigterm, agent, seconds)
+
+    # -- ways
+
+    def _fade(self, agent: Agent, seconds: float) -> None:
+        """etcd is away for longer than leases live, a node does not find it again, and is lost
+        without a word some time later."""
+        self._cluster.etcd.stop("paused", self._cluster.plan.ttl_s * 2.0)
+        self._cut_from_etcd(agent, 60.0)
+        self._cluster.later(2.0, 12.0, self._lose_node_silently, agent, 0.0)
+
+    def _cut_from_etcd(self, agent: Agent, seconds: float) -> None:
+        self._set_cut(agent.host, True)
+        self._timeline.after(seconds, self._set_cut, agent.host, False)
+
+    def _cut_from_peers(self, agent: Agent, seconds: float) -> None:
+        agent.host.dark = True
+        self._timeline.after(seconds, self._in_reach, agent.host)
+
+    def _cut_off(self, agent: Agent, seconds: float) -> None:
+        self._cut_from_etcd(agent, seconds)
+        self._cut_from_peers(agent, seconds)
+
+    def _set_cut(self, host: Host, cut: bool) -> None:
+        host.cut = cut
+        if not cut:
+            host.back_s = self._timeline.now_s
+            self._cluster.rules.came_back()
+        if host.agent is not None:
+            host.agent.store.cut = cut
+
+    def _in_reach(self, host: Host) -> None:
+        host.dark = host.silent
+        agent = host.agent
+        if agent is not None and agent.gang is not None:
+            agent.gang.group.look_again()
+
+    def _slow_agent(self, agent: Agent, seconds: float) -> None:
+        agent.stall(seconds, whole=False)
+        self._timeline.after(seconds, self._cluster.rules.came_back)
+
+    def _stop_agent(self, agent: Agent, seconds: float) -> None:
+        agent.stall(seconds, whole=True)
+        self._timeline.after(seconds, self._cluster.rules.came_back)

@@ -1,0 +1,115 @@
+"""A model of one node's look at workers that make no step: what `HangWatch` is to an agent.
+
+What a look finds is judged by the real rules (`launcher/hangs.py`); that it takes time, and what it
+sees of each kind of hang, is modelled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from elasticzero.channel import Located
+from elasticzero.launcher.hangs import Silence, blame, due_s
+from elasticzero.launcher.world import Failure
+
+if TYPE_CHECKING:
+    from tests.simulation.gang import Gang
+    from tests.simulation.training import Worker
+
+Hang = Literal["", "stopped", "locked", "loop"]
+"""Why a worker is deaf: a signal stopped it, something holds Python's lock, or it is in a dead
+loop, in which a thread still answers."""
+ANSWER_S = 1.0
+SLOW_LOOK_S = 5.0
+
+
+class Hanging:
+    """The progress of the workers of one node in one generation, as their agent hears of it."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self._look: Literal["none", "open", "over"] = "none"
+        self._stalled: Failure | None = None
+        self.deaf: set[int] = set()
+        """Ranks that could not obey, as a look has found."""
+
+    def _progress_s(self, worker: Worker) -> float:
+        """When a worker last showed progress, in true time."""
+        stepped_s = worker.group.stepped_s
+        return worker.progress_s if stepped_s is None else max(worker.progress_s, stepped_s)
+
+    def _expected(self) -> list[Worker]:
+        due = ("connecting", "restoring", "training")
+        return [w for w in self._gang.workers if w.phase in due and not w.finished]
+
+    def moved(self) -> None:
+        """A worker shows progress, or is at an end: what a look found is so no more."""
+        if self._look == "over":
+            self._look, self._stalled = "none", None
+
+    def seen(self) -> dict[str, Any]:
+        """The fields of `Workers` that tell of progress."""
+        gang = self._gang
+        now_s = gang.cluster.timeline.now_s
+        heard_s = min(now_s, gang.agent.deaf_until_s)
+        in_loop = gang.group.stepped_s is not None
+        expected = self._expected()
+        due = [now_s - max(heard_s, self._progress_s(w)) for w in expected if not w.busy]
+        longest_s = max(due, default=0.0)
+        frozen = [now_s - w.hung_s for w in expected if w.hang == "stopped"]
+        return {
+            "silent_s": longest_s if in_loop else 0.0,
+            "before_step_s": 0.0 if in_loop else longest_s,
+            "frozen_s": max(frozen, default=0.0),
+            "look": self._look,
+            "stalled": self._stalled,
+        }
+
+    def look_into(self, limit_s: float | None) -> None:
+        """Find out where those are that make no step."""
+        cluster = self._gang.cluster
+        subjects = [w for w in self._expected() if not w.busy or w.hang == "stopped"]
+        self._look = "open"
+        silent = any(w.hang in ("stopped", "locked") for w in subjects)
+        takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
+        if cluster.random.random() < 0.05:
+            takes_s += SLOW_LOOK_S
+        began_s = cluster.timeline.now_s
+        cluster.timeline.after(takes_s, self._judge, subjects, limit_s, began_s)
+
+    def _judge(self, subjects: list[Worker], limit_s: float | None, began_s: float) -> None:
+        gang = self._gang
+        if gang.agent.dead or gang.agent.gang is not gang:
+            return
+        now_s, in_loop = gang.cluster.timeline.now_s, gang.group.stepped_s is not None
+        self._look = "over"
+        expected = self._expected()
+        found, guilty = [], False
+        for worker in subjects:
+            progress_s = self._progress_s(worker)
+            if worker not in expected or progress_s > began_s:
+                continue
+            silence = Silence(
+                rank=worker.rank,
+                step=worker.step if in_loop else 0,
+                silent_s=now_s - progress_s,
+                overdue=now_s - progress_s >= due_s(limit_s, in_loop=in_loop),
+                state="T" if worker.hang == "stopped" else "S",
+                located=_located(worker),
+            )
+            if silence.deaf:
+                self.deaf.add(worker.rank)
+            failure = blame(silence)
+            found.append(failure)
+            if failure.blame == "hung":
+                guilty = True
+                gang.blame(failure)
+        all_wait = bool(found) and len(found) == len(expected) and not guilty
+        self._stalled = found[0] if all_wait else None
+        gang.wake()
+
+
+def _located(worker: Worker) -> Located | None:
+    if worker.hang in ("stopped", "locked"):
+        return None
+    return Located(place="train.py:7", waits=worker.hang != "loop")

@@ -1,0 +1,276 @@
+"""Deliberately broken rules: does the simulator notice?
+
+Each mutant is one edit of a pure file of the launcher. It is applied to a copy of the packages, in
+which schedules are run until one breaks a rule.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+COPIED = ("elasticzero", "launcher", "checkpoint", "tests/simulation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One broken rule."""
+
+    name: str
+    file: str
+    """In `launcher/`."""
+    right: str
+    wrong: str
+    sure: bool = True
+    """It has been seen to be found, within some hundred schedules."""
+
+
+MUTANTS = (
+    Mutant(
+        name="a snapshot of which ranks are missing is gone on from",
+        file="world.py",
+        right="if len(by_rank) == world_size",
+        wrong="if by_rank",
+    ),
+    Mutant(
+        name="a snapshot off the lineage is gone on from",
+        file="world.py",
+        right="if holding.generation != world.generation and state != origin:",
+        wrong="if False:",
+        sure=False,
+    ),
+    Mutant(
+        name="the nearest state wins, not the newest",
+        file="world.py",
+        right="key=lambda r: (r.step, nearness[r.tier], r.generation)",
+        wrong="key=lambda r: (nearness[r.tier], r.step, r.generation)",
+        sure=False,
+    ),
+    Mutant(
+        name="members that stay are put in the order of their names",
+        file="world.py",
+        right="kept.sort(key=lambda member: position[member.node])",
+        wrong="kept.sort(key=lambda member: member.node)",
+    ),
+    Mutant(
+        name="MAX is not kept to",
+        file="world.py",
+        right="return tuple([*kept, *joiners][:most])",
+        wrong="return tuple([*kept, *joiners])",
+    ),
+    Mutant(
+        name="a lapsed lease counts at once when the store is back",
+        file="lead.py",
+        right="health.reachable and now_s - health.well_since_s >= limits.lease_ttl_s",
+        wrong="health.reachable",
+    ),
+    Mutant(
+        name="a step is no proof of life",
+        file="lead.py",
+        right="return own_lease_is_fresh and store_is_well and not proven_alive",
+        wrong="return own_lease_is_fresh and store_is_well",
+        sure=False,
+    ),
+    Mutant(
+        name="nobody is waited for that has not answered",
+        file="lead.py",
+        right="now_s - asked_s < limits.alive_s)",
+        wrong="False)",
+    ),
+    Mutant(
+        name="nobody is waited for whose workers still stop",
+        file="lead.py",
+        right="if late and now_s - opened_s < limits.stop_s + limits.save_s:",
+        wrong="if False:",
+    ),
+    Mutant(
+        name="an answer counts, whichever incarnation gave it",
+        file="lead.py",
+        right=" and report.incarnation == incarnations.get(node)",
+        wrong="",
+        sure=False,
+    ),
+    Mutant(
+        name="a node that has come anew is taken for what it was",
+        file="lead.py",
+        right="return found.incarnation == member.incarnation\n    ttl_s",
+        wrong="return True\n    ttl_s",
+    ),
+    Mutant(
+        name="a member that answered lives for ever",
+        file="lead.py",
+        right="return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)",
+        wrong="return young or missing_s > 0.0",
+        sure=False,
+    ),
+    Mutant(
+        name="a node that leaves keeps its place",
+        file="lead.py",
+        right="if m.node in reports and not reports[m.node].leaving",
+        wrong="if m.node in reports",
+    ),
+    Mutant(
+        name="the first world does not wait for MIN",
+        file="lead.py",
+        right="if here < limits.min_nodes:",
+        wrong="if here < 1:",
+    ),
+    Mutant(
+        name="the next world does not wait for MIN",
+        file="lead.py",
+        right="    if len(members) < limits.min_nodes:\n"
+        '        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left',
+        wrong="    if not members:\n"
+        '        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left',
+    ),
+    Mutant(
+        name="nobody follows a leader that is gone",
+        file="lead.py",
+        right="present = view.members is None or member.node not in view.missing_since_s",
+        wrong="present = True",
+    ),
+    Mutant(
+        name="a spare takes over at once",
+        file="lead.py",
+        right="if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:",
+        wrong="if False:",
+    ),
+    Mutant(
+        name="nobody who waits is taken",
+        file="lead.py",
+        right="if spare and room > 0 and",
+        wrong="if spare and room > 99 and",
+    ),
+    Mutant(
+        name="a lowered MAX shrinks nothing",
+        file="lead.py",
+        right="if room < 0 and view.control.nnodes is not None:",
+        wrong="if room < -99:",
+    ),
+    Mutant(
+        name="a job that is to stop goes on after a round",
+        file="lead.py",
+        right="    if view.control.stop:\n        return stop(view,",
+        wrong="    if view.control.stop and False:\n        return stop(view,",
+    ),
+    Mutant(
+        name="a failure is charged though steps were made",
+        file="blame.py",
+        right="    if resume_step > world.resume.step:\n        return 0\n",
+        wrong="",
+    ),
+    Mutant(
+        name="a lost node is charged to the job",
+        file="blame.py",
+        right='counts = cause[1].blame != "peer" or (all_stay and not lost)',
+        wrong="counts = True",
+        sure=False,
+    ),
+    Mutant(
+        name="a node is set aside one strike later",
+        file="blame.py",
+        right="if struck.count >= ASIDE_AFTER:",
+        wrong="if struck.count > ASIDE_AFTER:",
+    ),
+    Mutant(
+        name="a job is given up one failure earlier",
+        file="ending.py",
+        right="following.fruitless <= limits.max_restarts",
+        wrong="following.fruitless < limits.max_restarts",
+    ),
+    Mutant(
+        name="a stop does not wait for the state to be saved",
+        file="ending.py",
+        right='if resume.tier != "ram" or resume.step <= (view.storage_step or 0):',
+        wrong="if True:",
+    ),
+    Mutant(
+        name="nobody answers an alarm",
+        file="decide.py",
+        right='actions = list(_report(view, "alive", "").actions)',
+        wrong="actions = []",
+        sure=False,
+    ),
+    Mutant(
+        name="a node that leaves does not wait until its state is read",
+        file="decide.py",
+        right="if needed and unread and",
+        wrong="if False and",
+    ),
+    Mutant(
+        name="a node that leaves while etcd is away asks for a boundary",
+        file="leaving.py",
+        right="if not view.store.reachable:",
+        wrong="if False:",
+        sure=False,
+    ),
+    Mutant(
+        name="one node that waits is taken for a deadlock",
+        file="hangs.py",
+        right='if "stalled" not in phases or phases - {"stalled", "finished"}:',
+        wrong='if "stalled" not in phases:',
+    ),
+    Mutant(
+        name="a worker that waits for a peer is to blame",
+        file="hangs.py",
+        right='        guilty = False\n        found = f"it seems',
+        wrong='        found = f"it seems',
+    ),
+    Mutant(
+        name="nobody looks at workers that make no step",
+        file="hangs.py",
+        right="if workers.silent_s >= limit_s:",
+        wrong="if False:",
+        sure=False,
+    ),
+    Mutant(
+        name="a leader writes though its registration is gone",
+        file="acting.py",
+        right="            self._membership.condition(),\n",
+        wrong="",
+        sure=False,
+    ),
+    Mutant(
+        name="a world is written though the job is over",
+        file="acting.py",
+        right="            Condition(key=DONE, mod_revision=0),\n",
+        wrong="",
+    ),
+)
+
+
+def edited(mutant: Mutant) -> str:
+    """The file with its edit."""
+    text = (ROOT / "launcher" / mutant.file).read_text()
+    assert text.count(mutant.right) == 1, f"{mutant.file} has no longer one: {mutant.right}"
+    return text.replace(mutant.right, mutant.wrong)
+
+
+def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: float) -> str:
+    """Run schedules in a copy with this edit, in a process of its own; what it said in the end."""
+    for name in COPIED:
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    (folder / "tests" / "__init__.py").touch()
+    (folder / "launcher" / mutant.file).write_text(edited(mutant))
+    command = [sys.executable, "-m", "tests.simulation", str(first)]
+    ran = subprocess.run(
+        [*command, "--count", str(count), "--first"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    said = ran.stdout.strip().splitlines()
+    return said[-1] if said else ran.stderr.strip()[-500:]

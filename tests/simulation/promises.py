@@ -1,0 +1,303 @@
+"""What is promised to nodes and operators: rules R11 to R14 of `launcher/world.py`.
+
+Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
+take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd
+serves, and begins anew when an agent comes back that could not be heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elasticzero.launcher.blame import ASIDE_AFTER
+from elasticzero.launcher.world import Alarm, Control, Member, Report, World
+from tests.simulation.schedule import CLEAN, HARMLESS
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+    from tests.simulation.training import Group
+
+READ_S = 0.1
+TROUBLED_READ_S = 2.5
+"""What stood for so long before a world was written, its writer has read: where all requests are
+quick, and where some are slow."""
+HEARD_S = 1.5
+TROUBLED_HEARD_S = 5.0
+"""What an agent has heard of for certain, if it happened so long ago; the latter where watches lose
+what they were to tell."""
+STEP_SHARE = 1.5
+"""A step takes no longer than so many times what the plan says."""
+ANSWER_SHARE = 0.9
+"""Clocks differ: of a time to answer so much must have passed by any."""
+STOPPED_WITHIN_S = 12.0
+"""No step is made for longer after a stop."""
+PAID_WITHIN_STEPS = 10
+"""A node that waits is taken within so many steps."""
+Registration = tuple[str, str]
+"""Node and incarnation."""
+
+
+def _aside(world: World) -> set[str]:
+    """The nodes that may be set aside."""
+    return {struck.node for struck in world.strikes if struck.count >= ASIDE_AFTER}
+
+
+class Promises:
+    """What was asked and said so far, and the checks."""
+
+    def __init__(self, cluster: Cluster, require: Callable[[bool, str, str], None]) -> None:
+        self._cluster = cluster
+        self._require = require
+        self._last_event_s = 0.0
+        """When something last happened that may keep an agent from hearing, or change a world."""
+        limits = cluster.plan.limits
+        self._sizes = [(0.0, (limits.min_nodes, limits.max_nodes))]
+        """Fewest and most nodes, and since when they are asked for."""
+        self._drained: dict[Registration, float] = {}
+        self._stop_s: float | None = None
+        self._since: dict[Registration, float] = {}
+        """Registrations that stand, since when."""
+        self._ended: dict[Registration, tuple[float, float]] = {}
+        """Those that do not any more: when they ended, in true time, and since when they stood."""
+        self._reports: dict[tuple[int, str], tuple[float, Report]] = {}
+        """By generation and node: the last report, and when it was put."""
+        self._alarms: dict[int, float] = {}
+        """By generation: when its alarm was raised, in true time."""
+        self._owing: dict[str, tuple[float, int]] = {}
+        """What the world that trains owes: since when, and for how many steps."""
+
+    @property
+    def _now_s(self) -> float:
+        return self._cluster.etcd.served_s
+
+    def disturbed(self) -> None:
+        """Something happened, or an agent came back."""
+        self._last_event_s = self._now_s
+
+    def _long_ago(self, since_s: float, limit_s: float) -> bool:
+        return self._now_s - max(since_s, self._last_event_s) > limit_s
+
+    @property
+    def _heard_s(self) -> float:
+        return TROUBLED_HEARD_S if self._cluster.plan.trouble else HEARD_S
+
+    @property
+    def _read_s(self) -> float:
+        return TROUBLED_READ_S if self._cluster.plan.trouble else READ_S
+
+    # -- what happens
+
+    def asked(self, control: Control) -> None:
+        """Operators ask for something more."""
+        now_s = self._now_s
+        if control.nnodes is not None and control.nnodes != self._sizes[-1][1]:
+            self._sizes.append((now_s, control.nnodes))
+        for drain in control.drain:
+            self._drained.setdefault((drain.node, drain.incarnation), now_s)
+        if control.stop and self._stop_s is None:
+            self._stop_s = now_s
+
+    def registered(self, member: Member) -> None:
+        known = (member.node, member.incarnation)
+        self._since.setdefault(known, self._now_s)
+
+    def unregistered(self, member: Member) -> None:
+        known = (member.node, member.incarnation)
+        since_s = self._since.pop(known, None)
+        if since_s is not None:
+            self._ended[known] = (self._cluster.timeline.now_s, since_s)
+
+    def reported(self, generation: int, node: str, report: Report) -> None:
+        self._reports[generation, node] = (self._now_s, report)
+
+    def alarmed(self, generation: int, alarm: Alarm) -> None:
+        """R10: a lapsed lease ends no generation whose steps go on long after it lapsed."""
+        self._alarms.setdefault(generation, self._cluster.timeline.now_s)
+        if alarm.kind != "lapse":
+            return
+        node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
+        ended = [at for (name, _), (at, _) in self._ended.items() if name == node]
+        world = self._cluster.world
+        assert world is not None
+        stepped_s = self._cluster.group(world).stepped_s or 0.0
+        lives = bool(ended) and stepped_s - max(ended) > self._heard_s
+        goes_on = self._cluster.timeline.now_s - stepped_s < STEP_SHARE * self._cluster.plan.step_s
+        text = f"{alarm.reason}, though steps went on: {generation}"
+        self._require(not (lives and goes_on), "R10", text)
+
+    # -- what must be so
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Fewest and most nodes that whoever writes a world now may go by."""
+        ends = [since_s for since_s, _ in self._sizes[1:]]
+        old = [
+            size
+            for (_, size), end_s in zip(self._sizes[:-1], ends, strict=True)
+            if not self._long_ago(end_s, self._heard_s)
+        ]
+        return [*old, self._sizes[-1][1]]
+
+    def world_written(self, before: World | None, after: World) -> None:
+        sizes, count = self.sizes(), len(after.members)
+        fits = any(least <= count <= most for least, most in sizes)
+        self._require(fits, "R3", f"{count} members, where {sizes} are allowed")
+        full = any(count >= most for _, most in sizes)
+        self._check_places(before, after, full=full)
+        self._check_drains(after)
+        self._check_aside(before, after, max(least for least, _ in sizes))
+        self._check_take_over(before, after)
+        self._check_writer(after)
+
+    def _check_writer(self, after: World) -> None:
+        """R3: who writes a world is registered."""
+        writer = self._cluster.etcd.writer
+        for agent in self._cluster.running():
+            if agent.store is writer:
+                me = agent.membership.me
+                ended_s, _ = self._ended.get((me.node, me.incarnation), (-1.0, 0.0))
+                stands = (me.node, me.incarnation) in self._since
+                stands |= ended_s == self._cluster.timeline.now_s
+                self._require(stands, "R3", f"{me.node} wrote {after.generation}, unregistered")
+
+    def _stood_before(self, member: Member) -> bool:
+        """Whether a registration stood for so long that whoever wrote just now has read it; it may
+        have ended by that very write."""
+        known = (member.node, member.incarnation)
+        since_s = self._since.get(known)
+        if since_s is None:
+            ended_s, since_s = self._ended.get(known, (-1.0, 0.0))
+            if ended_s != self._cluster.timeline.now_s:
+                return False
+        return self._now_s - since_s > self._read_s
+
+    def _check_left_out(self, before: World, after: World) -> None:
+        """R11: of the members of the world before."""
+        aside, limits = _aside(after), self._cluster.plan.limits
+        alarm_s = self._alarms.get(before.generation)
+        true_s = self._cluster.timeline.now_s
+        asked = alarm_s is not None and true_s - alarm_s > ANSWER_SHARE * limits.alive_s
+        put = [self._reports.get((before.generation, m.node)) for m in before.members]
+        rounds = [p[0] for p in put if p is not None and p[1].phase in ("alive", "stopped")]
+        lasts_s = self._now_s - min(rounds, default=self._now_s)
+        for member, (put_s, report) in zip(
+            before.members, (p or (0.0, None) for p in put), strict=True
+        ):
+            out = not after.names(member) and member.node not in aside
+            if not out or not self._stood_before(member):
+                continue
+            text = f"{after.generation} is without {member.node}"
+            agent = self._cluster.hosts[member.node].agent
+            if agent is not None and not agent.leaving and not self._cluster.plan.trouble:
+                same = agent.membership.me.incarnation == member.incarnation
+                slow = report is not None and report.phase == "alive" and lasts_s > limits.stop_s
+                hears = same and not slow and agent.hears_for(HEARD_S)
+                self._require(not hears, "R11", f"{text}, which lives and hears")
+            mine = report is not None and report.incarnation == member.incarnation
+            if report is None or not mine or report.phase not in ("alive", "stopped"):
+                self._require(asked, "R11", f"{text}, which had no time to answer")
+            elif not report.leaving and self._now_s - put_s > self._read_s:
+                late = report.phase == "alive" and lasts_s > limits.stop_s
+                self._require(late, "R11", f"{text}, which was {report.phase}")
+
+    def _check_places(self, before: World | None, after: World, *, full: bool) -> None:
+        """R11."""
+        if full:
+            return
+        if before is not None:
+            self._check_left_out(before, after)
+        aside = _aside(after)
+        for node, incarnation in [*self._since, *self._ended]:
+            if node in aside or after.find(node, incarnation) is not None:
+                continue
+            agent = self._cluster.hosts[node].agent
+            me = agent.membership.me if agent is not None else None
+            if agent is None or me is None or me.incarnation != incarnation or agent.leaving:
+                continue
+            waited = before is None or not before.names(me)
+            if waited and self._stood_before(me):
+                self._require(False, "R11", f"{node} waited, and {after.generation} has room")
+
+    def _check_drains(self, after: World) -> None:
+        """R12."""
+        for member in after.members:
+            asked_s = self._drained.get((member.node, member.incarnation))
+            late = asked_s is not None and self._long_ago(asked_s, self._heard_s)
+            self._require(not late, "R12", f"{member.node} was drained: {after.generation}")
+
+    def _check_aside(self, before: World | None, after: World, least: int) -> None:
+        """R13."""
+        known = {s.node: s.count for s in before.strikes} if before is not None else {}
+        aside = _aside(after)
+        for struck in after.strikes:
+            new = struck.count >= ASIDE_AFTER and struck.count > known.get(struck.node, 0)
+            named = any(member.node == struck.node for member in after.members)
+            enough = len(after.members) - sum(m.node in aside for m in after.members) >= least
+            text = f"{struck.node} has {struck.count} strikes: {after.generation}"
+            self._require(not (new and named and enough), "R13", text)
+
+    def _check_take_over(self, before: World | None, after: World) -> None:
+        """R14."""
+        if before is None or not after.reason.startswith("all nodes of generation"):
+            return
+        for member in before.members:
+            known = (member.node, member.incarnation)
+            ended_s = self._ended.get(known, (0.0, 0.0))[0]
+            lately = self._cluster.timeline.now_s - ended_s < self._cluster.plan.ttl_s / 2
+            stands = known in self._since or (known in self._ended and lately)
+            text = f"{after.generation} was taken over from {member.node}"
+            self._require(not stands, "R14", text)
+
+    def check_lossless(self, after: World, reached: int, causes: list[str]) -> None:
+        """R12: where nodes only come and go as they are asked to, no step is made twice."""
+        clean = set(causes) <= CLEAN | HARMLESS and not self._cluster.plan.trouble
+        clean &= self._cluster.storage.possible  # else who leaves too few takes state along
+        kept = after.resume.step >= reached
+        text = f"{after.generation} starts from {after.resume.step}, though {reached} was reached"
+        self._require(kept or not clean, "R12", text)
+
+    def stepped(self, group: Group) -> None:
+        """R12."""
+        self._check_owed(group.world)
+        if self._stop_s is not None:
+            late = self._long_ago(self._stop_s, STOPPED_WITHIN_S)
+            text = f"generation {group.generation} trains on after a stop"
+            self._require(not late, "R12", text)
+
+    def stopped(self, step: int, reached: int, causes: list[str]) -> None:
+        """R12: an operator's stop has ended the job after `step`."""
+        storage = self._cluster.storage
+        kept = not storage.possible or step == 0 or step in storage.steps
+        self._require(kept, "R12", f"no checkpoint of {step}")
+        clean = set(causes) <= CLEAN | HARMLESS and not self._cluster.plan.trouble
+        if clean and storage.possible:
+            self._require(step == reached, "R12", f"stopped at {step}, {reached} was reached")
+
+    def _owed(self, world: World) -> list[str]:
+        """What a world that trains owes: nodes that wait while there is room; fewer members."""
+        most, count = self._sizes[-1][1][1], len(world.members)
+        if count > most:
+            return [f"{count - most} members too many"]
+        if count == most or len(self._since) <= count or world.strikes:
+            return []
+        found = []
+        for node, incarnation in self._since:
+            agent = self._cluster.hosts[node].agent
+            idle = agent is not None and not agent.dead and not agent.leaving
+            if idle and world.find(node, incarnation) is None:
+                found.append(f"{node} {incarnation} waits")
+        return found
+
+    def _check_owed(self, world: World) -> None:
+        """R11, R12: it is paid within some steps, as long as all agents hear of it."""
+        owed = self._owed(world)
+        agents = [self._cluster.hosts[m.node].agent for m in world.members] if owed else []
+        now_s = self._cluster.timeline.now_s
+        if any(a is None or not a.store.well or a.deaf_until_s > now_s for a in agents):
+            owed = []
+        known = self._owing
+        self._owing = {text: known.get(text, (self._now_s, 0)) for text in owed}
+        for text, (since_s, steps) in self._owing.items():
+            self._owing[text] = (since_s, steps + 1)
+            late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, 2 * self._heard_s)
+            self._require(not late, "R11", f"{text}: {world.generation} has room for {self._sizes}")
