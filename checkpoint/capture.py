@@ -80,6 +80,8 @@ class SnapshotWriter:
         return size
 
     def close(self) -> None:
+        for memory in self._memory.values():
+            _unpin(memory)
         self._memory.clear()
         self._slots.close()
 
@@ -106,8 +108,8 @@ class SnapshotWriter:
         """The slot's memory as a tensor; pinned where there is a GPU."""
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:
-            if known is not None and torch.cuda.is_initialized():
-                torch.cuda.cudart().cudaHostUnregister(known.data_ptr())
+            if known is not None:
+                _unpin(known)
             known = torch.frombuffer(slot.view(), dtype=torch.uint8)
             if torch.cuda.is_initialized():
                 torch.cuda.cudart().cudaHostRegister(known.data_ptr(), known.numel(), 0)
@@ -120,3 +122,8 @@ class SnapshotWriter:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         return self._stream
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -276,6 +276,12 @@ class Captures:
         seconds = time.monotonic() - began_s
         return replace(self._captured(manifest, author), seconds=seconds, bytes=size)
 
+    def close(self) -> None:
+        """Give this process's hold on the memory of captures back; what stands there stays."""
+        if self._reserving is not None:
+            self._reserving.join()
+        self._writer.close()
+
     def _captured(self, manifest: Manifest, author: Author) -> Captured:
         return Captured(
             step=manifest.step,

@@ -80,6 +80,8 @@ class Assignment:
     collective_timeout_s: float = 600.0
     password: str = field(default="", repr=False)
     """The job's token, which other nodes' snapshots are read with."""
+    keep: bool = False
+    """The process may outlive its generation and take part in the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +245,12 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Worker to agent, last of a generation: its state is handed over, nothing of the generation is
+    left in this process, and it can take part in another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Worker to agent: the training function returned after `step` steps."""
 
@@ -285,10 +293,28 @@ Message = (
     | Kept
     | Saved
     | Stopping
+    | Waiting
     | Finished
     | Failed
 )
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
+
+
+def torchrun_environment(assignment: Assignment) -> dict[str, str]:
+    """The variables that torchrun sets, for scripts written for it."""
+    return {
+        "RANK": str(assignment.rank),
+        "LOCAL_RANK": str(assignment.local_rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.group_rank),
+        "ROLE_RANK": str(assignment.rank),
+        "ROLE_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": assignment.master_address,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
+        "TORCHELASTIC_RUN_ID": assignment.job,
+    }
 
 
 class ChannelClosed(Exception):
@@ -302,18 +328,36 @@ class Channel:
         self._socket = sock
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
+        self._fds: list[int] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
         """Raises `ChannelClosed` when nobody reads any more."""
-        line = json.dumps({"kind": type(message).__name__, **encode(message)}) + "\n"
         try:
             with self._send_lock:
-                self._socket.sendall(line.encode())
+                self._socket.sendall(_line(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
+
+    def hand(self, message: Message, fd: int | None, timeout_s: float) -> None:
+        """`send`, with a descriptor, that waits so long for room; raises `ChannelClosed` too where
+        there was none."""
+        line, blocking = _line(message), self._socket.gettimeout()
+        try:
+            with self._send_lock:
+                self._socket.settimeout(timeout_s)
+                sent = socket.send_fds(self._socket, [line], [fd]) if fd is not None else 0
+                self._socket.sendall(line[sent:])
+                self._socket.settimeout(blocking)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
+    def taken_fd(self) -> int | None:
+        """The oldest descriptor that has come with messages and was not taken yet; it is the
+        caller's from now on."""
+        return self._fds.pop(0) if self._fds else None
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message, or None when `timeout_s` passed; raises `ChannelClosed` at the end."""
@@ -343,12 +387,18 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            data = self._socket.recv(1 << 16)
+            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
         except OSError as error:
             raise ChannelClosed(str(error)) from None
         if not data:
             raise ChannelClosed("the other end was closed")
+        self._fds += fds
         self._buffer += data
+
+
+def _line(message: Message) -> bytes:
+    text = json.dumps({"kind": type(message).__name__, **encode(message)})
+    return f"{text}\n".encode()
 
 
 def _parse(line: bytes) -> Message:

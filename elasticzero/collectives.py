@@ -9,8 +9,10 @@ milliseconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,6 +30,8 @@ from elasticzero.pacing import Word
 RETRY_CONNECT_S = 0.02
 PROBE_S = 2.0
 """One try to reach rank 0's host."""
+RELEASE_S = 0.5
+"""A group that is not gone by then hangs."""
 
 _kept: list[dist.ProcessGroup] = []
 """Groups that were closed. Gloo's destructor joins its threads while it holds Python's global lock,
@@ -90,6 +94,29 @@ class Groups:
             assert dist.group.WORLD is not None
             _kept.extend([dist.group.WORLD, self.control])
             dist.destroy_process_group()
+
+
+def own_groups(groups: Groups) -> int:
+    """How many process groups the script has made besides `groups`."""
+    known = dist.distributed_c10d._world.pg_map
+    return sum(group not in (dist.group.WORLD, groups.control) for group in known)
+
+
+def release(groups: Groups) -> bool:
+    """Destroy the groups of a generation that is over; False: an operation hangs in them.
+
+    Nothing else may refer to them. Gloo's destructor waits for the operations of a group, of which
+    one may hang for good (seen with torch 2.13: a send that a closed connection has swallowed). So
+    the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
+    """
+    last = [dist.group.WORLD, groups.control]
+    del groups.control
+    dist.destroy_process_group()
+    gc.collect()
+    thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
+    thread.start()
+    thread.join(RELEASE_S)
+    return not thread.is_alive()
 
 
 def device_of(place: Place) -> torch.device:

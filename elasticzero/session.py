@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
 from elasticzero.loader import Progress, Reading, Walk, length_of
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.state import NamedModel, SmallState, Stateful
+from elasticzero.survival import Origin, Over, survive
 from elasticzero.worker import AgentLink, Standing, enter_world, stop
 
 S = TypeVar("S", bound=Stateful)
@@ -33,11 +35,19 @@ def run(train: Callable[[Session], None]) -> None:
     """Train: call `train` with the session of this process's generation.
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
-    another process; the lines after `run` are reached once training has finished. Without an agent
+    another process, or with --keep-workers in the same one; the lines after `run` are reached once
+    training has finished. Without an agent
     this trains on one process, and an error of this project's is printed in one line and raised as
     `SystemExit` with its exit code.
     """
     link = AgentLink.from_environment()
+    origin = Origin()
+    while (over := _generation(link, train)) is not None:
+        survive(link, over, origin)
+
+
+def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | None:
+    """One generation; None: training has finished."""
     session = Session(link)
     try:
         session._open()
@@ -53,8 +63,11 @@ def run(train: Callable[[Session], None]) -> None:
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(int(error.exit_code)) from error
             raise
-        stop(link, error, session._standing())
+        code = stop(link, error, session._standing())
+        traceback.clear_frames(error.__traceback__)  # what the script held in them
+        return session._over(code)
     session._close()
+    return None
 
 
 class Session:
@@ -426,6 +439,12 @@ class Session:
             dist.all_reduce(torch.zeros(1, device=self.device))
         self._link.check()
         self._link.send(Finished(step=self._step))
+
+    def _over(self, code: int) -> Over:
+        """The generation is over, the process may not be."""
+        if self._at is not None:
+            self._at.captures.close()
+        return Over(code, self._groups)
 
     def _close(self) -> None:
         if self._groups is not None:

@@ -9,7 +9,8 @@ Rules of the end of a generation, whatever its cause:
  S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
  S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
      `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
- S4  Exit at once; nothing of the script runs any more.
+ S4  Exit at once; nothing of the script runs any more. But where the agent keeps processes, and
+     this generation ended by a boundary or by a peer, go on as `survival` says.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -97,6 +98,8 @@ class AgentLink:
         """Why the newest of those without a checkpoint has none."""
         self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._channel = channel
+        self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
+        """Of generations to come."""
         self._doing: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._shut: Callable[[], None] = lambda: None
@@ -142,6 +145,20 @@ class AgentLink:
         if self.aborted is not None:
             raise GenerationEnded(self.aborted, aborted=True)
 
+    def await_assignment(self) -> None:
+        """Wait for a place in another generation; until then the agent may end this process."""
+        self.assignment = self._assignments.get()
+
+    def _begin(self, assignment: Assignment) -> None:
+        """The agent gives a place in another generation: what it said before is void."""
+        assert self._channel is not None
+        self.flags, self.aborted, self.save_error = 0, None, None
+        self.kept = self.unkept = self.saved = self.unsaved = -1
+        self.saves = queue.SimpleQueue()
+        self._doing.clear()
+        self._shut = lambda: None
+        self._assignments.put(replace(assignment, store_fd=self._channel.taken_fd()))
+
     def send(self, message: Message) -> None:
         """Without an agent, nothing; a worker whose agent is gone ends here."""
         if self._channel is None:
@@ -170,6 +187,8 @@ class AgentLink:
             except (ChannelClosed, OSError, ValueError):
                 os._exit(1)
             match message:
+                case Assignment():
+                    self._begin(message)
                 case Request(flags=flags):
                     self.flags = flags
                 case Abort(reason=reason):
@@ -321,15 +340,19 @@ class Standing:
     """Breaks the group's connections."""
 
 
-def stop(link: AgentLink, error: BaseException, standing: Standing) -> NoReturn:
-    """The stop protocol; ends the process."""
-    code = _explain(link, error, standing)
+def stop(link: AgentLink, error: BaseException, standing: Standing) -> int:
+    """The stop protocol; ends the process, or returns its exit code where it may be kept."""
+    code, own = _explain(link, error, standing)
+    kept = False
     try:
-        _hand_over(link, str(error) or type(error).__name__, standing)
+        answered = _hand_over(link, str(error) or type(error).__name__, standing)
+        kept = answered and not own and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
         code = _not_kept(link, lost, standing.step)
     finally:
-        leave(code)
+        if not kept:
+            leave(code)
+    return code
 
 
 def leave(code: int) -> NoReturn:
@@ -354,12 +377,12 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
-    """S1; returns the exit code."""
+def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple[int, bool]:
+    """S1; returns the exit code, and whether the failure is this rank's own."""
     if isinstance(error, GenerationEnded):
         if error.aborted:
             standing.shut()
-        return ExitCode.LEFT if error.aborted else 0
+        return ExitCode.LEFT if error.aborted else 0, False
     standing.shut()
     if isinstance(error, KeyboardInterrupt):
         leave(ExitCode.INTERRUPTED)
@@ -375,15 +398,15 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> int:
     )
     link.send(message)
     if message.blame == "checkpoint" and message.bad_step is not None:
-        return 1  # the agent says so, once for all ranks
+        return 1, True  # the agent says so, once for all ranks
     if message.blame == "peer":
         print(f"a peer is gone; this worker stops at step {standing.step}", file=sys.stderr)
-        return ExitCode.LEFT
+        return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)
     else:
         print(message.traceback, end="", file=sys.stderr)
-    return 1
+    return 1, True
 
 
 def _blame(error: BaseException, *, from_agent: bool) -> Any:
@@ -396,8 +419,8 @@ def _blame(error: BaseException, *, from_agent: bool) -> Any:
     return "environment" if isinstance(error, OperatorError) else "user"
 
 
-def _hand_over(link: AgentLink, reason: str, standing: Standing) -> None:
-    """S2 and S3."""
+def _hand_over(link: AgentLink, reason: str, standing: Standing) -> bool:
+    """S2 and S3; False: no answer came."""
     clean = standing.clean and standing.save is not None
     link.send(
         Stopping(
@@ -410,6 +433,7 @@ def _hand_over(link: AgentLink, reason: str, standing: Standing) -> None:
     try:
         wanted = link.saves.get(timeout=SAVE_WAIT_S).wanted
     except queue.Empty:
-        return
+        return False
     if wanted and clean and standing.save is not None:
         link.send(standing.save())
+    return True

@@ -60,7 +60,7 @@ from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, Notice, View, Workers
-from elasticzero.launcher.workers import Gang
+from elasticzero.launcher.workers import Gang, Worker, end
 from elasticzero.launcher.world import World, charge
 from elasticzero.metrics import Metrics
 
@@ -103,6 +103,8 @@ class AgentOptions:
     """From SIGTERM on this node has so long."""
     preemption: str = "auto"
     """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
+    keep_workers: bool = False
+    """Workers' processes outlive a generation where nothing speaks against it."""
     tee: str = "none"
     """Which workers' output is repeated on the terminal: none, first or all of the node."""
 
@@ -311,7 +313,7 @@ class Agent:
 
     def _start(self, world: World, index: int, now_s: float) -> None:
         options, member = self.options, world.members[index]
-        self._retire_gang()
+        kept = self._retire_gang()
         self.snapshots.keep_only({(world.resume.generation, world.resume.step)})
         first = world.first_rank(index)
         connect_s = min(10.0 * 2**world.fruitless, 300.0)
@@ -338,16 +340,18 @@ class Agent:
                 snapshot_every=options.snapshot_every,
                 bad_steps=world.bad_steps,
                 connect_timeout_s=connect_s,
+                keep=options.keep_workers,
             )
             for local_rank in range(member.nproc)
         ]
         self.saver.begin(_post(world, index, self._token))
         gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
         self._gang = gang
+        end(worker for local_rank, worker in kept.items() if local_rank >= member.nproc)
         self.telling.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
-            gang.start(assignments, options.launch, options.log_dir, store)
+            gang.start(assignments, options.launch, options.log_dir, store, kept)
         except (ChannelClosed, OSError):
             self._replace_server()
         finally:
@@ -355,11 +359,12 @@ class Agent:
                 store.close()
         self.telling.started(gang)
 
-    def _retire_gang(self) -> None:
-        """No worker of an older generation lives on beside the new ones."""
+    def _retire_gang(self) -> dict[int, Worker]:
+        """No worker of an older generation lives on beside the new ones; returns those that are
+        ready for the new one, by local rank."""
         gang = self._gang
         if gang is None:
-            return
+            return {}
         gang.kill()
         deadline_s = time.monotonic() + 2.0
         while gang.view(0.0).running and time.monotonic() < deadline_s:
@@ -368,6 +373,7 @@ class Agent:
         gang.hangs.close()
         self.telling.retired(gang)
         self._gang = None
+        return gang.take_waiting()
 
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""

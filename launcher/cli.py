@@ -177,6 +177,7 @@ def _run(args: argparse.Namespace) -> int:
         checkpoint_every=args.checkpoint_every,
         snapshot_every=given.snapshot_every,
         keep=given.keep,
+        keep_workers=args.keep_workers,
         grace_s=args.grace,
         preemption=args.preemption,
         tee="all" if args.tee or not args.log_dir else "none",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -62,6 +63,8 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     for name in preload:
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays: a worker's collector need not go through it
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)

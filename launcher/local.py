@@ -230,6 +230,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.tee or not args.log_dir:
         words.append("--tee")
+    words.append("--keep-workers" if args.keep_workers else "--no-keep-workers")
     if args.strict_checkpoint:
         words.append("--strict-checkpoint")
     if args.module:

@@ -38,6 +38,8 @@ class Option:
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     is_switch: bool = False
+    has_off: bool = False
+    """A switch that `--no-…` turns off."""
 
     @property
     def name(self) -> str:
@@ -127,6 +129,13 @@ RUN_OPTIONS = (
         "the last steps, at least 60; 0: never",
         "auto",
         metavar="S",
+    ),
+    Option(
+        ("--keep-workers",),
+        "keep the processes of workers over a change of the world, where nothing speaks against it",
+        False,
+        is_switch=True,
+        has_off=True,
     ),
     Option(
         ("--strict-checkpoint",),
@@ -247,7 +256,8 @@ def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -
         default = os.environ.get(option.variable, option.default)
         if option.is_switch:
             on = str(default).lower() in ("1", "true", "yes")
-            parser.add_argument(*flags, action="store_true", default=on, help=option.help)
+            action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
+            parser.add_argument(*flags, action=action, default=on, help=option.help)
         else:
             parser.add_argument(
                 *flags,

@@ -199,7 +199,7 @@ class Telling:
         )
 
     def started(self, gang: Gang) -> None:
-        self.note("started", pids=[worker.pid for worker in gang.workers])
+        self.note("started", pids=[worker.pid for worker in gang.workers], kept=gang.kept)
         self._metrics.workers_running.set(len(gang.workers))
 
     def heard(self, gang: Gang, heard: Iterable[Heard], now_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,8 @@ from elasticzero.channel import (
     Save,
     Stepped,
     Stopping,
+    Waiting,
+    torchrun_environment,
 )
 from elasticzero.launcher import secret
 from elasticzero.launcher.forkserver import ForkServer, Launch
@@ -41,6 +43,8 @@ MAX_TRACEBACK = 4000
 TAIL_BYTES = 1 << 20
 PLAIN_AFTER_S = 5.0
 """A worker that has not called `elasticzero.run` by then is taken for a plain script."""
+HAND_S = 1.0
+"""A kept process takes its new assignment within so long."""
 UNASKED_GRACE_S = 2.0
 """A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
 
@@ -63,11 +67,18 @@ class Worker:
     finished: bool = False
     stopping: Stopping | None = None
     failed: Failed | None = None
+    waiting: bool = False
+    """At an end with its generation, and ready for another."""
     exit_code: int | None = None
 
     @property
     def running(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def at_work(self) -> bool:
+        """It belongs to its generation still."""
+        return self.running and not self.waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,8 @@ class Gang:
     started_s: float = 0.0
     failure: Failure | None = None
     hangs: HangWatch = field(default_factory=HangWatch)
+    kept: int = 0
+    """So many workers are processes of a generation before."""
     _view: Workers = field(default_factory=Workers)
     _complete_given: bool = False
 
@@ -100,40 +113,60 @@ class Gang:
         launch: Launch,
         log_dir: Path,
         store: socket.socket | None,
+        kept: Mapping[int, Worker] | None = None,
     ) -> None:
-        """Fork a worker for each assignment. store: rank 0's bound socket, on the node of rank
-        0."""
+        """A worker for each assignment: the one kept from a generation before for its local rank,
+        or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
         log_dir.mkdir(parents=True, exist_ok=True)
         for assignment in assignments:
-            log = log_dir / f"{assignment.local_rank}.log"
-            mine, theirs = socket.socketpair()
-            log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            log_start = os.fstat(log_fd).st_size
-            fds = [log_fd, theirs.fileno()]
-            if store is not None and assignment.rank == 0:
-                fds.append(store.fileno())
-            environment = launch.environment | torchrun_environment(assignment)
-            try:
-                pid, numbers = self.server.start(replace(launch, environment=environment), fds)
-            finally:
-                os.close(log_fd)
-                theirs.close()
-            channel = Channel(mine)
-            store_fd = numbers[2] if len(numbers) > 2 else None
-            with suppress(ChannelClosed):
-                channel.send(replace(assignment, store_fd=store_fd))
-            mine.setblocking(False)  # a worker that reads no more must not hold the agent up
-            worker = Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
+            mine = store.fileno() if store is not None and assignment.rank == 0 else None
+            old = (kept or {}).get(assignment.local_rank)
+            worker = _hand(old, assignment, mine) if old is not None else None
+            if worker is not None:
+                self.kept += 1
+            else:
+                worker = self._fork(assignment, launch, log_dir, mine)
             self.workers.append(worker)
-            ask = partial(_ask_where, channel)
-            self.hangs.add(Pace(rank=worker.rank, pid=pid, log=log, ask=ask))
+            ask = partial(_ask_where, worker.channel)
+            pace = Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask)
+            self.hangs.add(pace)
         self._view = Workers(generation=self.generation, running=len(self.workers))
+
+    def _fork(
+        self, assignment: Assignment, launch: Launch, log_dir: Path, store_fd: int | None
+    ) -> Worker:
+        log = log_dir / f"{assignment.local_rank}.log"
+        mine, theirs = socket.socketpair()
+        log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log_start = os.fstat(log_fd).st_size
+        fds = [log_fd, theirs.fileno()]
+        if store_fd is not None:
+            fds.append(store_fd)
+        environment = launch.environment | torchrun_environment(assignment)
+        try:
+            pid, numbers = self.server.start(replace(launch, environment=environment), fds)
+        finally:
+            os.close(log_fd)
+            theirs.close()
+        channel = Channel(mine)
+        its_fd = numbers[2] if len(numbers) > 2 else None
+        with suppress(ChannelClosed):
+            channel.send(replace(assignment, store_fd=its_fd))
+        mine.setblocking(False)  # a worker that reads no more must not hold the agent up
+        return Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
+
+    def take_waiting(self) -> dict[int, Worker]:
+        """The workers that are ready for another generation, by local rank; they are no more this
+        gang's."""
+        ready = {w.local_rank: w for w in self.workers if w.running and w.waiting and not w.deaf}
+        self.workers = [worker for worker in self.workers if worker not in ready.values()]
+        return ready
 
     def view(self, now_s: float) -> Workers:
         """What `decide` sees."""
         workers = self.workers
         plain = now_s - self.started_s >= PLAIN_AFTER_S
-        running = sum(worker.running for worker in workers)
+        running = sum(worker.at_work for worker in workers)
         left = all(w.stopping is not None and w.failed is None for w in workers)
         return replace(
             self._view,
@@ -141,7 +174,7 @@ class Gang:
             attached=all(worker.attached for worker in workers),
             restored=all(worker.restored for worker in workers),
             plain=plain and not any(worker.attached for worker in workers),
-            saving=sum(w.running and w.stopping is not None for w in workers),
+            saving=sum(w.at_work and w.stopping is not None for w in workers),
             finished=running == 0 and all(worker.finished for worker in workers),
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
@@ -179,7 +212,7 @@ class Gang:
         snapshot."""
         self._view = replace(self._view, killed=not spare_saving)
         for worker in self.workers:
-            if worker.running and not (spare_saving and worker.stopping):
+            if worker.at_work and not (spare_saving and worker.stopping):
                 _signal(worker, signal.SIGKILL)
 
     def kill_deaf(self) -> None:
@@ -236,6 +269,8 @@ class Gang:
             case Stepped():
                 step = max(self._view.step, message.step)
                 self._view = replace(self._view, step=step, stepped_s=now_s)
+            case Waiting():
+                worker.waiting = True
             case Finished():
                 worker.finished = True
                 self._view = replace(self._view, step=max(self._view.step, message.step))
@@ -250,7 +285,7 @@ class Gang:
             case Ended():
                 worker.exit_code = message.exit_code
                 worker.channel.close()
-                if message.exit_code != 0:
+                if message.exit_code != 0 or worker.stopping is not None:
                     _signal(worker, signal.SIGKILL)  # what it started must not outlive it
                 self._judge_exit(worker)
             case _:
@@ -298,12 +333,31 @@ class Gang:
 
     def _send_all(self, message: Message) -> None:
         for worker in self.workers:
-            if worker.running:
+            if worker.at_work:
                 self._send(worker, message)
 
     def _send(self, worker: Worker, message: Message) -> None:
         with suppress(ChannelClosed):
             worker.channel.send(message)
+
+
+def end(workers: Iterable[Worker]) -> None:
+    """SIGKILL to processes that were kept and are not needed."""
+    for worker in workers:
+        _signal(worker, signal.SIGKILL)
+        worker.channel.close()
+
+
+def _hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
+    """Give a kept process its place in another generation; None: it cannot be reached, and is
+    killed."""
+    try:
+        old.channel.hand(assignment, store_fd, HAND_S)
+    except ChannelClosed:
+        end([old])
+        return None
+    log_start = old.log.stat().st_size
+    return Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
 
 
 def _receive(worker: Worker) -> list[Message]:
@@ -331,23 +385,6 @@ def _signal_name(number: int) -> str:
 def _signal(worker: Worker, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, number)
-
-
-def torchrun_environment(assignment: Assignment) -> dict[str, str]:
-    """The variables that torchrun sets, for scripts written for it."""
-    return {
-        "RANK": str(assignment.rank),
-        "LOCAL_RANK": str(assignment.local_rank),
-        "WORLD_SIZE": str(assignment.world_size),
-        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
-        "GROUP_RANK": str(assignment.group_rank),
-        "ROLE_RANK": str(assignment.rank),
-        "ROLE_WORLD_SIZE": str(assignment.world_size),
-        "MASTER_ADDR": assignment.master_address,
-        "MASTER_PORT": str(assignment.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
-        "TORCHELASTIC_RUN_ID": assignment.job,
-    }
 
 
 SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", *secret.VARIABLES)

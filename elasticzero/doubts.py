@@ -1,0 +1,57 @@
+"""Whether a worker's process may outlive its generation.
+
+Pure. A process takes part in the next generation only if nothing speaks against it; at any doubt it
+ends, and its agent forks another. Doubts, the first that applies:
+ K1  A group of the script's own is left, whose peers may be gone.
+ K2  A group of this package was not let go of in time: an operation hangs in it.
+ K3  A thread that the generation has begun still runs.
+ K4  A child process is left: a data worker, or one that the script has started.
+ K5  CUDA reports an error, which stays for good.
+ K6  Much more memory stays than after the first generation of this process.
+What is no question of what is left is asked before: a failure of the script's own, a state that was
+to be kept and was not, a world that never came together. And who is not done in time is killed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SLACK_BYTES = 512 << 20
+"""Memory may grow by so much, or by half."""
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """What a generation has left in its process after all that can be dropped was."""
+
+    own_groups: int = 0
+    """Process groups that the script has made."""
+    released: bool = True
+    """The package's own groups are gone."""
+    threads: tuple[str, ...] = ()
+    """By name: those that were not there before."""
+    children: tuple[int, ...] = ()
+    """Process ids."""
+    cuda_error: str | None = None
+    resident_bytes: int = 0
+    first_resident_bytes: int | None = None
+    """The same after the first generation of this process; None: this was it."""
+
+
+def doubt(remains: Remains) -> str | None:
+    """What speaks against keeping this process; None: nothing does."""
+    if remains.own_groups:
+        return f"{remains.own_groups} process group(s) of the script's own are left"
+    if not remains.released:
+        return "an operation hangs in a process group"
+    if remains.threads:
+        return f"threads still run: {', '.join(remains.threads[:SHOWN])}"
+    if remains.children:
+        return f"child processes are left: {', '.join(map(str, remains.children[:SHOWN]))}"
+    if remains.cuda_error is not None:
+        return f"CUDA reports an error: {remains.cuda_error}"
+    first = remains.first_resident_bytes
+    if first is not None and remains.resident_bytes > first + max(SLACK_BYTES, first // 2):
+        return f"memory grew from {first >> 20} to {remains.resident_bytes >> 20} MiB"
+    return None
