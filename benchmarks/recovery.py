@@ -55,7 +55,11 @@ def struck(options: argparse.Namespace, endpoint: str, runs: Path) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10, help="times of each case (0: none)")
-    parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3")
+    parser.add_argument(
+        "--strategies",
+        default="ddp,zero1,zero2,zero3",
+        help="by commas; NAME+keep is with --keep-workers",
+    )
     parser.add_argument("--peer", type=int, default=1, metavar="ROUNDS", help="of torchrun")
     parser.add_argument("--lease-ttl", type=int, default=5, metavar="S", help="of the nodes")
     parser.add_argument("--rest", type=float, default=30.0, metavar="S", help="of training at rest")
@@ -79,6 +83,7 @@ def main() -> None:
             overheads=[
                 overhead(strategy, endpoint, runs, options.pairs)
                 for strategy in (options.strategies.split(",") if options.pairs else [])
+                if "+" not in strategy
             ],
         )
     shutil.rmtree(runs)

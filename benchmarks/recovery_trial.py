@@ -156,8 +156,13 @@ def trial(
 
 
 def round_of(strategy: str, endpoint: str, runs: Path, lease_ttl_s: int) -> dict[str, Struck]:
-    """Every case once, one after another in one job of two nodes, at times three."""
-    words = ["--strategy", strategy, "--lease-ttl", str(lease_ttl_s)]
+    """Every case once, one after another in one job of two nodes, at times three.
+
+    strategy: its name; with `+keep` behind it workers' processes are kept.
+    """
+    name, _, keep = strategy.partition("+")
+    words = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
+    words += ["--keep-workers"] if keep else []
     words += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
     found: dict[str, Struck] = {}
     with trial(endpoint, runs, words, ["recovery_ours.py"]) as t:

@@ -40,3 +40,5 @@ def train(session: ez.Session, what: str) -> None:
 
 if __name__ == "__main__":
     ez.run(lambda session: train(session, sys.argv[1]))
+    for child in kept:
+        child.kill()
