@@ -37,7 +37,7 @@ GENERATIONS = 50
 WARM = 5
 """Generations until what is made once, at the first use, is there."""
 FEW = 10
-"""Fewer descriptors and threads than if one stayed of each generation; some are on their way out."""
+"""So many descriptors or threads may be on their way out; one of each generation would be more."""
 ALLOWED_BYTES = 32 << 20
 
 
