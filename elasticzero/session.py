@@ -24,9 +24,10 @@ from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
 from elasticzero.loader import Progress, Reading, Walk, length_of
 from elasticzero.parallel import OptimizerFactory, Setting, create
+from elasticzero.rescue import rescue_if_stuck
 from elasticzero.state import NamedModel, SmallState, Stateful
 from elasticzero.survival import Origin, Over, survive
-from elasticzero.worker import AgentLink, Standing, enter_world, stop
+from elasticzero.worker import AgentLink, Standing, end, enter_world
 
 S = TypeVar("S", bound=Stateful)
 
@@ -63,7 +64,7 @@ def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | Non
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(int(error.exit_code)) from error
             raise
-        code = stop(link, error, session._standing())
+        code = end(link, error, session._standing)
         traceback.clear_frames(error.__traceback__)  # what the script held in them
         return session._over(code)
     session._close()
@@ -295,7 +296,7 @@ class Session:
             return False
         self._link.check()
         strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
-        self._clean = False
+        self._link.change(self._tear)
         strategy.apply()
         self._applied = True
         self._step += 1
@@ -311,6 +312,10 @@ class Session:
             )
         )
         return True
+
+    def _tear(self) -> None:
+        """The state is about to change, and of no use until it has."""
+        self._clean = False
 
     def _weight_factor(self, samples: int) -> float:
         """What turns a mean over samples into one over the weights that the script gave."""
@@ -409,9 +414,16 @@ class Session:
         """Meet the other ranks."""
         self.device, self._groups = enter_world(self._link)
         self._control = ControlWord(self._groups)
+        if (groups := self._groups) is not None:
+            self._link.on_abort(lambda: self._give_up(groups))
         if self._groups is not None:
             self._agree_on_checkpoints(self._groups)
         self._connected_s = time.monotonic()
+
+    def _give_up(self, groups: Groups) -> None:
+        """The agent has ended the generation."""
+        groups.shut()
+        rescue_if_stuck(self._link, self._standing)
 
     def _agree_on_checkpoints(self, groups: Groups) -> None:
         """All ranks save at the same steps or none does, whatever each node was told."""

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -103,6 +104,9 @@ class AgentLink:
         self._doing: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._shut: Callable[[], None] = lambda: None
+        self.ending = threading.Event()
+        """A thread is at the stop protocol."""
+        self._end_lock = threading.Lock()
         if channel is not None:
             threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
 
@@ -145,9 +149,25 @@ class AgentLink:
         if self.aborted is not None:
             raise GenerationEnded(self.aborted, aborted=True)
 
+    def take_the_end(self) -> bool:
+        """Whether the stop protocol is the caller's to go through; one thread alone may."""
+        with self._end_lock:
+            mine = not self.ending.is_set()
+            self.ending.set()
+        return mine
+
+    def change(self, begin: Callable[[], None]) -> None:
+        """`begin()`, unless another thread is at the stop protocol: then never return, for the
+        state is being saved."""
+        with self._end_lock:
+            if not self.ending.is_set():
+                return begin()
+        _wait_for_the_end()
+
     def await_assignment(self) -> None:
         """Wait for a place in another generation; until then the agent may end this process."""
         self.assignment = self._assignments.get()
+        self.ending.clear()
 
     def _begin(self, assignment: Assignment) -> None:
         """The agent gives a place in another generation: what it said before is void."""
@@ -340,13 +360,27 @@ class Standing:
     """Breaks the group's connections."""
 
 
-def stop(link: AgentLink, error: BaseException, standing: Standing) -> int:
+def _wait_for_the_end() -> NoReturn:
+    while True:
+        time.sleep(3600)
+
+
+def end(link: AgentLink, error: BaseException, standing: Callable[[], Standing]) -> int:
+    """`stop`, of the main thread: never returns where another thread is at it already."""
+    if not link.take_the_end():
+        _wait_for_the_end()
+    return stop(link, error, standing())
+
+
+def stop(
+    link: AgentLink, error: BaseException, standing: Standing, *, may_keep: bool = True
+) -> int:
     """The stop protocol; ends the process, or returns its exit code where it may be kept."""
     code, own = _explain(link, error, standing)
     kept = False
     try:
         answered = _hand_over(link, str(error) or type(error).__name__, standing)
-        kept = answered and not own and link.assignment.keep
+        kept = may_keep and answered and not own and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
         code = _not_kept(link, lost, standing.step)
     finally:

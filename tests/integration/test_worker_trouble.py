@@ -80,6 +80,24 @@ def test_a_peer_that_dies_before_the_boundary_leaves_the_step_to_the_others(
         assert "gloo" in worker.last(Failed).message.lower()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_worker_that_is_stuck_in_a_collective_leaves_its_state(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Of a group that nobody shuts; the other rank never joins."""
+    told = {"strategy": strategy, "steps": 20, "clip": 0.5}
+    first = start(pool, tmp_path, 2, told | {"stuck": 7})
+    first.until(first.reached(7))
+    stuck = first.workers[0]
+    time.sleep(0.3)
+    stuck.channel.send(Abort(reason="a lease lapsed"))
+    first.until(lambda: stuck.exit_code is not None, 20)
+    assert stuck.exit_code == 75, first.logs()
+    assert not stuck.all(Failed)
+    stopping, captured = stuck.last(Stopping), stuck.last(Captured)
+    assert (stopping.step, stopping.clean, captured.step) == (7, True, 7), first.logs()
+
+
 def test_an_abort_while_connecting_is_obeyed_at_once(pool: Pool, tmp_path: Path) -> None:
     told = json.dumps({"strategy": "ddp", "steps": 4})
     running = pool.start(SCRIPT, [told], 1, of=2, connect_timeout_s=60.0)

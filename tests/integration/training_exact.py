@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -91,6 +92,8 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
     ):
         if [session.rank, session.step_count] == options.get("fail"):
             raise ZeroDivisionError("asked for by the test")
+        if session.step_count == options.get("stuck"):
+            stick(session)
         loss = squares(model, batch)
         if options.get("weighted"):
             tokens = batch["tokens"].double()
@@ -109,6 +112,14 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
     value = session.evaluate(Samples(), lambda b: squares(model, b).mean(), batch_size=5)
     if "out" in options:
         write(Path(options["out"]), session, value)
+
+
+def stick(session: ez.Session) -> None:
+    """Rank 0 waits for the others in a collective that they never join."""
+    group = dist.new_group(backend="gloo")
+    if session.rank == 0:
+        dist.all_reduce(torch.zeros(1), group=group)
+    time.sleep(3600)
 
 
 def fault(session: ez.Session, options: dict[str, Any]) -> None:
