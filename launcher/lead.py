@@ -197,9 +197,7 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     if view.workers.finished:
         return None
     if view.control.stop:
-        if view.workers.attached or view.workers.plain:
-            return ask(view, FLAG_STOP, "stop", "an operator stops the job")
-        return wait("an operator stops the job: the workers are starting")
+        return ask(view, FLAG_STOP, "stop", "an operator stops the job")
     if not (view.workers.restored or view.workers.plain):
         return None
     room = limits.max_nodes - len(world.members)
@@ -234,7 +232,7 @@ def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: 
         return wait(f"{reason}: waiting for the next boundary")
     if workers.attached:
         return Decision((Ask(flags),), reason)
-    if workers.running == 0:
+    if workers.running == 0 or not workers.plain:
         return wait(f"{reason}: the workers are starting")
     alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
     return Decision((RaiseAlarm(alarm),), reason)

@@ -222,7 +222,8 @@ TABLE = [
     ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [Ask(FLAG_LEAVE)]),
     ("leave, though too few remain: memory is saved after", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
     ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
-    ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
+    ("leave, while the workers start", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False, restored=False)), []),
+    ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     ("a leader leaves, though it waits for a newcomer's boundary", v(AT_REST, leaving=True, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, asked=FLAG_GROW)), [Ask(FLAG_LEAVE)]),
     ("all leave: nobody is waited for", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}), [Leave(ExitCode.LEFT)]),
     ("all leave, but a spare goes on", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C, D), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}, control=scaled(1, 3)), [WriteWorld]),
@@ -323,7 +324,7 @@ TABLE = [
     ("stop, and a leaving node is the leader", v(STRANDED, control=STOP, leaving=True, my_report=LEAVER, reports={"a": LEAVER}, can_save=True, saved_held=(3, 20), storage_step=20), stopped(20, f"{GO_ON} 20")),
     ("stop, but trying again is useless anyway", v(blamed(final=True), control=STOP), [WriteDone(Done(outcome="failed", step=20, reason="rank 0 on b failed: ValueError: no", failure=replace(FAILED, final=True)))]),
     ("stopped: exit 0", v(ENDED, done=Done(outcome="stopped", step=9, reason="r")), [Leave(ExitCode.DONE)]),
-    ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, attached=False)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
+    ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
 ]  # fmt: skip
 
 
