@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _SMALL_BYTES = 256 << 10
 """Chunks below this are put together before they are written."""
 _PAGE_BYTES = 4096
 """What direct writes are multiples of; no device has larger sectors."""
+_DIRECT_BYTES, _DIRECT_WRITES = 4 << 20, 4
+"""Parts of a chunk that go past the page cache at the same time: one alone leaves a disk idle."""
 _WRITEBACK_BYTES = 8 << 20
 """The disk begins with each so many bytes at once, not only at the fsync: of 512 MiB on one NVMe
 disk that took 0.15 s instead of 0.26 s."""
@@ -113,13 +116,15 @@ class DiskStorage:
                 reserve(fd, size)
             rest = iter(chunks)
             done = started = 0
-            if self._durable and not cached:
-                done = started = _write_direct(fd, rest)
+            if self._durable and size and not cached:
+                done = started = _write_direct(fd, rest, size)
             for chunk in _joined(rest):
                 done += _write_all(fd, chunk)
                 if self._durable and done - started >= _WRITEBACK_BYTES:
                     start_writeback(fd, started, done - started)
                     started = done
+            if os.fstat(fd).st_size != done:
+                os.ftruncate(fd, done)
             if self._durable:
                 os.fsync(fd)
         finally:
@@ -204,27 +209,50 @@ def _write_all(fd: int, view: memoryview) -> int:
     return done
 
 
-def _write_direct(fd: int, chunks: Iterator[Bytes]) -> int:
+def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
     """Write chunks past the page cache, up to the first that is not whole pages or that the file
-    system does not take so; that one is written all the same. Returns how many bytes."""
+    system does not take so; that one is written all the same. Returns how many bytes.
+
+    The file gets its `size` first: writes that lengthen it would wait for each other.
+    """
     if not set_direct(fd, True):
         return 0
+    os.ftruncate(fd, size)
     done = 0
-    for chunk in chunks:
-        view = memoryview(chunk).cast("B")
-        whole = len(view) // _PAGE_BYTES * _PAGE_BYTES
-        try:
-            written = _write_all(fd, view[:whole])
-        except OSError as error:
-            if error.errno not in NOT_TO_BE_HAD:
-                raise
-            written = os.lseek(fd, 0, os.SEEK_CUR) - done
-        done += written
-        if written < len(view):
-            set_direct(fd, False)
-            return done + _write_all(fd, view[written:])
+    with ThreadPoolExecutor(_DIRECT_WRITES, thread_name_prefix="checkpoint-write") as pool:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            whole = view[: len(view) // _PAGE_BYTES * _PAGE_BYTES]
+            written = len(whole) if _write_parts(fd, whole, done, pool) else 0
+            done += written
+            if written < len(view):
+                set_direct(fd, False)
+                os.lseek(fd, done, os.SEEK_SET)
+                return done + _write_all(fd, view[written:])
     set_direct(fd, False)
+    os.lseek(fd, done, os.SEEK_SET)
     return done
+
+
+def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -> bool:
+    """Write whole pages from byte `at` on, several parts at a time; False where that is refused."""
+
+    def write(start: int) -> None:
+        part = view[start : start + _DIRECT_BYTES]
+        done = 0
+        while done < len(part):
+            done += os.pwrite(fd, part[done:], at + start + done)
+
+    try:
+        if len(view) <= _DIRECT_BYTES:
+            write(0)
+        else:
+            list(pool.map(write, range(0, len(view), _DIRECT_BYTES)))
+    except OSError as error:
+        if error.errno not in NOT_TO_BE_HAD:
+            raise
+        return False
+    return True
 
 
 def _name_new(staged: Path, target: Path) -> bool:

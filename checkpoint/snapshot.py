@@ -41,7 +41,7 @@ from elasticzero.records import encode
 
 HELD = "held"
 """The folder of the links of those who read a shard while its snapshot may go."""
-_PART_BYTES = 8 << 20
+_PART_BYTES = 16 << 20
 """Copied at a time: what a disk takes past the page cache as fast as it can."""
 _SHARD_SUFFIX = ".safetensors"
 _GENERATION = re.compile(r"gen-(\d{1,18})")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 CREATING = (
-    *("open", "write", "fsync", "link", "replace", "rename", "mkdir"),
+    *("open", "write", "pwrite", "fsync", "link", "replace", "rename", "mkdir"),
     *("posix_fallocate", "ftruncate"),
 )
 OTHERS = ("unlink", "rmdir", "preadv", "stat", "lstat", "listdir", "scandir")

@@ -102,21 +102,27 @@ def test_what_need_not_be_cached_is_written_past_the_cache_as_far_as_that_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, sizes: list[int]
 ) -> None:
     """Whole pages from a page's beginning on, until a file system says no: it may do so late."""
-    really_write, direct = os.write, []
+    monkeypatch.setattr(disk_module, "_DIRECT_BYTES", 1 << 18)
+    really_write, really_pwrite, direct = os.write, os.pwrite, []
 
     def write(fd: int, data: memoryview) -> int:
-        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        if is_direct and taken == "until the fourth":
-            if len(direct) == 3:
+        assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        direct.append(False)
+        return really_write(fd, data)
+
+    def pwrite(fd: int, data: memoryview, at: int) -> int:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        direct.append(True)
+        if taken == "until the fourth":
+            if direct.count(True) > 3:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             data = data[:4096]
-        if len(data):
-            direct.append(is_direct)
-        return really_write(fd, data)
+        return really_pwrite(fd, data, at)
 
     if taken == "none":
         monkeypatch.setattr(disk_module, "set_direct", lambda *_: False)
     monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     contents = [os.urandom(size) for size in sizes]
     chunks = (on_pages(content) for content in contents)
     DiskStorage(tmp_path).write("file", chunks, size=sum(sizes), cached=False)
@@ -124,6 +130,12 @@ def test_what_need_not_be_cached_is_written_past_the_cache_as_far_as_that_goes(
     if taken != "none" and takes_direct(tmp_path):
         assert any(direct) == any(size >= 4096 for size in sizes)
     assert direct[-1] is False, "what is no whole page goes through the cache"
+
+
+def test_fewer_bytes_than_were_promised_leave_a_shorter_file(tmp_path: Path) -> None:
+    content = os.urandom(8192)
+    DiskStorage(tmp_path).write("file", [on_pages(content)], size=1 << 20, cached=False)
+    assert (tmp_path / "file").read_bytes() == content
 
 
 def test_a_full_disk_is_noticed_before_the_bytes_are_asked_for(tmp_path: Path) -> None:
