@@ -218,7 +218,7 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
     if not set_direct(fd, True):
         return 0
     os.ftruncate(fd, size)
-    done = 0
+    done, rest = 0, memoryview(b"")
     with ThreadPoolExecutor(_DIRECT_WRITES, thread_name_prefix="checkpoint-write") as pool:
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
@@ -226,12 +226,11 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
             written = len(whole) if _write_parts(fd, whole, done, pool) else 0
             done += written
             if written < len(view):
-                set_direct(fd, False)
-                os.lseek(fd, done, os.SEEK_SET)
-                return done + _write_all(fd, view[written:])
+                rest = view[written:]
+                break
     set_direct(fd, False)
     os.lseek(fd, done, os.SEEK_SET)
-    return done
+    return done + _write_all(fd, rest)
 
 
 def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -> bool:
