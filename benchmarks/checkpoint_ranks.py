@@ -44,6 +44,13 @@ LAYER_BYTES = 3 * 4 * (ROWS + 1) * COLUMNS
 """A layer's weight and bias in single precision, with Adam's two moments of each."""
 CHUNK_BYTES = 8 << 20
 STEP = 1
+ALLOCATE = {
+    "stall": ("dcp.async_save",),
+    "write": ("plain write", "elasticzero, straight", "dcp.save", "safetensors"),
+    "load": (),
+    "reshard": (),
+}
+"""The variants that ask for much memory: for buffers, or for the page cache."""
 Work = Callable[[], object]
 Variant = Callable[[], AbstractContextManager[Work]]
 
@@ -123,7 +130,7 @@ class Rank:
             for _ in range(self.order.rounds):
                 for name, variant in variants.items():
                     with variant() as work:
-                        seconds = self.time(work, allocates=case in ("stall", "write"))
+                        seconds = self.time(work, allocates=name in ALLOCATE[case])
                     del work  # and with it what it holds: it may be as large as the state
                     gc.collect()
                     self.tell({"case": case, "variant": name, "seconds": seconds})
@@ -133,7 +140,7 @@ class Rank:
             print(json.dumps(found), flush=True)
 
     def time(self, work: Work, *, allocates: bool) -> float:
-        """Seconds that the slowest rank needs. `allocates`: it makes files, or large buffers."""
+        """Seconds that the slowest rank needs. `allocates`: it finds free memory warm."""
         if allocates:
             dist.barrier()
             warm_memory(of=self.order.world)
