@@ -44,13 +44,6 @@ LAYER_BYTES = 3 * 4 * (ROWS + 1) * COLUMNS
 """A layer's weight and bias in single precision, with Adam's two moments of each."""
 CHUNK_BYTES = 8 << 20
 STEP = 1
-ALLOCATE = {
-    "stall": ("dcp.async_save",),
-    "write": ("plain write", "elasticzero, straight", "dcp.save", "safetensors"),
-    "load": (),
-    "reshard": (),
-}
-"""The variants that ask for much memory: for buffers, or for the page cache."""
 Work = Callable[[], object]
 Variant = Callable[[], AbstractContextManager[Work]]
 
@@ -130,10 +123,17 @@ class Rank:
             for _ in range(self.order.rounds):
                 for name, variant in variants.items():
                     with variant() as work:
-                        seconds = self.time(work, allocates=name in ALLOCATE[case])
+                        seconds = self.time(work, allocates=self.allocates(case, name))
                     del work  # and with it what it holds: it may be as large as the state
                     gc.collect()
                     self.tell({"case": case, "variant": name, "seconds": seconds})
+
+    def allocates(self, case: str, variant: str) -> bool:
+        """Whether a variant asks for much memory: buffers, page cache, files that lie in memory."""
+        if case == "write":  # agents write past the page cache, where files lie on a disk
+            in_memory = self.order.place.startswith("/dev/shm")
+            return in_memory or variant != "elasticzero, from shared memory"
+        return variant == "dcp.async_save"
 
     def tell(self, found: Mapping[str, object]) -> None:
         if self.order.rank == 0:
