@@ -5,11 +5,11 @@ what is due is captured; and the end of a generation is found here.
 from __future__ import annotations
 
 from elasticzero.captures import Captures
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.collectives import ControlWord
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
 from elasticzero.evaluation import sync_buffers
+from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.restoring import load, open_source
 from elasticzero.state import BoundaryCopy, SmallState

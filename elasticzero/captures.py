@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from elasticzero.channel import Assignment, Captured, GiveUp, Paced
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
@@ -24,6 +23,7 @@ from elasticzero.checkpoint.slots import SlotsInUse
 from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
 from elasticzero.checkpoint.writer import Piece, shard_bytes
 from elasticzero.errors import ElasticZeroError, StorageError, UserError, one_line
+from elasticzero.messages import Assignment, Captured, GiveUp, Paced
 from elasticzero.pacing import Ledger, Word, interval
 from elasticzero.saving import Author, draft
 from elasticzero.state import BoundaryCopy, Share

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.errors import RetryError
+from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
 RETRY_CONNECT_S = 0.02

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from elasticzero.channel import Assignment, Resume, Source
 from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.dtypes import spec_of as stored_spec_of
 from elasticzero.checkpoint.dtypes import torch_dtype
@@ -17,6 +16,7 @@ from elasticzero.checkpoint.snapshot import SnapshotStore
 from elasticzero.checkpoint.storage import Readable, open_directory
 from elasticzero.data import Position
 from elasticzero.errors import CheckpointMismatch
+from elasticzero.messages import Assignment, Resume, Source
 from elasticzero.parallel import Strategy
 from elasticzero.records import decode
 from elasticzero.saving import stored

@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures, check_shared
-from elasticzero.channel import Finished, Logged, Looped, Restored, Stepped
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Order, Plan, Position
 from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
 from elasticzero.loader import Progress, Reading, Walk, length_of
+from elasticzero.messages import Finished, Logged, Looped, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.rescue import rescue_if_stuck
 from elasticzero.state import NamedModel, SmallState, Stateful

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elasticzero.channel import Waiting, torchrun_environment
 from elasticzero.collectives import Groups, own_groups, release
 from elasticzero.doubts import Remains, doubt
+from elasticzero.messages import Waiting, torchrun_environment
 from elasticzero.state import RngState
 from elasticzero.worker import AgentLink, leave
 

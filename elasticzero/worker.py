@@ -31,26 +31,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from elasticzero.channel import (
-    CHANNEL_FD_VARIABLE,
-    Abort,
-    Assignment,
-    Attached,
-    Busy,
-    Captured,
-    Channel,
-    ChannelClosed,
-    Failed,
-    Kept,
-    Locate,
-    Located,
-    Message,
-    Request,
-    Resume,
-    Save,
-    Saved,
-    Stopping,
-)
+from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.collectives import Groups, Place, connect, device_of
 from elasticzero.errors import (
     CheckpointDamaged,
@@ -62,6 +43,23 @@ from elasticzero.errors import (
     is_final,
     is_peer_error,
     one_line,
+)
+from elasticzero.messages import (
+    Abort,
+    Assignment,
+    Attached,
+    Busy,
+    Captured,
+    Failed,
+    Kept,
+    Locate,
+    Located,
+    Message,
+    Request,
+    Resume,
+    Save,
+    Saved,
+    Stopping,
 )
 from elasticzero.whereabouts import main_thread
 

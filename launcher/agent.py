@@ -17,15 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elasticzero.channel import (
-    Assignment,
-    Captured,
-    ChannelClosed,
-    GiveUp,
-    Kept,
-    Message,
-    Saved,
-)
+from elasticzero.channel import ChannelClosed
 from elasticzero.checkpoint.retention import Keep
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
@@ -62,6 +54,7 @@ from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, Notice, View, Workers
 from elasticzero.launcher.workers import Gang, Worker, end
 from elasticzero.launcher.world import World, charge
+from elasticzero.messages import Assignment, Captured, GiveUp, Kept, Message, Saved
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25

@@ -9,11 +9,11 @@ Pure. Rules:
 
 from __future__ import annotations
 
-from elasticzero.channel import Resume
 from elasticzero.launcher.actions import Decision, WriteDone, wait
 from elasticzero.launcher.blame import Cause, likeness
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import Done, World
+from elasticzero.messages import Resume
 
 SAVE_PATIENCE_S = 10.0
 """A save that is over, of which storage shows nothing for so long after the stop, has failed."""

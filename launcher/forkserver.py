@@ -25,8 +25,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed, Failed
+from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.errors import is_final, is_peer_error, one_line
+from elasticzero.messages import Failed
 from elasticzero.records import decode, encode
 
 PR_SET_PDEATHSIG = 1

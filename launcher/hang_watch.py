@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticzero.channel import (
+from elasticzero.launcher.hangs import blame, due_s
+from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
+from elasticzero.launcher.world import Failure
+from elasticzero.messages import (
     Attached,
     Busy,
     Failed,
@@ -24,9 +27,6 @@ from elasticzero.channel import (
     Stepped,
     Stopping,
 )
-from elasticzero.launcher.hangs import blame, due_s
-from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
-from elasticzero.launcher.world import Failure
 
 STEPS_REMEMBERED = 20
 """The longest of so many says how long a step may take."""

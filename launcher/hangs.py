@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elasticzero.channel import Located
 from elasticzero.launcher.view import Limits, Workers
 from elasticzero.launcher.world import Alarm, Failure, Report, World
+from elasticzero.messages import Located
 
 STEPS_LONG = 10.0
 FLOOR_S = 60.0

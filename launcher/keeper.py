@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elasticzero.channel import Captured, Kept
 from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.replica import pull
 from elasticzero.checkpoint.slots import Slots
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.errors import StorageError, one_line
 from elasticzero.launcher.threads import each
+from elasticzero.messages import Captured, Kept
 
 PULL_LIMIT_S = 30.0
 """A replica that has not come by then is given up, and training's next snapshot may begin."""

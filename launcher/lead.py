@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -43,6 +42,7 @@ from elasticzero.launcher.world import (
     lost_snapshot,
     root_cause,
 )
+from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume
 
 NAMES_SHOWN = 8
 MOST_PAUSE_S = 10.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elasticzero.channel import FLAG_LEAVE
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import Decision, Leave, RaiseAlarm, wait
 from elasticzero.launcher.lead import ask
 from elasticzero.launcher.view import Limits, Notice, View
 from elasticzero.launcher.world import Alarm
+from elasticzero.messages import FLAG_LEAVE
 
 MARGIN_SHARE = 0.25
 """The margin before a deadline is no more than this of the whole notice."""

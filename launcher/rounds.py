@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticzero.channel import Resume
 from elasticzero.launcher.view import StoreHealth
 from elasticzero.launcher.world import Done, Member, World, line_up
+from elasticzero.messages import Resume
 
 GROW_SETTLE_S = 0.5
 STRATEGY = "torchrun"

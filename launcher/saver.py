@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticzero.channel import Captured, Kept
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import Manifest, from_json, step_directory
 from elasticzero.checkpoint.persist import await_commit, persist
@@ -27,6 +26,7 @@ from elasticzero.checkpoint.storage import Directory, open_directory
 from elasticzero.errors import StorageError, one_line
 from elasticzero.launcher.keeper import Charge, Keeper, Post, Step
 from elasticzero.launcher.threads import each
+from elasticzero.messages import Captured, Kept
 
 __all__ = ["Charge", "Post", "SaveOver", "Saver"]
 

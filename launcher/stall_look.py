@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticzero.channel import Located
 from elasticzero.launcher.forkserver import DUMP_SIGNAL
 from elasticzero.launcher.hangs import Silence
+from elasticzero.messages import Located
 
 ANSWER_S = 1.0
 FAULTHANDLER_S = 0.5

@@ -8,17 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.channel import (
-    Attached,
-    Captured,
-    Failed,
-    Kept,
-    Logged,
-    Paced,
-    Restored,
-    Stepped,
-    Stopping,
-)
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.blame import set_aside
@@ -29,6 +18,17 @@ from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
 from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
 from elasticzero.launcher.world import Control, Done, Failure, World
+from elasticzero.messages import (
+    Attached,
+    Captured,
+    Failed,
+    Kept,
+    Logged,
+    Paced,
+    Restored,
+    Stepped,
+    Stopping,
+)
 from elasticzero.metrics import Metrics
 
 if TYPE_CHECKING:

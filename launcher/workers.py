@@ -15,12 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from elasticzero.channel import (
+from elasticzero.channel import Channel, ChannelClosed
+from elasticzero.launcher import secret
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.hang_watch import HangWatch, Pace
+from elasticzero.launcher.view import Workers
+from elasticzero.launcher.world import BLAME_ORDER, Failure
+from elasticzero.messages import (
     Abort,
     Assignment,
     Attached,
-    Channel,
-    ChannelClosed,
     Failed,
     Finished,
     Locate,
@@ -33,11 +37,6 @@ from elasticzero.channel import (
     Waiting,
     torchrun_environment,
 )
-from elasticzero.launcher import secret
-from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.hang_watch import HangWatch, Pace
-from elasticzero.launcher.view import Workers
-from elasticzero.launcher.world import BLAME_ORDER, Failure
 
 MAX_TRACEBACK = 4000
 TAIL_BYTES = 1 << 20

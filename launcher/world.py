@@ -46,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from elasticzero.channel import Resume, Source
+from elasticzero.messages import Resume, Source
 from elasticzero.records import decode, decode_rows, encode
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.channel import (
+from elasticzero.channel import Channel, ChannelClosed
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.messages import (
     FLAG_GROW,
     Assignment,
-    Channel,
-    ChannelClosed,
     Failed,
     Message,
     Request,
@@ -28,7 +28,6 @@ from elasticzero.channel import (
     Stopping,
     Waiting,
 )
-from elasticzero.launcher.forkserver import ForkServer, Launch
 from tests.integration.clusters import SCRIPTS
 from tests.integration.training_harness import PRELOAD
 

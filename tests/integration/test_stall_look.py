@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.channel import Attached, Busy, Kept, Stepped
 from elasticzero.launcher.forkserver import ForkServer
 from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
 from elasticzero.launcher.view import Limits, Workers
 from elasticzero.launcher.workers import Gang
+from elasticzero.messages import Attached, Busy, Kept, Stepped
 from tests.integration.test_workers import Play
 
 PATIENCE_S = 60.0

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.channel import (
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.errors import ExitCode
+from elasticzero.messages import (
     FLAG_GROW,
     FLAG_LEAVE,
     Abort,
@@ -29,8 +31,6 @@ from elasticzero.channel import (
     Source,
     Stopping,
 )
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.errors import ExitCode
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.training_exact import SAMPLES
 from tests.integration.training_harness import Pool, Running

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
-from elasticzero.channel import (
+from elasticzero.checkpoint import commit, verify
+from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.storage import open_directory
+from elasticzero.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
     Abort,
@@ -24,10 +28,6 @@ from elasticzero.channel import (
     Stepped,
     Stopping,
 )
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.storage import open_directory
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
 from tests.integration.training_harness import Pool

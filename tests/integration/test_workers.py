@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.channel import Assignment, Failed, Resume
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.local import is_alive
 from elasticzero.launcher.workers import Gang, Heard, worker_environment
+from elasticzero.messages import Assignment, Failed, Resume
 
 PATIENCE_S = 30.0
 

@@ -14,11 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from elasticzero.channel import (
+from elasticzero.channel import Channel, ChannelClosed
+from elasticzero.checkpoint.retention import Keep
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.saver import Post, SaveOver, Saver
+from elasticzero.messages import (
     Assignment,
     Captured,
-    Channel,
-    ChannelClosed,
     Failed,
     Finished,
     GiveUp,
@@ -31,10 +34,6 @@ from elasticzero.channel import (
     Stepped,
     Stopping,
 )
-from elasticzero.checkpoint.retention import Keep
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.saver import Post, SaveOver, Saver
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
 M = TypeVar("M")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from elasticzero.channel import Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import Decision
 from elasticzero.launcher.observe import DONE, MEMBERS, WORLD, document
 from elasticzero.launcher.store import Entry
 from elasticzero.launcher.view import View, steered
 from elasticzero.launcher.world import Control, Done, World
+from elasticzero.messages import Resume
 from tests.simulation.agents import Agent, Host
 from tests.simulation.etcd import Costs, Etcd
 from tests.simulation.faults import Faults

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure, World
+from elasticzero.messages import FLAG_GROW, FLAG_LEAVE
 from tests.simulation.hanging import Hanging
 from tests.simulation.training import Group, Worker
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from elasticzero.channel import Located
 from elasticzero.launcher.hangs import Silence, blame, due_s
 from elasticzero.launcher.world import Failure
+from elasticzero.messages import Located
 
 if TYPE_CHECKING:
     from tests.simulation.gang import Gang

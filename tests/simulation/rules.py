@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticzero.channel import Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observe import MEMBERS
 from elasticzero.launcher.store import Entry
@@ -22,6 +21,7 @@ from elasticzero.launcher.world import (
     World,
     check_invariants,
 )
+from elasticzero.messages import Resume
 from tests.simulation.promises import Promises
 from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State

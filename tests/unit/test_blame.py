@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import Resume
 from elasticzero.launcher.blame import (
     FORGIVEN_S,
     KEPT_SETBACKS,
@@ -18,6 +17,7 @@ from elasticzero.launcher.blame import (
     strikes,
 )
 from elasticzero.launcher.world import Failure, Member, Report, Setback, Strikes, World
+from elasticzero.messages import Resume
 
 OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
 PEER = Failure(rank=1, blame="peer", message="connection reset")

@@ -6,17 +6,8 @@ import socket
 
 import pytest
 
-from elasticzero.channel import (
-    Assignment,
-    Channel,
-    ChannelClosed,
-    Failed,
-    Logged,
-    Resume,
-    Save,
-    Source,
-    Stepped,
-)
+from elasticzero.channel import Channel, ChannelClosed
+from elasticzero.messages import Assignment, Failed, Logged, Resume, Save, Source, Stepped
 
 
 @pytest.fixture

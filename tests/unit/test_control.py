@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import Resume
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.launcher.cli import main
 from elasticzero.launcher.control import drain, look, scale, steer, stop
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
 from elasticzero.launcher.view import Limits, steered
 from elasticzero.launcher.world import Control, Done, Drain, Member, World, to_bytes
+from elasticzero.messages import Resume
 
 JOB = "j"
 

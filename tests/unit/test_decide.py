@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Ask,
@@ -37,6 +36,7 @@ from elasticzero.launcher.world import (
     Strikes,
     World,
 )
+from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=2, max_nodes=3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.channel import Located
 from elasticzero.launcher.hangs import Silence, blame, overdue
 from elasticzero.launcher.view import Limits, Workers
+from elasticzero.messages import Located
 
 AUTO = Limits(min_nodes=1, max_nodes=2)
 GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)

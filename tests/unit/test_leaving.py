@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import FLAG_LEAVE, Resume
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Action,
@@ -23,6 +22,7 @@ from elasticzero.launcher.decide import decide
 from elasticzero.launcher.leaving import gathered, last_call_s
 from elasticzero.launcher.view import Limits, Notice, StoreHealth, View, Workers
 from elasticzero.launcher.world import Alarm, Failure, Holding, Member, Phase, Report, World
+from elasticzero.messages import FLAG_LEAVE, Resume
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=1, max_nodes=3)

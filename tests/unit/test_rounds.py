@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import Resume
 from elasticzero.launcher.rounds import (
     Refuse,
     Register,
@@ -22,6 +21,7 @@ from elasticzero.launcher.rounds import (
 )
 from elasticzero.launcher.view import StoreHealth
 from elasticzero.launcher.world import Done, Member, World, check_invariants
+from elasticzero.messages import Resume
 
 NOW = 1000.0
 LIMITS = RoundLimits(min_nodes=2, max_nodes=3)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.channel import Resume, Source
 from elasticzero.launcher.world import (
     Failure,
     Holding,
@@ -23,6 +22,7 @@ from elasticzero.launcher.world import (
     to_bytes,
     world_from_bytes,
 )
+from elasticzero.messages import Resume, Source
 
 
 def member(name: str, nproc: int = 1) -> Member:

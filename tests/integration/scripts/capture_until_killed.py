@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from elasticzero.channel import Captured, Channel, ChannelClosed, Kept, Saved
+from elasticzero.channel import Channel, ChannelClosed
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.retention import Keep
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.launcher.saver import Post, SaveOver, Saver
+from elasticzero.messages import Captured, Kept, Saved
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
 

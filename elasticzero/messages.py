@@ -1,0 +1,308 @@
+"""What an agent and its workers say to each other: one dataclass a message.
+
+Pure. `channel` carries them over the socket that a worker inherits; the agent speaks first, with
+the worker's `Assignment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FLAG_LEAVE, FLAG_GROW, FLAG_STOP = 1, 2, 4
+"""Bits of the control word: a node leaves, the world grows, the job is stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where one rank's shard of a snapshot can be read."""
+
+    rank: int
+    """Rank in the world that wrote the snapshot."""
+    node: str
+    address: str
+    """`host:port` of the HTTP server of the agent that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The state a generation starts from."""
+
+    tier: Literal["fresh", "ram", "storage"]
+    step: int = 0
+    generation: int = 0
+    """RAM tier: the generation that wrote the snapshot."""
+    sources: tuple[Source, ...] = ()
+    """RAM tier: one for each rank of the snapshot's world; more than one for a rank are
+    alternatives, nearest not first. A snapshot that is complete has world size 1 and only sources
+    of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Agent to worker, first: who you are in which generation, and where its state comes from."""
+
+    job: str
+    node: str
+    generation: int
+    token: str
+    """The generation's own: in checkpoint file names."""
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    """Index of this worker's node in the generation's order of members."""
+    master_address: str
+    master_port: int
+    store_fd: int | None
+    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
+    strategy: str
+    resume: Resume
+    snapshot_root: str
+    """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 0
+    snapshot_every: int | None = None
+    """Steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
+    bad_steps: tuple[int, ...] = ()
+    """Checkpoints found damaged: a save of such a step replaces what stands there."""
+    connect_timeout_s: float = 30.0
+    collective_timeout_s: float = 600.0
+    password: str = field(default="", repr=False)
+    """The job's token, which other nodes' snapshots are read with."""
+    keep: bool = False
+    """The process may outlive its generation and take part in the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Agent to worker: put these flags into the control word from now on."""
+
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Agent to worker: the generation is over; shut the group's sockets and stop where you are."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locate:
+    """Agent to worker, when no step came for long: where are you?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Agent to worker, in answer to `Stopping`: write your state as a snapshot, or do not."""
+
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """Worker to agent: the script called `elasticzero.run`; it will obey requests."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Worker to agent: the state of `step` is in place and training goes on."""
+
+    step: int
+    tier: Literal["fresh", "ram", "storage"]
+    connect_s: float
+    """Setting up the process group."""
+    build_s: float
+    """From there to `session.restore()`: the user's model and optimizer."""
+    restore_s: float
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Worker to agent: one global batch is applied."""
+
+    step: int
+    step_s: float
+    data_wait_s: float
+    samples: int
+    """In the global batch."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """Worker to agent: the scalars of `session.log`."""
+
+    step: int
+    scalars: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """Worker to agent: in a section that makes no steps, or (None) out of it."""
+
+    doing: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looped:
+    """Worker to agent: out of the loop over batches; no step is due until the next begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Worker to agent, in answer to `Locate`; said by a thread of its own."""
+
+    place: str
+    """File, line and function of the script that the main thread is in."""
+    waits: bool
+    """It is inside a collective, a backward that ends in one, or uses a GPU, whose collectives are
+    waited for anywhere: it may wait for its peers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Worker to agent: this rank's shard of a step's state stands in shared memory, unsealed."""
+
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    """Of the snapshot: 1 with rank 0 for a complete one."""
+    seconds: float = 0.0
+    """How long training waited for it."""
+    bytes: int = 0
+    replicate: bool = False
+    """A buddy's replica belongs to it."""
+    checkpoint: bool = False
+    """It is to become a checkpoint."""
+    direct: bool = False
+    """Memory was short: the shard was written to storage instead, and there is no snapshot."""
+    manifest: str = ""
+    """Where `direct`: the shard's own manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Worker to agent: the checkpoint of this step could not be written on another node."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    """Worker to agent, of rank 0: snapshots are taken every so many steps from now on."""
+
+    every: int
+    stall_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Agent to worker: this node holds its part of a snapshot, or (`error`) cannot."""
+
+    step: int
+    generation: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Agent to worker: the save of this step is over: the checkpoint stands, or (`error`) not."""
+
+    step: int
+    generation: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """Worker to agent: out of the loop; awaiting `Save`."""
+
+    step: int
+    clean: bool
+    """False: the state is torn and cannot be saved."""
+    complete: bool
+    """True: this worker alone holds the whole state (DDP, or a world of one)."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Worker to agent, last of a generation: its state is handed over, nothing of the generation is
+    left in this process, and it can take part in another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Worker to agent: the training function returned after `step` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Worker to agent: an exception left the training function."""
+
+    step: int
+    blame: Literal["user", "peer", "checkpoint", "environment"]
+    """user: the script or its input; peer: another rank went away; checkpoint: a damaged
+    checkpoint; environment: anything else outside."""
+    message: str
+    """One line, without traceback."""
+    traceback: str
+    final: bool = False
+    """The same input would fail in the same way: do not try again."""
+    bad_step: int | None = None
+    """The checkpoint that was found damaged."""
+
+
+Message = (
+    Assignment
+    | Request
+    | Abort
+    | Locate
+    | Save
+    | Attached
+    | Restored
+    | Stepped
+    | Logged
+    | Busy
+    | Looped
+    | Located
+    | Captured
+    | GiveUp
+    | Paced
+    | Kept
+    | Saved
+    | Stopping
+    | Waiting
+    | Finished
+    | Failed
+)
+
+
+def torchrun_environment(assignment: Assignment) -> dict[str, str]:
+    """The variables that torchrun sets, for scripts written for it."""
+    return {
+        "RANK": str(assignment.rank),
+        "LOCAL_RANK": str(assignment.local_rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.group_rank),
+        "ROLE_RANK": str(assignment.rank),
+        "ROLE_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": assignment.master_address,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
+        "TORCHELASTIC_RUN_ID": assignment.job,
+    }
