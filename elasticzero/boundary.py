@@ -9,11 +9,11 @@ from elasticzero.collectives import ControlWord
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
 from elasticzero.evaluation import sync_buffers
+from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.restoring import load, open_source
 from elasticzero.state import BoundaryCopy, SmallState
-from elasticzero.worker import AgentLink, GenerationEnded
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
@@ -36,42 +36,69 @@ class Boundary:
         self.strategy = strategy
         self.small = small
         self.captures = captures
+        self.step = 0
+        """Optimizer steps applied."""
+        self.position = Position()
+        """In the data, at the last boundary."""
+        self.next_position = Position()
+        """After the global batch that is being worked on."""
         self.copy: BoundaryCopy | None = None
         """Of the last boundary; None before the state is in place."""
+        self.clean = False
+        """Nothing has changed the state since the last boundary."""
+        self._applied = False
+        """A step was, since the last boundary."""
         self._link = link
         self._control = control
 
-    def restore(self) -> tuple[BoundaryCopy, int]:
-        """Put the state in place that the assignment says; returns its copy and the bytes read."""
+    def restore(self) -> int:
+        """Put the state in place that the assignment says; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
-        step, position = 0, Position()
         if assignment.resume.tier != "fresh":
             checkpoint = open_source(assignment)
-            position = load(checkpoint, self.strategy, self.small, assignment.rank)
-            step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
-        self.copy = self.small.capture(step, position)
+            self.position = load(checkpoint, self.strategy, self.small, assignment.rank)
+            self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
+        self.copy = self.small.capture(self.step, self.position)
         self.captures.begin(self.copy)
-        return self.copy, bytes_read
+        self.clean = True
+        return bytes_read
 
     def copied(self) -> BoundaryCopy:
         assert self.copy is not None
         return self.copy
 
-    def reach(self, step: int, position: Position, *, stepped: bool) -> RuntimeError | None:
-        """The state of `step` is whole: copy what a forward may move.
+    def apply(self) -> None:
+        """Have the optimizer take its step: the state is torn until the next boundary."""
+        self._link.change(self._tear)
+        self.strategy.apply()
+        self._applied = True
+        self.step += 1
 
-        Returns the error that tells of a peer's end, for the state is clean all the same.
+    def _tear(self) -> None:
+        self.clean = False
+
+    def settle(self) -> None:
+        """Take the boundary of a loop that the script left by `break`."""
+        if self._applied:
+            self.reach(last=True)
+
+    def reach(self, *, last: bool = False) -> None:
+        """Between two steps: copy what a forward may move, exchange words with all ranks, capture
+        what is due.
+
+        last: no boundary follows. Raises `GenerationEnded` when a flag was raised or the generation
+        is over, and the error that tells of a peer's end; the state is clean then too.
         """
-        lost = self._sync_buffers() if stepped else None
-        self.copy = self.small.capture(step, position)
-        return lost
-
-    def meet(self, *, due: bool, last: bool) -> None:
-        """Exchange words with all ranks, and capture what is due.
-
-        due: a checkpoint is. last: no boundary follows. Raises `GenerationEnded` when a flag was
-        raised.
-        """
+        applied, self._applied = self._applied, False
+        lost = None
+        if applied:
+            self.position = self.next_position
+            lost = self._sync_buffers()
+        self.copy = self.small.capture(self.step, self.position)
+        self.clean = True
+        self._link.check()
+        if lost is not None:
+            raise lost
         word = self._control.exchange(self.captures.word(self._link.flags), last=last)
         if word is not None:
             self.captures.heard(word)
@@ -79,7 +106,9 @@ class Boundary:
                 self.captures.agreed_to_stop()
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
-        self.captures.at_boundary(self.copied(), checkpoint=due)
+        every = self._link.assignment.checkpoint_every
+        due = last or (applied and every > 0 and self.step % every == 0)
+        self.captures.at_boundary(self.copy, checkpoint=due)
 
     def snapshot(self) -> Captured:
         """The stop protocol's: the state of the last boundary."""

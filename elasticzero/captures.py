@@ -20,18 +20,17 @@ from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
 from elasticzero.checkpoint.shards import shard_header, write_shard
 from elasticzero.checkpoint.slots import SlotsInUse
-from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
+from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import Piece, shard_bytes
-from elasticzero.errors import ElasticZeroError, StorageError, UserError, one_line
+from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.link import AgentLink
 from elasticzero.messages import Assignment, Captured, GiveUp, Paced
 from elasticzero.pacing import Ledger, Word, interval
 from elasticzero.saving import Author, draft
 from elasticzero.state import BoundaryCopy, Share
-from elasticzero.worker import AgentLink, run_interruptibly
 
-SHARED_WAIT_S = 3.0
-"""A file system of a network may take so long to show a file that another node has written."""
 _POLL_S = 0.002
+_JOIN_S = 0.05
 _MEASURED_STEPS = 20
 _MEASURED_STALLS = 7
 
@@ -237,7 +236,7 @@ class Captures:
 
         try:
             with self._link.busy("writing a checkpoint"):
-                return run_interruptibly(write, self._link.check, "checkpoint")
+                return _interruptibly(write, self._link.check)
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
@@ -318,40 +317,23 @@ class Captures:
         )
 
 
-def check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None:
-    """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
-    puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
+def _interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
+    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
+    result: list[str] = []
+    errors: list[BaseException] = []
 
-    greatest: gives all ranks the greatest of their numbers; all call this together.
-    """
-    a = assignment
-    if a.checkpoint_dir is None or a.local_world_size == a.world_size:
-        return
-    if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
-        return  # the same everywhere
-    storage, name = open_storage(a.checkpoint_dir), f".shared-{a.token}"
-    if a.rank == 0:
-        open_directory(a.checkpoint_dir).check_writable()
-        storage.write(name, [a.node.encode()])
-    greatest(0)
-    seen = _appears(storage, name)
-    greatest(0)
-    if a.rank == 0:
-        storage.remove(name)
-    if not seen:
-        raise UserError(
-            f"the checkpoint directory {a.checkpoint_dir} on {a.node} is not the one of rank 0's "
-            "node: a file that was written there is not here; give a directory that all nodes share"
-        )
-
-
-def _appears(storage: Storage, name: str) -> bool:
-    deadline_s = time.monotonic() + SHARED_WAIT_S
-    while True:
+    def body() -> None:
         try:
-            storage.size(name)
-            return True
-        except FileNotFoundError:
-            if time.monotonic() >= deadline_s:
-                return False
-            time.sleep(0.05)
+            result.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="elasticzero-checkpoint", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_JOIN_S)
+        if thread.is_alive():
+            check()
+    if errors:
+        raise errors[0]
+    return result[0]

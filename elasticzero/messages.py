@@ -13,6 +13,10 @@ from typing import Literal
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP = 1, 2, 4
 """Bits of the control word: a node leaves, the world grows, the job is stopped."""
 
+Blame = Literal["user", "peer", "checkpoint", "environment"]
+"""Of a failure. user: the script or its input; peer: another rank went away; checkpoint: a damaged
+checkpoint; environment: anything else outside."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -254,9 +258,7 @@ class Failed:
     """Worker to agent: an exception left the training function."""
 
     step: int
-    blame: Literal["user", "peer", "checkpoint", "environment"]
-    """user: the script or its input; peer: another rank went away; checkpoint: a damaged
-    checkpoint; environment: anything else outside."""
+    blame: Blame
     message: str
     """One line, without traceback."""
     traceback: str

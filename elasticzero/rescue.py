@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 
+from elasticzero.link import AgentLink, GenerationEnded
+from elasticzero.stopping import Standing, stop
 from elasticzero.whereabouts import main_thread
-from elasticzero.worker import AgentLink, GenerationEnded, Standing, stop
 
 STUCK_S = 1.0
 """So long in a collective, and idle, after all its connections were shut."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
-from elasticzero.captures import Captures, check_shared
-from elasticzero.collectives import ControlWord, Groups
-from elasticzero.data import Order, Plan, Position
+from elasticzero.captures import Captures
+from elasticzero.data import Order, Plan
 from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
+from elasticzero.generation import Generation
+from elasticzero.link import AgentLink
 from elasticzero.loader import Progress, Reading, Walk, length_of
-from elasticzero.messages import Finished, Logged, Looped, Restored, Stepped
+from elasticzero.messages import Logged, Looped, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
-from elasticzero.rescue import rescue_if_stuck
 from elasticzero.state import NamedModel, SmallState, Stateful
 from elasticzero.survival import Origin, Over, survive
-from elasticzero.worker import AgentLink, Standing, end, enter_world
 
 S = TypeVar("S", bound=Stateful)
 
@@ -49,48 +46,36 @@ def run(train: Callable[[Session], None]) -> None:
 
 def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | None:
     """One generation; None: training has finished."""
-    session = Session(link)
+    generation = Generation(link)
     try:
-        session._open()
+        generation.enter()
         try:
-            train(session)
+            train(Session(generation))
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
                 raise
-        session._end()
+        generation.finish()
     except BaseException as error:
         if link.alone:
             if isinstance(error, ElasticZeroError):
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(int(error.exit_code)) from error
             raise
-        code = end(link, error, session._standing)
-        traceback.clear_frames(error.__traceback__)  # what the script held in them
-        return session._over(code)
-    session._close()
+        return generation.end(error)
+    generation.close()
     return None
 
 
 class Session:
     """One generation of training, as the script sees it."""
 
-    def __init__(self, link: AgentLink) -> None:
-        self._link = link
-        self._assignment = link.assignment
-        self._groups: Groups | None = None
-        self._control = ControlWord(None)
-        self._at: Boundary | None = None
-        self._saving = True
-        self._clean = False
-        self._applied = False
-        """A step was applied since the last boundary."""
-        self._step = 0
-        self._position = Position()
-        self._next_position = Position()
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._link = generation.link
+        self._assignment = generation.link.assignment
         self._loops = 0
         self._progress = Progress()
-        self._began_s = self._connected_s = time.monotonic()
-        self.device = torch.device("cpu")
+        self.device = generation.device
         """Where batches arrive and the model is."""
 
     @property
@@ -113,7 +98,8 @@ class Session:
     @property
     def step_count(self) -> int:
         """Optimizer steps applied so far; 1 after the first."""
-        return self._step
+        at = self._generation.boundary
+        return at.step if at is not None else 0
 
     @property
     def batch_indices(self) -> list[int]:
@@ -128,7 +114,8 @@ class Session:
         Use what this returns and no more the model that was given. strategy: ddp, zero1, zero2 or
         zero3; by default the launcher's.
         """
-        if self._at is not None:
+        generation = self._generation
+        if generation.boundary is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
         if not any(True for _ in model.parameters()):
             raise UserError("session.prepare was given a model without parameters")
@@ -151,9 +138,9 @@ class Session:
         small.buffers, small.aliases = named.buffers, named.aliases
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
         captures = Captures(
-            self._link, name, laid.share, replicated=laid.replicated, saving=self._saving
+            self._link, name, laid.share, replicated=laid.replicated, saving=generation.saving
         )
-        self._at = Boundary(self._link, self._control, laid, small, captures)
+        generation.boundary = Boundary(self._link, generation.control, laid, small, captures)
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
@@ -171,16 +158,15 @@ class Session:
         if at.copy is not None:
             raise UserError("session.restore was called twice")
         self._link.check()
-        began_s, connected_s = time.monotonic(), self._connected_s
+        generation, began_s = self._generation, time.monotonic()
         with self._link.leaving_at_once():
-            copy, bytes_read = at.restore()
-        self._step, self._position, self._clean = copy.step, copy.position, True
+            bytes_read = at.restore()
         self._link.send(
             Restored(
-                step=self._step,
+                step=at.step,
                 tier=self._assignment.resume.tier,
-                connect_s=connected_s - self._began_s,
-                build_s=began_s - connected_s,
+                connect_s=generation.entered_s - generation.began_s,
+                build_s=began_s - generation.entered_s,
                 restore_s=time.monotonic() - began_s,
                 bytes_read=bytes_read,
             )
@@ -231,23 +217,24 @@ class Session:
         return self._walk(walk, reading, self._loops - 1)
 
     def _walk(self, walk: Walk, reading: Reading, loop: int) -> Iterator[Any]:
-        self._settle()
-        if loop < self._position.loop:
+        at = self._prepared("batches")
+        at.settle()
+        self._progress = Progress()
+        if loop < at.position.loop:
             return
-        self._position = position = walk.plan.start(self._position, loop)
-        strategy = self._prepared("batches").strategy
+        at.position = position = walk.plan.start(at.position, loop)
         progress = self._progress = Progress(walk.plan)
         data = reading.batches(walk.indices(position))
         try:
             for batch, after in walk.steps(position):
-                self._boundary()
-                self._next_position = after
+                at.reach()
+                at.next_position = after
                 progress.begin(batch)
                 for part in walk.parts(batch):
                     began_s = time.monotonic()
                     samples = next(data)
                     progress.present(part, time.monotonic() - began_s)
-                    strategy.expect(last=part.last)
+                    at.strategy.expect(last=part.last)
                     yield samples
                     if not progress.stepped:
                         raise UserError(
@@ -255,7 +242,7 @@ class Session:
                             "session.backward(loss) and session.step() for each, also for those "
                             "where step() returns False"
                         )
-            self._boundary(last=True)
+            at.reach(last=True)
         finally:
             self._link.send(Looped())
         self._progress = Progress()
@@ -287,7 +274,7 @@ class Session:
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters.
         """
-        strategy, progress = self._prepared("step").strategy, self._progress
+        at, progress = self._prepared("step"), self._progress
         batch, part = progress.current("step")
         if not progress.backward:
             raise UserError("session.backward(loss) was not called before session.step()")
@@ -295,27 +282,20 @@ class Session:
         if not part.last:
             return False
         self._link.check()
-        strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
-        self._link.change(self._tear)
-        strategy.apply()
-        self._applied = True
-        self._step += 1
+        at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
+        at.apply()
         step_s = time.monotonic() - progress.began_s
-        self._prepared("step").captures.stepped(step_s)
+        at.captures.stepped(step_s)
         self._link.send(
             Stepped(
-                step=self._step,
+                step=at.step,
                 step_s=step_s,
                 data_wait_s=progress.data_wait_s,
                 samples=len(batch),
-                total=progress.total(self._step, self._next_position.steps),
+                total=progress.total(at.step, at.next_position.steps),
             )
         )
         return True
-
-    def _tear(self) -> None:
-        """The state is about to change, and of no use until it has."""
-        self._clean = False
 
     def _weight_factor(self, samples: int) -> float:
         """What turns a mean over samples into one over the weights that the script gave."""
@@ -357,7 +337,7 @@ class Session:
         """Hand numbers to the agent's metrics and log, for the current step; without an agent
         nobody hears them."""
         values = {name: _scalar(name, value) for name, value in scalars.items()}
-        self._link.send(Logged(step=self._step, scalars=values))
+        self._link.send(Logged(step=self.step_count, scalars=values))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
@@ -369,98 +349,10 @@ class Session:
             yield
 
     def _prepared(self, call: str) -> Boundary:
-        if self._at is None:
+        at = self._generation.boundary
+        if at is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
-        return self._at
-
-    def _boundary(self, *, last: bool = False) -> None:
-        """Between two steps. Raises `GenerationEnded` when a flag was raised, or the generation is
-        over; the state is clean then too."""
-        boundary = self._prepared("batches")
-        stepped, self._applied = self._applied, False
-        if stepped:
-            self._position = self._next_position
-        lost = boundary.reach(self._step, self._position, stepped=stepped)
-        self._clean = True
-        self._link.check()
-        if lost is not None:
-            raise lost
-        every = self._assignment.checkpoint_every
-        due = last or (stepped and every > 0 and self._step % every == 0)
-        boundary.meet(due=due, last=last)
-
-    def _settle(self) -> None:
-        """Take the boundary of a loop that the script left by `break`."""
-        if self._applied:
-            self._boundary(last=True)
-        self._progress = Progress()
-
-    def _standing(self) -> Standing:
-        """What the stop protocol is to say and save."""
-        resume, boundary = self._assignment.resume, self._at
-        copy = boundary.copy if boundary is not None else None
-        clean = self._clean and boundary is not None and copy is not None
-        kept = clean and boundary is not None and boundary.captures.can_stop_with_state()
-        return Standing(
-            step=copy.step if clean and copy is not None else self._step,
-            clean=kept,
-            complete=boundary is not None and boundary.strategy.replicated,
-            bad_step=resume.step if resume.tier == "storage" and copy is None else None,
-            save=boundary.snapshot if boundary is not None and kept else None,
-            shut=self._groups.shut if self._groups is not None else lambda: None,
-        )
-
-    def _open(self) -> None:
-        """Meet the other ranks."""
-        self.device, self._groups = enter_world(self._link)
-        self._control = ControlWord(self._groups)
-        if (groups := self._groups) is not None:
-            self._link.on_abort(lambda: self._give_up(groups))
-        if self._groups is not None:
-            self._agree_on_checkpoints(self._groups)
-        self._connected_s = time.monotonic()
-
-    def _give_up(self, groups: Groups) -> None:
-        """The agent has ended the generation."""
-        groups.shut()
-        rescue_if_stuck(self._link, self._standing)
-
-    def _agree_on_checkpoints(self, groups: Groups) -> None:
-        """All ranks save at the same steps or none does, whatever each node was told."""
-        given = self._assignment
-        every = groups.greatest(given.checkpoint_every if given.rank == 0 else 0)
-        wished = -1 if given.snapshot_every is None else given.snapshot_every
-        snapshots = groups.greatest(wished if given.rank == 0 else -1)
-        self._assignment = replace(
-            given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
-        )
-        self._link.assignment = self._assignment
-        self._saving = not groups.greatest(int(given.checkpoint_dir is None))
-        if self._saving:
-            check_shared(given, groups.greatest)
-        elif given.checkpoint_dir is not None:
-            print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
-
-    def _end(self) -> None:
-        """After the training function: save what is not saved, and wait until all ranks have."""
-        if self._at is not None and self._at.copy is not None:
-            self._settle()
-            with self.busy("writing the last checkpoint"):
-                self._at.captures.finish(self._at.copy)
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1, device=self.device))
-        self._link.check()
-        self._link.send(Finished(step=self._step))
-
-    def _over(self, code: int) -> Over:
-        """The generation is over, the process may not be."""
-        if self._at is not None:
-            self._at.captures.close()
-        return Over(code, self._groups)
-
-    def _close(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
+        return at
 
 
 def _scalar(name: str, value: float | Tensor) -> float:

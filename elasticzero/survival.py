@@ -18,9 +18,9 @@ import torch
 
 from elasticzero.collectives import Groups, own_groups, release
 from elasticzero.doubts import Remains, doubt
+from elasticzero.link import AgentLink, leave
 from elasticzero.messages import Waiting, torchrun_environment
 from elasticzero.state import RngState
-from elasticzero.worker import AgentLink, leave
 
 CLEAR_S = 3.0
 """Who is not done with the old generation by then ends: a destructor of torch may hang, with

@@ -178,7 +178,7 @@ class Gang:
     def fail(
         self, worker: Worker, blame: str, message: str, *, bad_step: int | None = None
     ) -> None:
-        """An error ends a worker: S1 to S4 of `elasticzero/worker.py`."""
+        """An error ends a worker: S1 to S4 of `elasticzero/stopping.py`."""
         if not worker.alive or worker.stopping:
             return
         worker.failed = True

@@ -1,0 +1,152 @@
+"""The beginning of a generation: a worker meets the other ranks, and all agree when to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+import torch
+
+from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
+from elasticzero.collectives import Groups, Place, connect, device_of
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.link import AgentLink, leave
+from elasticzero.messages import Assignment, Attached, Failed
+
+SHARED_WAIT_S = 3.0
+"""A file system of a network may take so long to show a file that another node has written."""
+
+
+def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
+    """This worker's device, and the process groups of its world; None without an agent.
+
+    While it connects there is no state yet, so an `Abort` ends the process at once; the caller says
+    what it does from then on.
+    """
+    a = link.assignment
+    place = Place(
+        rank=a.rank,
+        world_size=a.world_size,
+        local_rank=a.local_rank,
+        master_address=a.master_address,
+        master_port=a.master_port,
+        store_fd=a.store_fd,
+        token=a.token,
+        connect_timeout_s=a.connect_timeout_s,
+        collective_timeout_s=a.collective_timeout_s,
+    )
+    if link.alone:
+        return device_of(place), None
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // a.local_world_size))
+    _leave_sigterm_to_the_agent()
+    link.send(Attached(pid=os.getpid()))
+    link.on_abort(lambda: leave(ExitCode.LEFT))
+    watchdog = _limit_connecting(link)
+    device = device_of(place)
+    groups = connect(place, device)
+    watchdog.cancel()
+    return device, groups
+
+
+def _leave_sigterm_to_the_agent() -> None:
+    """What stops a machine often sends SIGTERM to every process on it: the agent then has its
+    workers leave at a boundary, unless they are dead by then.
+
+    A script's own handler stays; processes that the script starts heed the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    worker = os.getpid()
+
+    def pass_over(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, pass_over)
+
+
+def _limit_connecting(link: AgentLink) -> threading.Timer:
+    """A watchdog that ends this process when it is not cancelled within the connect timeout:
+    torch's store can block for ever."""
+    limit_s = link.assignment.connect_timeout_s
+
+    def give_up() -> None:
+        text = f"the process group was not set up within {limit_s:g} s"
+        link.send(Failed(step=0, blame="peer", message=text, traceback=""))
+        print(text, file=sys.stderr, flush=True)
+        os._exit(ExitCode.LEFT)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.name, timer.daemon = "elasticzero-connect", True
+    timer.start()
+    return timer
+
+
+def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
+    """All ranks save at the same steps or none does, whatever each node was told.
+
+    Returns whether checkpoints are written.
+    """
+    given = link.assignment
+    every = groups.greatest(given.checkpoint_every if given.rank == 0 else 0)
+    wished = -1 if given.snapshot_every is None else given.snapshot_every
+    snapshots = groups.greatest(wished if given.rank == 0 else -1)
+    link.assignment = replace(
+        given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
+    )
+    saving = not groups.greatest(int(given.checkpoint_dir is None))
+    if saving:
+        _check_shared(given, groups.greatest)
+    elif given.checkpoint_dir is not None:
+        print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
+    return saving
+
+
+def _check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None:
+    """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
+    puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
+
+    greatest: gives all ranks the greatest of their numbers; all call this together.
+    """
+    a = assignment
+    if a.checkpoint_dir is None or a.local_world_size == a.world_size:
+        return
+    if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
+        return  # the same everywhere
+    storage, name = open_storage(a.checkpoint_dir), f".shared-{a.token}"
+    if a.rank == 0:
+        open_directory(a.checkpoint_dir).check_writable()
+        storage.write(name, [a.node.encode()])
+    greatest(0)
+    seen = _appears(storage, name)
+    greatest(0)
+    if a.rank == 0:
+        storage.remove(name)
+    if not seen:
+        raise UserError(
+            f"the checkpoint directory {a.checkpoint_dir} on {a.node} is not the one of rank 0's "
+            "node: a file that was written there is not here; give a directory that all nodes share"
+        )
+
+
+def _appears(storage: Storage, name: str) -> bool:
+    deadline_s = time.monotonic() + SHARED_WAIT_S
+    while True:
+        try:
+            storage.size(name)
+            return True
+        except FileNotFoundError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.05)
