@@ -89,7 +89,7 @@ def main() -> None:
             peak.end()  # what follows is the look at what was loaded
     grown = torch.tensor([peak.end()])
     dist.all_reduce(grown, dist.ReduceOp.MAX)
-    rank.tell({"what": what, "bytes": int(grown), "shard_bytes": rank.bytes})
+    rank.tell({"what": what, "bytes": int(grown), "shard_bytes": rank.state.bytes})
     finish()
 
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from checkpoint_ranks import STEP, Rank, Variant, finish, start
+from checkpoint_ranks import Rank, Variant, finish, start
+from checkpoint_state import STEP
 
 from elasticzero.checkpoint import reader
 from elasticzero.checkpoint.copying import Effort
@@ -115,7 +116,7 @@ def _profile(rank: Rank, case: str, variants: Mapping[str, Variant], ours: str) 
     for name in (PLAIN[case], ours):
         rounds = [_round(rank, case, variants[name]) for _ in range(rank.order.rounds)]
         best = min(rounds, key=lambda found: found["total_s"])
-        rank.tell({"case": case, "variant": name, "bytes": rank.bytes, **best})
+        rank.tell({"case": case, "variant": name, "bytes": rank.state.bytes, **best})
 
 
 def _round(rank: Rank, case: str, variant: Variant) -> dict[str, float]:
@@ -134,7 +135,7 @@ def _offline(rank: Rank) -> None:
     )
     shutil.rmtree(target)
     name = "elasticzero checkpoint reshard, one worker"
-    rank.tell({"case": "offline", "variant": name, "bytes": 2 * rank.bytes, **found})
+    rank.tell({"case": "offline", "variant": name, "bytes": 2 * rank.state.bytes, **found})
     command = [sys.executable, "-m", "elasticzero.launcher.cli", "checkpoint", "reshard", "--help"]
     began_s = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

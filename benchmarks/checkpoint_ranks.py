@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -24,26 +23,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cache import forget, warm_memory
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from checkpoint_state import STEP, State
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.dtypes import byte_view
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
 from elasticzero.checkpoint.persist import persist
 from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.reader import Target, open_step
 from elasticzero.checkpoint.shards import open_shard
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.writer import Terms, write_checkpoint
 
-ROWS, COLUMNS = 4096, 1024
-LAYER_BYTES = 3 * 4 * (ROWS + 1) * COLUMNS
-"""A layer's weight and bias in single precision, with Adam's two moments of each."""
 CHUNK_BYTES = 8 << 20
-STEP = 1
 Work = Callable[[], object]
 Variant = Callable[[], AbstractContextManager[Work]]
 
@@ -68,44 +61,14 @@ class Order:
     """Whether files leave the page cache before they are read."""
 
 
-def layout(size: int, world: int) -> Layout:
-    """A model and its moments of about `size` bytes, dealt by rows as FSDP2 does."""
-    tensors = {}
-    for layer in range(max(1, round(size / LAYER_BYTES))):
-        for part, shape in (("weight", (ROWS, COLUMNS)), ("bias", (COLUMNS,))):
-            name = f"layers.{layer}.{part}"
-            tensors[f"model/{name}"] = TensorSpec("F32", shape)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer/{name}/{moment}"] = TensorSpec("F32", shape)
-    return Layout(world_size=world, tensors=tensors, groups=(Group("fsdp_rows", tuple(tensors)),))
-
-
-def whole(name: str, spec: TensorSpec) -> torch.Tensor:
-    """A tensor's elements, the same on every rank and in every run."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.rand(spec.shape, generator=generator)
-
-
 class Rank:
-    """A rank's state, and the cases that can be run on it."""
+    """A rank with its state, and the cases that can be run on it."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.place = Path(order.place)
         self.shared = Path(order.shared) / str(order.rank)
-        self.layout = layout(order.bytes, order.world)
-        self.spans = self.layout.spans(order.rank)
-        self.tensors = {n: self._own(n).clone() for n in self.spans}
-        self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        self.draft = Manifest(
-            step=STEP,
-            generation=1,
-            token=f"bench{order.world}",
-            strategy="zero3",
-            layout=self.layout,
-            state={"step": STEP},
-        )
-        self.mesh = init_device_mesh("cpu", (order.world,))
+        self.state = State(order.bytes, order.rank, order.world)
         self.background = dist.new_group(backend="gloo")
 
     def run(self) -> None:
@@ -167,11 +130,11 @@ class Rank:
 
         @contextmanager
         def memcpy() -> Iterator[Work]:
-            warm = torch.ones(self.bytes, dtype=torch.uint8)
+            warm = torch.ones(self.state.bytes, dtype=torch.uint8)
 
             def copy() -> None:
                 start = 0
-                for tensor in self.tensors.values():
+                for tensor in self.state.tensors.values():
                     stop = start + tensor.nbytes
                     warm[start:stop].view(tensor.dtype).copy_(tensor.reshape(-1))
                     start = stop
@@ -180,13 +143,14 @@ class Rank:
 
         @contextmanager
         def ours() -> Iterator[Work]:
+            state, rank = self.state, self.order.rank
             with self.used_slots() as writer:
-                yield lambda: writer.write(self.draft, self.order.rank, self.pieces(), ())
+                yield lambda: writer.write(state.draft, rank, state.pieces(), ())
 
         @contextmanager
         def theirs() -> Iterator[Work]:
             path, saving = self.fresh("dcp"), []
-            state = self.dtensors()
+            state = self.state.dtensors()
             yield lambda: saving.append(
                 dcp.async_save(state, checkpoint_id=path, process_group=self.background)
             )
@@ -201,13 +165,13 @@ class Rank:
         @contextmanager
         def plain() -> Iterator[Work]:
             path = self.fresh("plain")
-            yield lambda: write_plainly(path / str(self.order.rank), self.tensors)
+            yield lambda: write_plainly(path / str(self.order.rank), self.state.tensors)
             self.fresh("plain")
 
         @contextmanager
         def background() -> Iterator[Work]:
             path, order = self.fresh("ours"), self.order
-            shard = ShardName(self.draft.generation, STEP, order.rank, order.world)
+            shard = ShardName(self.state.draft.generation, STEP, order.rank, order.world)
             store, directory = SnapshotStore(self.shared), open_directory(path)
 
             def save() -> None:
@@ -220,10 +184,10 @@ class Rank:
 
                 persist(store, shard, directory, sealed)
                 if order.rank == 0:
-                    commit.commit(commit.prepare(directory, STEP), self.draft, wait_s=600.0)
+                    commit.commit(commit.prepare(directory, STEP), self.state.draft, wait_s=600.0)
 
             with self.used_slots() as writer:
-                writer.write(self.draft, order.rank, self.pieces(), ())
+                writer.write(self.state.draft, order.rank, self.state.pieces(), ())
                 yield save
             self.fresh("ours")
 
@@ -234,14 +198,15 @@ class Rank:
 
         @contextmanager
         def theirs() -> Iterator[Work]:
-            path, state = self.fresh("dcp"), self.dtensors()
+            path, state = self.fresh("dcp"), self.state.dtensors()
             yield lambda: dcp.save(state, checkpoint_id=path)
             self.fresh("dcp")
 
         @contextmanager
         def hugging_face() -> Iterator[Work]:
             path = self.fresh("safetensors")
-            yield lambda: save_safetensors(path / f"{self.order.rank}.safetensors", self.tensors)
+            file = path / f"{self.order.rank}.safetensors"
+            yield lambda: save_safetensors(file, self.state.tensors)
             self.fresh("safetensors")
 
         return {
@@ -255,9 +220,9 @@ class Rank:
     def files(self) -> None:
         """What the loads read."""
         self.saves_ours(self.fresh("ours"))()
-        dcp.save(self.dtensors(), checkpoint_id=self.fresh("dcp"))
+        dcp.save(self.state.dtensors(), checkpoint_id=self.fresh("dcp"))
         path = self.fresh("safetensors") / f"{self.order.rank}.safetensors"
-        save_safetensors(path, self.tensors)
+        save_safetensors(path, self.state.tensors)
         dist.barrier()
 
     def load(self) -> dict[str, Variant]:
@@ -266,7 +231,7 @@ class Rank:
 
         def hugging_face() -> None:
             for name, tensor in safetensors.torch.load_file(path).items():
-                self.tensors[name].copy_(tensor)
+                self.state.tensors[name].copy_(tensor)
 
         return self.reshard() | {"safetensors": self.filling("safetensors", hugging_face)}
 
@@ -276,9 +241,9 @@ class Rank:
         step = self.place / "ours" / f"step-{STEP:012d}"
         old = open_step(storage).manifest
         ranges: list[tuple[int, int, memoryview]] = []
-        for copy in plan(old.layout, self.spans):
+        for copy in plan(old.layout, self.state.spans):
             entry = open_shard(storage, old, copy.rank).entries[copy.name]
-            flat = self.tensors[copy.name].reshape(-1)
+            flat = self.state.tensors[copy.name].reshape(-1)
             part = flat[copy.offset_in_wanted :][: len(copy.span_in_tensor)]
             at = entry.start + copy.span_in_shard.start * part.element_size()
             ranges.append((copy.rank, at, byte_view(part)))
@@ -296,11 +261,12 @@ class Rank:
                 os.close(descriptor)
 
         def ours() -> None:
-            targets = [Target(n, span, self.tensors[n]) for n, span in self.spans.items()]
+            state = self.state
+            targets = [Target(n, span, state.tensors[n]) for n, span in state.spans.items()]
             open_step(storage).load(targets)
 
         def theirs() -> None:
-            dcp.load(self.dtensors(), checkpoint_id=self.place / "dcp")
+            dcp.load(self.state.dtensors(), checkpoint_id=self.place / "dcp")
 
         return {
             "plain read": self.filling("ours", plain),
@@ -313,13 +279,11 @@ class Rank:
 
         @contextmanager
         def variant() -> Iterator[Work]:
-            for tensor in self.tensors.values():
-                tensor.zero_()
+            self.state.clear()
             if self.order.cold:
                 forget(self.place / folder)
             yield work
-            wrong = [n for n, t in self.tensors.items() if not torch.equal(t, self._own(n))]
-            if wrong:
+            if wrong := self.state.wrong():
                 raise SystemExit(f"error: {folder}: loaded wrong: {wrong[:3]}")
 
         return variant
@@ -331,40 +295,23 @@ class Rank:
             return int(tensor)
 
         directory, terms = open_directory(path), Terms(agree=agree)
-        rank = self.order.rank
-        return lambda: write_checkpoint(directory, self.draft, rank, self.pieces(), terms)
+        state, rank = self.state, self.order.rank
+        return lambda: write_checkpoint(directory, state.draft, rank, state.pieces(), terms)
 
     @contextmanager
     def used_slots(self) -> Iterator[SnapshotWriter]:
         """A snapshot writer that has filled each of its slots once, as in a run that goes on."""
-        writer, store = SnapshotWriter(self.shared, self.order.rank), SnapshotStore(self.shared)
-        writer.reserve(self.bytes + (1 << 20))
+        state, rank = self.state, self.order.rank
+        writer, store = SnapshotWriter(self.shared, rank), SnapshotStore(self.shared)
+        writer.reserve(state.bytes + (1 << 20))
         for step in (STEP + 1, STEP + 2):
-            writer.write(replace(self.draft, step=step), self.order.rank, self.pieces(), ())
-            store.seal(ShardName(self.draft.generation, step, self.order.rank, self.order.world))
+            writer.write(replace(state.draft, step=step), rank, state.pieces(), ())
+            store.seal(ShardName(state.draft.generation, step, rank, self.order.world))
             dist.barrier()
         yield writer
         writer.close()
         shutil.rmtree(self.shared)
         dist.barrier()
-
-    def pieces(self) -> list[Piece]:
-        return [Piece(name, tensor.reshape(-1)) for name, tensor in self.tensors.items()]
-
-    def dtensors(self) -> dict[str, DTensor]:
-        state = {}
-        for name, spec in self.layout.tensors.items():
-            rest = spec.shape[1:]
-            local = self.tensors.get(name, torch.empty(0)).reshape(-1, *rest)
-            stride = (COLUMNS, 1) if rest else (1,)
-            state[name] = DTensor.from_local(
-                local, self.mesh, [Shard(0)], shape=torch.Size(spec.shape), stride=stride
-            )
-        return state
-
-    def _own(self, name: str) -> torch.Tensor:
-        span = self.spans[name]
-        return whole(name, self.layout.tensors[name]).reshape(-1)[span.start : span.stop]
 
 
 def write_plainly(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
