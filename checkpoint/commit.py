@@ -49,6 +49,8 @@ MANIFEST_LIMIT_BYTES = 1 << 30
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _AT_ONCE = 16
 """Files looked at together."""
+RESOLVABLE = "checkpoint directory (its newest good step), or one step's; a path or a URL"
+"""What `resolve` takes, as the commands that do say it."""
 _NOT_OURS_TO_JUDGE = ("lost+found",)
 """What a fresh volume may hold without being somebody's data."""
 

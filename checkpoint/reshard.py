@@ -25,10 +25,9 @@ from elasticzero.checkpoint.manifest import (
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, OpenSource, Source
 from elasticzero.checkpoint.storage import Directory, Readable
 from elasticzero.errors import UserError
-from elasticzero.spans import Rule, Span
+from elasticzero.spans import STRATEGIES, Rule, Span
 
 MOST_RANKS = 100_000
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 _TOKEN_VERSION = b"reshard 1"
 
 

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+"""How training state can lie on the ranks: `parallel` says what each divides."""
+
 Rule = Literal["even", "fsdp_rows", "whole"]
 """How a group of tensors is dealt to `world_size` ranks.
 

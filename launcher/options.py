@@ -21,9 +21,9 @@ from elasticzero.errors import UserError
 from elasticzero.launcher.etcd_access import Access, asked_for, parse_endpoint, read_certificates
 from elasticzero.launcher.job_token import check_given
 from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN, Secret, read_secret
+from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.spans import Span
+from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state import NamedModel, Share, Spec
-
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 

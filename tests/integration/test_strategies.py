@@ -15,7 +15,7 @@ from torch import Tensor
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data import Order, Plan, Position
 from elasticzero.messages import Resume
-from elasticzero.parallel import STRATEGIES
+from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
 from tests.integration.training_harness import Pool
 

@@ -31,12 +31,12 @@ from elasticzero.messages import (
     Source,
     Stopping,
 )
+from elasticzero.spans import STRATEGIES
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.training_exact import SAMPLES
 from tests.integration.training_harness import Pool, Running
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 
 
 @pytest.fixture(scope="module")

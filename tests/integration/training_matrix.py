@@ -26,7 +26,8 @@ from elasticzero.checkpoint.reader import open_step
 from elasticzero.checkpoint.writer import write_checkpoint
 from elasticzero.collectives import Groups, Place, connect
 from elasticzero.data import Position
-from elasticzero.parallel import STRATEGIES, Setting, Strategy, create
+from elasticzero.parallel import Setting, Strategy, create
+from elasticzero.spans import STRATEGIES
 from elasticzero.state import NamedModel, SmallState
 from tests.integration.training_exact import Model, Samples, groups, squares
 

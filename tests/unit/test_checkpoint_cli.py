@@ -375,6 +375,39 @@ def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
+NOT_FOR_A_LOOK = (
+    "elasticzero.launcher.commands",
+    "elasticzero.launcher.options",
+    "elasticzero.checkpoint.work",
+    "elasticzero.checkpoint.copying",
+    "asyncio",
+    "concurrent.futures",
+    "fsspec",
+    "google.protobuf",
+    "grpc",
+    "importlib.metadata",
+    "logging",
+    "numpy",
+    "prometheus_client",
+    "ssl",
+    "tempfile",
+    "tenacity",
+    "torch",
+)
+"""What takes long to import, and other commands need."""
+
+
+@pytest.mark.parametrize("command", ["list", "inspect"])
+def test_a_look_imports_only_what_it_needs(directory: Path, command: str) -> None:
+    script = (
+        "import sys; from elasticzero.launcher.cli import main\n"
+        f"assert main(['checkpoint', {command!r}, {str(directory)!r}]) == 0\n"
+        f"found = sys.modules.keys() & set({NOT_FOR_A_LOOK!r})\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
 def test_the_module_is_a_program(directory: Path) -> None:
     order = [sys.executable, "-m", "elasticzero.checkpoint.cli", "verify", str(directory)]
     damage(directory, 20)

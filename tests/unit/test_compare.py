@@ -13,9 +13,10 @@ from elasticzero.checkpoint.compare import Difference, compare
 from elasticzero.checkpoint.copying import Effort
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
-from elasticzero.checkpoint.reshard import STRATEGIES, Shape, reshard
+from elasticzero.checkpoint.reshard import Shape, reshard
 from elasticzero.checkpoint.storage import open_storage
 from elasticzero.errors import CheckpointDamaged
+from elasticzero.spans import STRATEGIES
 from tests.unit.checkpoint_cases import draft_of, elements, flip, layouts, simple_layout, write_step
 
 LAYOUT = simple_layout()

@@ -20,12 +20,12 @@ from elasticzero.checkpoint.disk import DiskDirectory
 from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
 from elasticzero.checkpoint.plan import plan
 from elasticzero.checkpoint.progress import Progress
-from elasticzero.checkpoint.reshard import STRATEGIES, Shape, reshaped, reshard
+from elasticzero.checkpoint.reshard import Shape, reshaped, reshard
 from elasticzero.checkpoint.shards import open_shard, shard_specs
 from elasticzero.checkpoint.source import CheckpointSource
 from elasticzero.checkpoint.storage import Readable, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.spans import Span
+from elasticzero.spans import STRATEGIES, Span
 from tests.unit.checkpoint_cases import (
     cut,
     draft_of,
