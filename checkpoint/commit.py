@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -129,6 +128,8 @@ def _each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]
     """What `work` gives of each, in order, several at a time: an object store takes its time."""
     if len(items) <= 2:
         return [work(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor  # a short command does without
+
     with ThreadPoolExecutor(min(_AT_ONCE, len(items)), "elasticzero-look") as pool:
         return list(pool.map(work, items))
 

@@ -6,9 +6,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticzero.checkpoint.storage import Bytes, Views, explain, holds
 from elasticzero.checkpoint.syscalls import (
@@ -19,6 +19,9 @@ from elasticzero.checkpoint.syscalls import (
     start_writeback,
 )
 from elasticzero.errors import StorageError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 _SMALL_BYTES = 256 << 10
 """Chunks below this are put together before they are written."""
@@ -217,6 +220,8 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
     """
     if not set_direct(fd, True):
         return 0
+    from concurrent.futures import ThreadPoolExecutor  # a command that only reads does without
+
     os.ftruncate(fd, size)
     done, rest = 0, memoryview(b"")
     with ThreadPoolExecutor(_DIRECT_WRITES, thread_name_prefix="checkpoint-write") as pool:

@@ -5,10 +5,9 @@ what is due is captured; and the end of a generation is found here.
 from __future__ import annotations
 
 from elasticzero.captures import Captures
-from elasticzero.collectives import ControlWord
+from elasticzero.collectives import ControlWord, broadcast
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
-from elasticzero.evaluation import sync_buffers
 from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
@@ -124,7 +123,7 @@ class Boundary:
         if self._link.assignment.world_size == 1 or not buffers or self._link.aborted is not None:
             return None
         try:
-            sync_buffers(buffers)
+            broadcast(buffers)
         except RuntimeError as error:
             if not is_peer_error(error) and self._link.aborted is None:
                 raise

@@ -1,5 +1,5 @@
-"""The process group of one generation: set up under a deadline, torn down at once, and the control
-word.
+"""The process group of one generation: set up under a deadline, torn down at once, and what all
+ranks take over from rank 0 or agree on by the control word.
 
 Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
 noticed only by the ranks that are connected to it in the running collective. Shutting the group's
@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -212,6 +212,22 @@ def _abort_nccl() -> None:
     with suppress(RuntimeError, ValueError, AttributeError):
         group = dist.distributed_c10d._get_default_group()
         group._get_backend(torch.device("cuda")).abort()
+
+
+def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give every rank the tensors of rank 0, one operation a dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    with torch.no_grad():
+        for same in by_dtype.values():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+            dist.broadcast(flat.view(torch.uint8), 0)
+            start = 0
+            for tensor in same:
+                values = flat[start : start + tensor.numel()]
+                tensor.copy_(values.view(tensor.shape))
+                start += tensor.numel()
 
 
 class ControlWord:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elasticzero.collectives import broadcast
 from elasticzero.data import dealt
 from elasticzero.errors import UserError
 from elasticzero.loader import Reading, length_of
@@ -96,26 +97,10 @@ def evaluating(model: nn.Module, buffers: Mapping[str, Tensor], world_size: int)
         try:
             model.eval()
             if world_size > 1:
-                sync_buffers(buffers)
+                broadcast(buffers)
             yield
         finally:
             for module, training in modes.items():
                 module.training = training
             for name, buffer in buffers.items():
                 buffer.copy_(own[name])
-
-
-def sync_buffers(buffers: Mapping[str, Tensor]) -> None:
-    """Give every rank the buffers of rank 0, one broadcast a dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in buffers.values():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    with torch.no_grad():
-        for same in by_dtype.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
-            dist.broadcast(flat.view(torch.uint8), 0)
-            start = 0
-            for buffer in same:
-                values = flat[start : start + buffer.numel()]
-                buffer.copy_(values.view(buffer.shape))
-                start += buffer.numel()

@@ -134,19 +134,33 @@ class Progress:
         self.stepped = False
         """Whether `backward` and `step` were called for the micro-batch."""
         self.weights: float | None = None
-        """Sum of the weights that the script gave, if it gave any."""
+        """Sum of the weights that the script gave for the global batch, if it gave any."""
+        self._weighed = False
+        """A micro-batch of it was weighed, with a weight of the script's or without."""
         self.began_s = 0.0
         self.data_wait_s = 0.0
 
     def begin(self, batch: GlobalBatch) -> None:
         """A global batch begins."""
-        self.batch, self.weights = batch, None
+        self.batch, self.weights, self._weighed = batch, None, False
         self.began_s, self.data_wait_s = time.monotonic(), 0.0
 
     def present(self, part: MicroBatch, waited_s: float) -> None:
         """A micro-batch is handed to the script."""
         self.part, self.backward, self.stepped = part, False, False
         self.data_wait_s += waited_s
+
+    def weigh(self, weight: float | None) -> None:
+        """The script gave this weight for the micro-batch, or none; raises `UserError` where it is
+        not all or none of a global batch."""
+        if self._weighed and (weight is None) != (self.weights is None):
+            raise UserError(
+                "session.backward was given weight=… for some micro-batches of a global batch and "
+                "not for others: give it for all of them"
+            )
+        self._weighed = True
+        if weight is not None:
+            self.weights = (self.weights or 0.0) + weight
 
     def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:
         """What `session.<call>` is about; raises `UserError` out of turn."""

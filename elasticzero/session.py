@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
+from elasticzero.collectives import broadcast
 from elasticzero.data import Order, Plan
 from elasticzero.errors import ElasticZeroError, UserError
-from elasticzero.evaluation import Result, evaluate, evaluating, sync_buffers
+from elasticzero.evaluation import Result, evaluate, evaluating
 from elasticzero.generation import Generation
 from elasticzero.link import AgentLink
 from elasticzero.loader import Progress, Reading, Walk, length_of
@@ -123,7 +124,7 @@ class Session:
         named = NamedModel(model)
         if self.world_size > 1 and self._assignment.resume.tier == "fresh":
             every = {**named.parameters, **dict(model.named_buffers())}
-            sync_buffers({name: tensor.data for name, tensor in every.items()})
+            broadcast({name: tensor.data for name, tensor in every.items()})
         name = strategy or self._assignment.strategy
         setting = Setting(
             model=model,
@@ -264,8 +265,7 @@ class Session:
         if part.weight == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
-        if weight is not None:
-            progress.weights = (progress.weights or 0.0) + amount
+        progress.weigh(None if weight is None else amount)
         at.strategy.backward(loss, amount / len(batch))
         progress.backward = True
 
@@ -299,9 +299,9 @@ class Session:
 
     def _weight_factor(self, samples: int) -> float:
         """What turns a mean over samples into one over the weights that the script gave."""
-        if self._progress.weights is None:
-            return 1.0
         total = self._progress.weights
+        if total is None:
+            return 1.0
         if self.world_size > 1:
             summed = torch.tensor([total], dtype=torch.float64, device=self.device)
             dist.all_reduce(summed)

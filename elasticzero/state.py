@@ -282,15 +282,15 @@ class SmallState:
     def check(self, json: Mapping[str, Any], where: str) -> None:
         """Raise `CheckpointMismatch` when the script tracks other objects than `json` has."""
         stored, here = set(json.get("tracked", {})), set(self.tracked)
-        for names, text in ((here - stored, "has no state for"), (stored - here, "has state for")):
+        for names, has, tracks in (
+            (here - stored, "has no state for", "tracks"),
+            (stored - here, "has state for", "does not track"),
+        ):
             if names:
                 listed = ", ".join(repr(name) for name in sorted(names)[:4])
-                hint = (
-                    "which the script tracks"
-                    if text == "has no state for"
-                    else ("which the script does not track")
+                raise CheckpointMismatch(
+                    f"{where} {has} {listed}, which the script {tracks} with session.track"
                 )
-                raise CheckpointMismatch(f"{where} {text} {listed}, {hint} with session.track")
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Put stored options of the optimizer and tracked objects back. tensors: on the CPU."""

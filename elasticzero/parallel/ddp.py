@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticzero.parallel import Setting, Slot
 from elasticzero.parallel.optimizers import (
     MASTER,
-    as_state,
     as_tensor,
     by_parameter,
     check_keys,
     open_optimizer,
+    put_state,
 )
 from elasticzero.spans import Span
 from elasticzero.state import MODEL, OPTIMIZER, Share, Spec
@@ -40,11 +40,7 @@ class Replicated:
         opened = open_optimizer(setting.factory, setting.named, pieces=False)
         self.optimizer = opened.optimizer
         self.group_names = opened.group_names
-        self._schemas = {
-            name: schema
-            for names, schema in zip(opened.group_names, opened.schemas, strict=True)
-            for name in names
-        }
+        self._schemas = opened.schema_of()
         self._parameters = setting.named.parameters
         self._ranks = setting.world_size
         self._ddp: DistributedDataParallel | None = None
@@ -123,10 +119,4 @@ class Replicated:
                 states.append((name, parameter, tensors))
         yield slots
         for name, parameter, tensors in states:
-            schema = self._schemas[name]
-            self.optimizer.state.pop(parameter, None)
-            if tensors:
-                self.optimizer.state[parameter] = {
-                    key: as_state(tensor, schema.get(key), parameter)
-                    for key, tensor in tensors.items()
-                }
+            put_state(self.optimizer, parameter, tensors, self._schemas[name])

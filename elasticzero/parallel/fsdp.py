@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.parallel import Setting, Slot
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
-from elasticzero.spans import Span, chunk, fsdp_rows
+from elasticzero.spans import Span, chunk
 from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
 
 
@@ -53,12 +53,11 @@ class FullyPartitioned:
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
         shape = self._specs[name].shape
-        start = fsdp_rows(shape, self._ranks, self._rank).start if shape else 0
         rows = _local(parameter).view(-1)
         dtype = working_dtype(rows.dtype)
         return Piece(
             name,
-            start,
+            self._first(name),
             nn.Parameter(rows.to(dtype)),
             shape,
             counts=bool(shape) or self._rank == 0,
@@ -112,9 +111,8 @@ class FullyPartitioned:
         for name, parameter in self._parameters.items():
             share.specs[MODEL + name] = self._specs[name]
             share.held[MODEL + name] = Held(_local(parameter), self._first(name))
-        names = tuple(self._parameters)
-        rule = tuple(MODEL + name for name in names)
-        share.partitions.append(Partition(rule="fsdp_rows", names=rule))
+        names = tuple(MODEL + name for name in self._parameters)
+        share.partitions.append(Partition(rule="fsdp_rows", names=names))
         by_keys: dict[tuple[str, ...], list[str]] = {}
         for name in self._optimized():
             by_keys.setdefault(tuple(self._pieced.schemas[name]), []).append(name)
@@ -133,6 +131,7 @@ class FullyPartitioned:
         ]
 
     def _first(self, name: str) -> int:
+        """The first of a parameter's elements that this rank holds."""
         shape = self._specs[name].shape
         if not shape:
             return 0

@@ -22,6 +22,13 @@ PROBE_STEPS = 2
 MASTER = "master"
 """The key under which a 32-bit copy of a 16-bit parameter is kept beside its optimizer state."""
 
+NUMBERS: dict[type[Any], torch.dtype] = {
+    int: torch.int64,
+    float: torch.float64,
+    bool: torch.bool,
+}
+"""How Python's own numbers in an optimizer's state are stored."""
+
 Kind = Literal["elementwise", "scalar", "number", "other"]
 
 
@@ -46,6 +53,14 @@ class Opened:
     optimizer: torch.optim.Optimizer
     group_names: list[list[str]]
     schemas: list[Schema]
+
+    def schema_of(self) -> dict[str, Schema]:
+        """What is kept for each parameter, by its name."""
+        return {
+            name: schema
+            for names, schema in zip(self.group_names, self.schemas, strict=True)
+            for name in names
+        }
 
 
 def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool) -> Opened:
@@ -177,13 +192,6 @@ def _schema(optimizer: torch.optim.Optimizer, dummy: nn.Parameter) -> Schema:
     return schema
 
 
-NUMBERS: dict[type[Any], torch.dtype] = {
-    int: torch.int64,
-    float: torch.float64,
-    bool: torch.bool,
-}
-
-
 def as_tensor(value: Any) -> Tensor | None:
     """A state entry as it is stored: a number as a 0-dim tensor; None: nothing to store."""
     if isinstance(value, Tensor):
@@ -191,7 +199,21 @@ def as_tensor(value: Any) -> Tensor | None:
     return torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else None
 
 
-def as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
+def put_state(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    stored: Mapping[str, Tensor],
+    schema: Schema,
+) -> None:
+    """Have the optimizer go on from the stored entries of a parameter, in the place of its own."""
+    optimizer.state.pop(parameter, None)
+    if stored:
+        optimizer.state[parameter] = {
+            key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()
+        }
+
+
+def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
     """A state entry from its stored form, as this optimizer keeps it for the parameter `like`."""
     if entry is None:
         return stored if stored.dim() == 0 else stored.to(like.device)

@@ -15,11 +15,10 @@ from elasticzero.parallel import Slot
 from elasticzero.parallel.optimizers import (
     MASTER,
     Opened,
-    Schema,
-    as_state,
     as_tensor,
     by_parameter,
     check_keys,
+    put_state,
     working_dtype,
 )
 from elasticzero.spans import Rule, Span
@@ -63,11 +62,7 @@ class PiecedOptimizer:
     def __init__(self, opened: Opened, specs: Mapping[str, Spec], world_size: int) -> None:
         self.optimizer = opened.optimizer
         self.group_names = opened.group_names
-        self.schemas: dict[str, Schema] = {
-            name: schema
-            for names, schema in zip(opened.group_names, opened.schemas, strict=True)
-            for name in names
-        }
+        self.schemas = opened.schema_of()
         self.pieces: dict[str, Piece] = {}
         self._specs = specs
         self._ranks = world_size
@@ -126,11 +121,10 @@ class PiecedOptimizer:
             for name in dealt.names:
                 shape = () if scalar else self._specs[name].shape
                 share.specs[full[name]] = Spec(dtype=entry.dtype, shape=shape)
+            names = tuple(full.values())
             if scalar:
-                names = tuple(full.values())
                 share.partitions.append(Partition(rule="whole", names=names, ranks=dealt.owners))
             else:
-                names = tuple(full.values())
                 share.partitions.append(Partition(rule=dealt.rule, names=names))
             for name in dealt.names:
                 if (piece := self.pieces.get(name)) is not None:
@@ -190,13 +184,7 @@ class PiecedOptimizer:
         for piece, tensors in states:
             if piece.values is not None and MASTER not in index.get(piece.name, {}):
                 piece.parameter.data.copy_(piece.values)
-            schema = self.schemas[piece.name]
-            self.optimizer.state.pop(piece.parameter, None)
-            if tensors:
-                self.optimizer.state[piece.parameter] = {
-                    key: as_state(tensor, schema.get(key), piece.parameter)
-                    for key, tensor in tensors.items()
-                }
+            put_state(self.optimizer, piece.parameter, tensors, self.schemas[piece.name])
         self.has_state = any(keys.keys() - {MASTER} for keys in index.values())
 
 

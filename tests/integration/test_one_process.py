@@ -17,7 +17,8 @@ import elasticzero as ez
 def train(session):
     model, _ = session.prepare(torch.nn.Linear(2, 1), torch.optim.SGD)
     session.restore()
-    for batch in session.batches(torch.ones(8, 2), global_batch=4, epochs=1):
+    first = True
+    for batch in session.batches(torch.ones(8, 2), global_batch=4, micro_batch=2, epochs=1):
         loss = model(batch).mean()
         session.log(loss=loss)
         {body}
@@ -40,6 +41,10 @@ def run(body: str, call: str = "ez.run(train)") -> subprocess.CompletedProcess[s
         ("pass", "session.step() was not called for this micro-batch"),
         ("session.backward(loss)", "session.step() was not called for this micro-batch"),
         ("session.step()", "session.backward(loss) was not called before session.step()"),
+        (
+            "session.backward(loss, weight=1.0 if first else None); first = False; session.step()",
+            "session.backward was given weight=… for some micro-batches",
+        ),
         ("session.log(all=batch)", "session.log: 'all' is not one number"),
     ],
 )
