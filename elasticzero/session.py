@@ -35,9 +35,8 @@ def run(train: Callable[[Session], None]) -> None:
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
     another process, or with --keep-workers in the same one; the lines after `run` are reached once
-    training has finished. Without an agent
-    this trains on one process, and an error of this project's is printed in one line and raised as
-    `SystemExit` with its exit code.
+    training has finished. Without an agent this trains on one process, and an error of this
+    project's is printed in one line and raised as `SystemExit` with its exit code.
     """
     link = AgentLink.from_environment()
     origin = Origin()
