@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 import http.client
+import os
+import select
+import socket
+import threading
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from elasticzero.checkpoint.storage import Views, explain
 from elasticzero.errors import StorageError, UserError
+
+_GIVEN_UP = "the server is given up"
 
 
 class HttpStorage:
@@ -26,7 +33,10 @@ class HttpStorage:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._server = (parts.hostname, parts.port or 80)
         self._timeout_s = timeout_s
-        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._busy: set[_Line] = set()
+        self._idle: list[_Line] = []
 
     def size(self, name: str) -> int:
         with self._connected() as connection:
@@ -61,23 +71,39 @@ class HttpStorage:
         while self._idle:
             self._idle.pop().close()
 
+    def abandon(self) -> None:
+        """Give the server up for good; callable from any thread. Reads under way raise at once,
+        whatever they wait for, and so does every later one."""
+        with self._lock:
+            self._abandoned = True
+            busy = list(self._busy)
+        for connection in busy:
+            connection.cut()
+
     @contextmanager
-    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self) -> Iterator[_Line]:
         """A connection for one request; kept for the next if all goes well."""
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = http.client.HTTPConnection(*self._server, timeout=self._timeout_s)
+            connection = _Line(*self._server, self._timeout_s)
         try:
+            with self._lock:
+                if self._abandoned:
+                    raise StorageError(f"{self.where}: {_GIVEN_UP}")
+                self._busy.add(connection)
             yield connection
         except BaseException:
             connection.close()
             raise
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
         self._idle.append(connection)
 
     def _request(
         self,
-        connection: http.client.HTTPConnection,
+        connection: _Line,
         method: str,
         name: str,
         headers: dict[str, str],
@@ -119,3 +145,71 @@ class HttpStorage:
         return StorageError(
             f"{self.where}/{name}: the server answered {response.status} {response.reason}"
         )
+
+
+class _Line(http.client.HTTPConnection):
+    """A connection that another thread can cut at any moment, also while it is being set up."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._end: socket.socket | None = None
+        """A descriptor for `cut` alone: the connection's own may be closed at any moment, and its
+        number be another file's by then."""
+
+    def cut(self) -> None:
+        """Have whatever waits for this connection fail at once, and never connect again."""
+        with self._lock:
+            self._is_cut = True
+            if self._end is not None:
+                with suppress(OSError):
+                    self._end.shutdown(socket.SHUT_RDWR)
+
+    def connect(self) -> None:
+        lost: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._dial(sock, address)
+            except OSError as error:
+                sock.close()
+                lost = error
+            else:
+                self.sock = sock
+                return
+        assert lost is not None  # a name without any address is an error of its own
+        raise lost
+
+    def _dial(self, sock: socket.socket, address: Any) -> None:
+        """Connect; from the moment on that this may wait, `cut` ends it."""
+        sock.setblocking(False)
+        with self._lock:
+            if self._is_cut:
+                raise ConnectionAbortedError(errno.ECONNABORTED, _GIVEN_UP)
+            self._drop_end()
+            self._end = sock.dup()
+            code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            poll = select.poll()  # not select: a training process may have thousands of files open
+            poll.register(sock, select.POLLOUT)
+            if not poll.poll(1000 * self._timeout_s):
+                raise TimeoutError("timed out")
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock.settimeout(self._timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._drop_end()
+
+    def _drop_end(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None

@@ -7,7 +7,8 @@ In two threads that the agent's loop never waits for:
            pulled, and `Kept` is told: what this node is to hold of that step, it holds.
 
 It may be told the same thing twice, stop anywhere, and be begun again: what is done is seen in the
-files. A capture that is overtaken, by a newer one or by a new generation, is no longer pulled.
+files. A capture that is overtaken, by a newer one or by a new generation, is no longer pulled; and
+a new generation does not wait for an answer to the old one's, for who owes it may be gone.
 """
 
 from __future__ import annotations
@@ -83,12 +84,20 @@ class Step:
 class Keeper:
     """Holds in memory what this node is to hold: its own shards, sealed, and replicas."""
 
-    def __init__(self, snapshots: SnapshotStore, tell: Callable[[Kept], None]) -> None:
-        """`tell`: called by threads of this object's own."""
+    def __init__(
+        self,
+        snapshots: SnapshotStore,
+        tell: Callable[[Kept], None],
+        *,
+        silence_s: float = PULL_SILENCE_S,
+    ) -> None:
+        """`tell`: called by threads of this object's own. `silence_s`: of a node that is pulled
+        from."""
         self._snapshots = snapshots
         self._tell = tell
+        self._silence_s = silence_s
         self._lock = threading.Lock()
-        """Of the seals and the slots."""
+        """Of the seals, the slots and the sources."""
         self._unsealed, self._dirty = threading.Event(), threading.Event()
         self._closed = False
         self._newest: Step | None = None
@@ -99,6 +108,8 @@ class Keeper:
         self._failed: dict[ShardName, str] = {}
         """Why a shard of this generation has no seal and will get none."""
         self._replica_slots: dict[int, Slots] = {}
+        self._sources: set[HttpStorage] = set()
+        """What is being pulled from."""
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
             for name, work in (("sealing", self._seal), ("keeping", self._keep))
@@ -110,7 +121,7 @@ class Keeper:
         """A new generation: captures of the one before are no longer pulled."""
         self._newest = None
         self._failed = {}
-        self._dirty.set()
+        self._end_pulls()
 
     def captured(self, newest: Step | None) -> None:
         """A worker's shard is in memory. `newest`: the step of which this node is to hold all."""
@@ -140,11 +151,18 @@ class Keeper:
         """Stop, and give back the slots of replicas."""
         self._closed = True
         self._unsealed.set()
-        self._dirty.set()
+        self._end_pulls()
         for thread in self._threads:
             thread.join(1.0)
         for slots in self._replica_slots.values():
             slots.close()
+
+    def _end_pulls(self) -> None:
+        """Have pulls under way end at once; those about to begin see that they are overtaken."""
+        self._dirty.set()
+        with self._lock:
+            for source in self._sources:
+                source.abandon()
 
     def _seal(self) -> None:
         """The thread `sealing`."""
@@ -215,16 +233,20 @@ class Keeper:
                 self._replica_slots[slot] = Slots(self._snapshots.root, f"replica-{slot}")
             slots = self._replica_slots[slot]
         url = f"http://{charge.address}/snapshots/{post.generation}/{step.number}"
-        source = HttpStorage(url, post.password, timeout_s=PULL_SILENCE_S)
+        source = HttpStorage(url, post.password, timeout_s=self._silence_s)
+        with self._lock:
+            self._sources.add(source)
         try:
             while not self._snapshots.sealed(shard):
+                if over():
+                    raise StorageError(f"{url}: the shard of rank {rank} did not come in time")
                 try:
                     pull(source, self._snapshots, slots, shard, over)
                 except FileNotFoundError:
                     time.sleep(PULL_POLL_S)
-                if over() and not self._snapshots.sealed(shard):
-                    raise StorageError(f"{url}: the shard of rank {rank} did not come in time")
         finally:
+            with self._lock:
+                self._sources.discard(source)
             source.close()
 
 

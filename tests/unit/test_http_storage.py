@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -16,9 +18,12 @@ from elasticzero.checkpoint.disk import DiskStorage
 from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.storage import Readable, read_small
 from elasticzero.errors import StorageError, UserError
+from tests.lost_hosts import Loss, lost_host
 
 TOKEN = "secret"
 CONTENT = bytes(range(256)) * 40
+LONG_S = 60.0
+"""A read that waits for so long has not been ended."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,6 +74,8 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.connections: set[object] = set()
         self.fault: Callable[[Handler, int, bytes], None] = well
+        self.stuck = threading.Event()
+        self.go_on = threading.Event()
 
     @property
     def url(self) -> str:
@@ -105,12 +112,26 @@ def hang_up(handler: Handler, at: int, body: bytes) -> None:
     handler.close_connection = True
 
 
+def get_stuck(handler: Handler, at: int, body: bytes) -> None:
+    """In the middle of the answer, or before it where one byte is asked for."""
+    if len(body) > 1:
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.send_header("Content-Range", f"bytes {at}-{at + len(body) - 1}/*")
+        handler.end_headers()
+        handler.wfile.write(body[:-1])
+    handler.server.stuck.set()
+    handler.server.go_on.wait()
+    handler.close_connection = True
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="test-http")
         thread.start()
         yield server
+        server.go_on.set()
         server.shutdown()
         thread.join()
 
@@ -239,3 +260,40 @@ def test_nobody_listening() -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(UserError, match="not an http:// address"):
         HttpStorage("ftp://host/x", TOKEN)
+
+
+def ended_by_abandoning(storage: HttpStorage, count: int, waits: Callable[[], bool]) -> str:
+    """The error of a read that is under way when its server is given up."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, storage, "file", 0, count)
+        deadline_s = time.monotonic() + LONG_S
+        while not waits():
+            assert time.monotonic() < deadline_s, "nothing was asked"
+            time.sleep(0.01)
+        storage.abandon()
+        error = reading.exception(LONG_S)
+    assert isinstance(error, StorageError) and "timed out" not in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_a_server_that_is_given_up_is_waited_for_no_more(loss: Loss) -> None:
+    with lost_host(loss) as host:
+        storage = HttpStorage(f"http://{host.address}/x", TOKEN, timeout_s=LONG_S)
+        assert host.address in ended_by_abandoning(storage, 9, host.is_asked)
+        with pytest.raises(StorageError, match="/x: the server is given up"):
+            storage.size("file")
+        storage.close()
+
+
+@pytest.mark.parametrize("count", [1, 1000], ids=["before", "in the middle of"])
+def test_a_server_is_given_up_before_its_answer_or_in_the_middle_of_it(
+    server: Server, count: int
+) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    storage = HttpStorage(server.url, TOKEN, timeout_s=LONG_S)
+    assert read(storage, "file", 0, 100) == CONTENT[:100]
+    server.fault = get_stuck
+    ended_by_abandoning(storage, count, server.stuck.is_set)
+    assert len(server.connections) == 1, "nobody connects again"
+    storage.close()

@@ -1,0 +1,100 @@
+"""Replicas pulled over real HTTP, while the world changes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from elasticzero.checkpoint.capture import SnapshotWriter
+from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
+from elasticzero.checkpoint.writer import Piece
+from elasticzero.launcher.http import AgentServer
+from elasticzero.launcher.keeper import Charge, Keeper, Post, Step
+from elasticzero.launcher.secret import Secret
+from elasticzero.messages import Captured, Kept
+from elasticzero.metrics import Metrics
+from tests.lost_hosts import Loss, lost_host
+
+TOKEN = "the job's token"
+LONG_S = 60.0
+"""What has not come by then was kept from coming."""
+LAYOUT = Layout(
+    world_size=2, tensors={"w": TensorSpec("F64", (1000,))}, groups=(Group("even", ("w",)),)
+)
+
+
+@pytest.fixture
+def buddy(tmp_path: Path) -> Iterator[tuple[str, SnapshotStore]]:
+    """Another node: the address of its server, and its snapshots."""
+    store = SnapshotStore(tmp_path / "buddy")
+    with AgentServer(
+        "127.0.0.1",
+        0,
+        metrics=Metrics(),
+        status=dict,
+        healthy=lambda: (True, ""),
+        snapshots=store,
+        token=Secret(TOKEN),
+    ) as server:
+        yield f"127.0.0.1:{server.port}", store
+
+
+def capture(store: SnapshotStore, generation: int, step: int, rank: int) -> None:
+    """What a worker leaves in memory."""
+    manifest = Manifest(
+        step=step,
+        generation=generation,
+        token=f"g{generation:06d}-x",
+        strategy="zero2",
+        layout=LAYOUT,
+        state={},
+    )
+    span = LAYOUT.spans(rank)["w"]
+    weights = torch.arange(1000, dtype=torch.float64)[span.start : span.stop]
+    SnapshotWriter(store.root, 0).write(manifest, rank, [Piece("w", weights)], set())
+
+
+def captured(generation: int, step: int, owner: str) -> Step:
+    """This node has rank 0 of two; owner: the address that rank 1's shard is pulled from."""
+    post = Post(
+        generation=generation,
+        token=f"g{generation:06d}-x",
+        world_size=2,
+        ranks=(0,),
+        charge=Charge(address=owner, ranks=(1,)),
+        password=TOKEN,
+    )
+    message = Captured(step=step, generation=generation, rank=0, world_size=2, replicate=True)
+    return Step(post=post, number=step, captured={0: message})
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
+    tmp_path: Path, buddy: tuple[str, SnapshotStore], loss: Loss
+) -> None:
+    address, theirs = buddy
+    mine, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[Kept]()
+    keeper = Keeper(mine, told.put, silence_s=2 * LONG_S)
+    with lost_host(loss) as host:
+        capture(mine, 1, 5, 0)
+        keeper.captured(captured(1, 5, host.address))
+        deadline_s = time.monotonic() + LONG_S
+        while not host.is_asked():
+            assert time.monotonic() < deadline_s, "nothing was pulled"
+            time.sleep(0.01)
+        keeper.begin()
+        capture(mine, 2, 7, 0)
+        capture(theirs, 2, 7, 1)
+        theirs.seal(ShardName(2, 7, 1, 2))
+        keeper.captured(captured(2, 7, address))
+        assert told.get(timeout=LONG_S) == Kept(generation=2, step=7, error=None)
+        assert mine.sealed(ShardName(2, 7, 1, 2))
+    keeper.close()
+    assert told.empty(), "of a generation that is over nothing is told"
