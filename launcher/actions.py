@@ -37,6 +37,11 @@ class KillDeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class KillStopped:
+    """End the workers that a signal has stopped: they will not obey."""
+
+
+@dataclass(frozen=True, slots=True)
 class LookAtWorkers:
     """Find out where the workers are that make no step, and dump their stacks."""
 
@@ -87,6 +92,7 @@ Action = (
     | StopWorkers
     | KillWorkers
     | KillDeaf
+    | KillStopped
     | LookAtWorkers
     | RaiseAlarm
     | PutReport

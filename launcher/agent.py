@@ -27,6 +27,7 @@ from elasticzero.launcher.actions import (
     Ask,
     Decision,
     KillDeaf,
+    KillStopped,
     KillWorkers,
     Leave,
     LookAtWorkers,
@@ -291,6 +292,8 @@ class Agent:
                 self._gang.kill(spare_saving=spare_saving)
             case KillDeaf() if self._gang is not None:
                 self._gang.kill_deaf()
+            case KillStopped() if self._gang is not None:
+                self._gang.kill_stopped()
             case LookAtWorkers(limit_s) if self._gang is not None:
                 self._gang.hangs.look_into(limit_s, now_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():

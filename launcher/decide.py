@@ -13,8 +13,9 @@ Rules of every agent, the first that applies:
  A4  a worker failed: raise the alarm. The workers are past their time to make a step (`hangs`):
      look where they are and dump their stacks; one found to blame has failed; if none is, say
      `stalled` until a step is made.
- A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill.
-     If it is of a hang, look where they are before any is stopped, and kill those that cannot obey.
+ A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill;
+     those that a signal has stopped at once (P7 in `hangs`). If it is of a hang, look where they
+     are before any is stopped, and kill those that cannot obey.
  A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
      what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
      it holds of it, and stay until that is done.
@@ -51,6 +52,7 @@ from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
     Decision,
     KillDeaf,
+    KillStopped,
     KillWorkers,
     Leave,
     LookAtWorkers,
@@ -66,6 +68,7 @@ from elasticzero.launcher.hangs import (
     HANG_STOP_S,
     MOST_LOOK_S,
     PATIENCE_S,
+    STOPPED_S,
     overdue,
     step_limit_s,
 )
@@ -222,7 +225,7 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     """Workers run while a round is open.
 
     An alarm that only asks who is alive disturbs nobody on the way to a boundary that all agreed
-    on, unless they do not get there.
+    on, unless they do not get there, as one that a signal has stopped.
     """
     workers, alarm = view.workers, view.alarm
     if alarm is None:
@@ -230,25 +233,30 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     actions = list(_report(view, "alive", "").actions)
     opened_s, told_s = view.round_s or now_s, workers.aborted_s
     hang = alarm.kind == "hang"
+    hung = hang or (workers.failure is not None and workers.failure.blame == "hung")
     if hang and told_s is None:
         waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
         if workers.look == "none" and waited_s < PATIENCE_S / 2:
             actions.append(LookAtWorkers(step_limit_s(workers, limits)))
         if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
-    patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s
+    frozen = workers.stopped_s >= STOPPED_S
+    patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s and not frozen
     stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
-    stop_s = min(stop_s, HANG_STOP_S) if hang else stop_s
+    stop_s = min(stop_s, HANG_STOP_S) if hung else stop_s
     if told_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
-        if hang:
+        if hung:
             actions.append(KillDeaf())
     if told_s is not None and not workers.killed:
         if now_s - told_s >= limits.save_s:
             actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
         elif workers.saving < workers.running and now_s - told_s >= stop_s:
             actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
-    return Decision(tuple(actions), f"stopping: {alarm.reason}")
+    if not frozen or workers.killed:
+        return Decision(tuple(actions), f"stopping: {alarm.reason}")
+    text = f"stopping: {alarm.reason}; a worker here is stopped by a signal, and is killed"
+    return Decision((*actions, KillStopped()), text)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticzero.launcher.hangs import blame, due_s
+from elasticzero.launcher.hangs import STOPPED_S, blame, due_s
 from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
 from elasticzero.launcher.world import Failure
 from elasticzero.messages import (
@@ -26,12 +26,13 @@ from elasticzero.messages import (
     Restored,
     Stepped,
     Stopping,
+    Waiting,
 )
 
 STEPS_REMEMBERED = 20
 """The longest of so many says how long a step may take."""
 FROZEN_EVERY_S = 1.0
-"""So often is looked for workers that a signal has stopped."""
+"""So often is looked for workers that a signal has stopped, while none is told to stop."""
 
 
 @dataclass(slots=True)
@@ -52,8 +53,25 @@ class Pace:
     in_loop: bool = False
     """It has made a step, and is in the loop over batches."""
     busy: bool = False
+    over: bool = False
+    """Its process has ended, or waits for another generation."""
     frozen_since_s: float | None = None
     """Since when it is seen stopped by a signal."""
+    frozen_s: float = 0.0
+    """From the first to the last time that it was seen so."""
+
+    def look(self, now_s: float) -> None:
+        """See whether a signal has stopped it."""
+        if self.over or process_state(self.pid) != "T":
+            self.frozen_since_s, self.frozen_s = None, 0.0
+        elif self.frozen_since_s is None:
+            self.frozen_since_s = now_s
+        else:
+            self.frozen_s = now_s - self.frozen_since_s
+
+    def end(self) -> None:
+        """It has nothing to do with its generation any more."""
+        self.over, self.frozen_since_s, self.frozen_s = True, None, 0.0
 
 
 @dataclass(slots=True)
@@ -85,12 +103,12 @@ class HangWatch:
         due = [pace for pace in paces if not pace.busy]
         silent = [now_s - pace.progress_s for pace in due if pace.in_loop]
         before = [now_s - pace.progress_s for pace in due if not pace.in_loop]
-        frozen = [now_s - p.frozen_since_s for p in paces if p.frozen_since_s is not None]
         look = "none" if self._look is None else "over" if self._judged else "open"
         return {
             "silent_s": max(silent, default=0.0),
             "before_step_s": max(before, default=0.0),
-            "frozen_s": max(frozen, default=0.0),
+            "frozen_s": max((pace.frozen_s for pace in paces), default=0.0),
+            "stopped_s": max((pace.frozen_s for pace in self._paces.values()), default=0.0),
             "longest_step_s": max(self._steps_s, default=0.0),
             "look": look,
             "stalled": self._stalled,
@@ -117,6 +135,9 @@ class HangWatch:
                 pace.expected = False
             case Restored():
                 pass
+            case Waiting():
+                pace.end()
+                return
             case _:
                 return
         self._moved(pace, now_s)
@@ -124,7 +145,8 @@ class HangWatch:
     def gone(self, rank: int, now_s: float) -> None:
         """Its process has ended."""
         pace = self._paces[rank]
-        pace.expected, pace.frozen_since_s = False, None
+        pace.expected = False
+        pace.end()
         self._moved(pace, now_s)
 
     def _moved(self, pace: Pace, now_s: float) -> None:
@@ -155,15 +177,18 @@ class HangWatch:
         ]
         self._look, self._judged = StallLook(subjects, now_s, py_spy=find_py_spy()), False
 
-    def poll(self, now_s: float) -> list[Failure]:
+    @property
+    def stopped(self) -> set[int]:
+        """Ranks that a signal has stopped: P7."""
+        return {rank for rank, pace in self._paces.items() if pace.frozen_s >= STOPPED_S}
+
+    def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
         """Go on with a look; what it found about each worker, when it is over. Now and then see
-        which workers a signal has stopped."""
-        if now_s - self._frozen_looked_s >= FROZEN_EVERY_S:
+        which workers a signal has stopped; ending: they are told to stop, so see it at once."""
+        if ending or now_s - self._frozen_looked_s >= FROZEN_EVERY_S:
             self._frozen_looked_s = now_s
             for pace in self._paces.values():
-                frozen = pace.expected and process_state(pace.pid) == "T"
-                since_s = now_s if pace.frozen_since_s is None else pace.frozen_since_s
-                pace.frozen_since_s = since_s if frozen else None
+                pace.look(now_s)
         if self._look is None or self._judged or not self._look.poll(now_s):
             return []
         self._judged = True

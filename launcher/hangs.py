@@ -11,7 +11,10 @@ Pure. Rules:
      or another, that is busy or to blame: it is not. If every node says so of all its workers, they
      wait for each other.
  P6  After the alarm those that could not obey are killed at once; the others are told to stop, and
-     killed HANG_STOP_S later.
+     killed HANG_STOP_S later. So it is where a worker is to blame here and the alarm is of another
+     failure.
+ P7  Who is told to stop, whatever for, and is stopped by a signal for STOPPED_S will not obey: it
+     is killed then. Nobody else's time to stop is shorter for that.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ MOST_LOOK_S = 10.0
 """A look that is not over by then is not waited for."""
 HANG_STOP_S = 5.0
 """Out of its loop by then, or killed: P6."""
+STOPPED_S = 0.5
+"""For so long at least a process is seen stopped by a signal before it is killed for that: P7."""
 RANKS_SHOWN = 4
 
 

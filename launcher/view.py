@@ -117,7 +117,9 @@ class Workers:
     before_step_s: float = 0.0
     """The same before the first step of the generation, and out of the loop over batches."""
     frozen_s: float = 0.0
-    """Longest time that one of them has been seen stopped by a signal."""
+    """Longest time that one of them has been seen stopped by a signal, where steps are due."""
+    stopped_s: float = 0.0
+    """The same, whatever it was at."""
     longest_step_s: float = 0.0
     """Of the last steps, with what lies between them."""
     look: Literal["none", "open", "over"] = "none"

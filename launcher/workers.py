@@ -183,7 +183,7 @@ class Gang:
 
     def watch_for_hangs(self, now_s: float) -> list[Failure]:
         """Go on with a look at workers that make no step; what it found, when it is over."""
-        found = self.hangs.poll(now_s)
+        found = self.hangs.poll(now_s, ending=self._view.aborted_s is not None)
         for failure in found:
             if failure.rank in self.hangs.guilty:
                 self._fail(failure)
@@ -218,6 +218,12 @@ class Gang:
         """SIGKILL to those that, as a look has found, could not obey."""
         for worker in self.workers:
             if worker.running and worker.rank in self.hangs.deaf:
+                _signal(worker, signal.SIGKILL)
+
+    def kill_stopped(self) -> None:
+        """SIGKILL to those that a signal has stopped."""
+        for worker in self.workers:
+            if worker.at_work and worker.rank in self.hangs.stopped:
                 _signal(worker, signal.SIGKILL)
 
     def end_the_deaf(self, now_s: float) -> None:

@@ -44,21 +44,46 @@ def test_a_world_whose_nodes_are_all_gone_is_taken_over(
 def test_the_leader_dies_after_it_answered(
     tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
 ) -> None:
-    """One worker hangs, another is killed, and the leader dies while it waits for the first."""
-    checkpoints = tmp_path / "checkpoints"
+    """One worker is slow, another is killed, and the leader dies while it waits for the first."""
+    checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
+    holds.mkdir()
     words = ["--nnodes", "1:3", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.05"]
+    words += [str(REGRESSION), "--pause", "0.05", "--holds", str(holds)]
     with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
         told.wait_for_step(10)
-        leader, hanging, killed = (told.cluster.nodes[n] for n in told.of("world")[0]["members"])
-        (worker,) = told.cluster.workers_of(hanging)
-        os.kill(worker, signal.SIGSTOP)
+        leader, slow, killed = (told.cluster.nodes[n] for n in told.of("world")[0]["members"])
+        (holds / "step-1").write_text("1")
+        told.wait("a slow rank", (holds / "step-1-at-1").exists)
         told.cluster.kill_worker(killed)
-        told.wait("the round", lambda: len(told.of("round")) >= 3)
-        time.sleep(1.0)
+        waits = f"waiting for the workers of {slow.name}"
+        told.wait("the leader waits", lambda: _said(told, leader.name, waits))
         told.cluster.kill_node(leader)
+        (holds / "step-1").unlink()
         codes = told.wait_for_end()
     assert sorted(codes.values()) == [-9, 0, 0], told.logs()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_stopped_worker_does_not_keep_a_round_waiting(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    """What makes the round is another worker's failure, and no hang is looked for."""
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:2", *SHORT, "--hang-timeout", "0"]
+    words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "5"]
+    words += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(10)
+        stopped, killed = (told.cluster.nodes[n] for n in told.of("world")[0]["members"])
+        (worker,) = told.cluster.workers_of(stopped)
+        os.kill(worker, signal.SIGSTOP)
+        told.cluster.kill_worker(killed)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 2, told.logs()
+    assert _said(told, stopped.name, "a worker here is stopped by a signal, and is killed")
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.forkserver import ForkServer
+from elasticzero.launcher.hangs import STOPPED_S
 from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
 from elasticzero.launcher.view import Limits, Workers
 from elasticzero.launcher.workers import Gang
@@ -120,6 +121,34 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     hangs.note(0, step, now_s)
     until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
     assert not hangs.guilty
+    play.gang.kill()
+    play.wait_for_end()
+
+
+def test_who_is_told_to_stop_and_is_stopped_by_a_signal_is_killed_and_a_slow_one_is_not(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    play = Play(server, tmp_path, f"{code}print('up', flush=True)\ntime.sleep(600)\n", workers=2)
+    play.wait(lambda: "up" in play.log(0) and "up" in play.log(1))
+    slow, stopped = play.gang.workers
+
+    def stopped_s() -> float:
+        play.gang.watch_for_hangs(time.monotonic())
+        return play.gang.view(time.monotonic()).stopped_s
+
+    play.gang.stop("the generation is over", time.monotonic())
+    os.kill(stopped.pid, signal.SIGSTOP)
+    until(lambda: stopped_s() > 0.0, "it is seen")
+    os.kill(stopped.pid, signal.SIGCONT)
+    until(lambda: stopped_s() == 0.0, "it goes on")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    until(lambda: stopped_s() >= STOPPED_S, "it stays stopped")
+    play.gang.kill_stopped()
+    until(lambda: play.gang.hear(time.monotonic(), server.ended()), "its end")
+    assert (stopped.exit_code, slow.exit_code) == (-signal.SIGKILL, None)
+    assert stopped_s() == 0.0
+    assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
     play.gang.kill()
     play.wait_for_end()
 

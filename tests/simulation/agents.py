@@ -15,6 +15,7 @@ from elasticzero.launcher.actions import (
     Ask,
     Decision,
     KillDeaf,
+    KillStopped,
     KillWorkers,
     Leave,
     LookAtWorkers,
@@ -288,6 +289,8 @@ class Agent:
                 self.gang.kill(spare_saving=spare_saving)
             case KillDeaf() if self.gang is not None:
                 self.gang.kill_deaf()
+            case KillStopped() if self.gang is not None:
+                self.gang.kill_stopped()
             case LookAtWorkers(limit_s) if self.gang is not None:
                 self.gang.hanging.look_into(limit_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():

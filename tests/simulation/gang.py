@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elasticzero.launcher.hangs import STOPPED_S
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.world import BLAME_ORDER, Failure, World
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE
@@ -136,6 +137,12 @@ class Gang:
         """End the workers that, as a look has found, could not obey."""
         for worker in self.workers:
             if worker.alive and worker.rank in self.hanging.deaf:
+                self.kill_one(worker)
+
+    def kill_stopped(self) -> None:
+        """End the workers that a signal has stopped."""
+        for worker in self.workers:
+            if worker.alive and self.hanging.frozen_s(worker) >= STOPPED_S:
                 self.kill_one(worker)
 
     def kill_one(self, worker: Worker) -> None:

@@ -47,6 +47,12 @@ class Hanging:
         if self._look == "over":
             self._look, self._stalled = "none", None
 
+    def frozen_s(self, worker: Worker) -> float:
+        """For so long a worker has been seen stopped by a signal."""
+        if worker.hang != "stopped":
+            return 0.0
+        return self._gang.cluster.timeline.now_s - worker.hung_s
+
     def seen(self) -> dict[str, Any]:
         """The fields of `Workers` that tell of progress."""
         gang = self._gang
@@ -56,11 +62,11 @@ class Hanging:
         expected = self._expected()
         due = [now_s - max(heard_s, self._progress_s(w)) for w in expected if not w.busy]
         longest_s = max(due, default=0.0)
-        frozen = [now_s - w.hung_s for w in expected if w.hang == "stopped"]
         return {
             "silent_s": longest_s if in_loop else 0.0,
             "before_step_s": 0.0 if in_loop else longest_s,
-            "frozen_s": max(frozen, default=0.0),
+            "frozen_s": max(map(self.frozen_s, expected), default=0.0),
+            "stopped_s": max(map(self.frozen_s, gang.workers), default=0.0),
             "look": self._look,
             "stalled": self._stalled,
         }
