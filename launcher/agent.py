@@ -39,6 +39,7 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
 )
+from elasticzero.launcher.assigning import assignments, post
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
@@ -46,16 +47,17 @@ from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import MEMBERS, Observer, members_of
-from elasticzero.launcher.saver import Charge, Post, SaveOver, Saver
+from elasticzero.launcher.saver import SaveOver, Saver
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, Notice, View, Workers
-from elasticzero.launcher.workers import Gang, Worker, end
-from elasticzero.launcher.world import World, charge
-from elasticzero.messages import Assignment, Captured, GiveUp, Kept, Message, Saved
+from elasticzero.launcher.worker_process import Worker, end
+from elasticzero.launcher.workers import Gang
+from elasticzero.launcher.world import World
+from elasticzero.messages import Captured, GiveUp, Kept, Message, Saved
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
@@ -308,46 +310,19 @@ class Agent:
                 pass
 
     def _start(self, world: World, index: int, now_s: float) -> None:
-        options, member = self.options, world.members[index]
+        options = self.options
         kept = self._retire_gang()
         self.snapshots.keep_only({(world.resume.generation, world.resume.step)})
+        given = assignments(options, world, index, self._token)
         first = world.first_rank(index)
-        connect_s = min(10.0 * 2**world.fruitless, 300.0)
-        assignments = [
-            Assignment(
-                job=options.job,
-                node=options.node,
-                generation=world.generation,
-                token=world.token,
-                password=self._token.reveal,
-                rank=first + local_rank,
-                local_rank=local_rank,
-                world_size=world.world_size,
-                local_world_size=member.nproc,
-                group_rank=index,
-                master_address=world.members[0].host,
-                master_port=world.members[0].store_port,
-                store_fd=None,
-                strategy=world.strategy,
-                resume=world.resume,
-                snapshot_root=str(options.snapshot_dir),
-                checkpoint_dir=options.checkpoint_dir,
-                checkpoint_every=options.checkpoint_every,
-                snapshot_every=options.snapshot_every,
-                bad_steps=world.bad_steps,
-                connect_timeout_s=connect_s,
-                keep=options.keep_workers,
-            )
-            for local_rank in range(member.nproc)
-        ]
-        self.saver.begin(_post(world, index, self._token))
+        self.saver.begin(post(world, index, self._token))
         gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
         self._gang = gang
-        end(worker for local_rank, worker in kept.items() if local_rank >= member.nproc)
+        end(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.telling.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
-            gang.start(assignments, options.launch, options.log_dir, store, kept)
+            gang.start(given, options.launch, options.log_dir, store, kept)
         except (ChannelClosed, OSError):
             self._replace_server()
         finally:
@@ -394,19 +369,3 @@ def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:
     package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
     known = package is not None and importlib.util.find_spec(package) is not None
     return (*PRELOAD, package) if known and package else PRELOAD
-
-
-def _post(world: World, index: int, token: Secret) -> Post:
-    """This node's part in keeping and saving the state of a generation."""
-    other = charge(index, len(world.members))
-    return Post(
-        generation=world.generation,
-        token=world.token,
-        password=token.reveal,
-        world_size=world.world_size,
-        ranks=world.ranks(index),
-        charge=None
-        if other is None
-        else Charge(address=world.members[other].address, ranks=world.ranks(other)),
-        bad_steps=frozenset(world.bad_steps),
-    )

@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     from elasticzero.launcher.forkserver import Launch
     from elasticzero.launcher.secret import forget_secrets
     from elasticzero.launcher.view import Limits
-    from elasticzero.launcher.workers import worker_environment
+    from elasticzero.launcher.worker_process import worker_environment
 
     least, most = parse_nnodes(args.nnodes)
     if args.standalone and most > 1:

@@ -16,7 +16,8 @@ from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
-from elasticzero.launcher.workers import Ended, Gang, Heard, LogTail
+from elasticzero.launcher.worker_process import LogTail
+from elasticzero.launcher.workers import Ended, Gang, Heard
 from elasticzero.launcher.world import Control, Done, Failure, World
 from elasticzero.messages import (
     Attached,

@@ -14,7 +14,8 @@ import pytest
 
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.local import is_alive
-from elasticzero.launcher.workers import Gang, Heard, worker_environment
+from elasticzero.launcher.worker_process import worker_environment
+from elasticzero.launcher.workers import Gang, Heard
 from elasticzero.messages import Assignment, Failed, Resume
 
 PATIENCE_S = 30.0

@@ -13,7 +13,7 @@ from elasticzero.errors import UserError
 from elasticzero.launcher import job_token, secret
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
 from elasticzero.launcher.secret import Secret, forget_secrets, read_secret
-from elasticzero.launcher.workers import worker_environment
+from elasticzero.launcher.worker_process import worker_environment
 
 GIVEN = Secret("given-by-the-operator")
 

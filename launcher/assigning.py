@@ -1,0 +1,66 @@
+"""What a world asks of one of its nodes: of its workers, and of what keeps and saves their state.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elasticzero.launcher.saver import Charge, Post
+from elasticzero.launcher.secret import Secret
+from elasticzero.launcher.world import World, charge
+from elasticzero.messages import Assignment
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent import AgentOptions
+
+
+def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:
+    """Of the workers of the node at `index` in the world's order. token: the job's."""
+    member = world.members[index]
+    first = world.first_rank(index)
+    connect_s = min(10.0 * 2**world.fruitless, 300.0)
+    return [
+        Assignment(
+            job=options.job,
+            node=options.node,
+            generation=world.generation,
+            token=world.token,
+            password=token.reveal,
+            rank=first + local_rank,
+            local_rank=local_rank,
+            world_size=world.world_size,
+            local_world_size=member.nproc,
+            group_rank=index,
+            master_address=world.members[0].host,
+            master_port=world.members[0].store_port,
+            store_fd=None,
+            strategy=world.strategy,
+            resume=world.resume,
+            snapshot_root=str(options.snapshot_dir),
+            checkpoint_dir=options.checkpoint_dir,
+            checkpoint_every=options.checkpoint_every,
+            snapshot_every=options.snapshot_every,
+            bad_steps=world.bad_steps,
+            connect_timeout_s=connect_s,
+            keep=options.keep_workers,
+        )
+        for local_rank in range(member.nproc)
+    ]
+
+
+def post(world: World, index: int, token: Secret) -> Post:
+    """This node's part in keeping and saving the state of a generation."""
+    other = charge(index, len(world.members))
+    return Post(
+        generation=world.generation,
+        token=world.token,
+        password=token.reveal,
+        world_size=world.world_size,
+        ranks=world.ranks(index),
+        charge=None
+        if other is None
+        else Charge(address=world.members[other].address, ranks=world.ranks(other)),
+        bad_steps=frozenset(world.bad_steps),
+    )

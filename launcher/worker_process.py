@@ -1,0 +1,158 @@
+"""One worker's process: forked, or kept from a generation before; told and heard; its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticzero.channel import Channel, ChannelClosed
+from elasticzero.launcher import secret
+from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.messages import (
+    Assignment,
+    Failed,
+    Locate,
+    Message,
+    Stopping,
+    torchrun_environment,
+)
+
+TAIL_BYTES = 1 << 20
+HAND_S = 1.0
+"""A kept process takes its new assignment within so long."""
+SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", *secret.VARIABLES)
+"""The agent's own; a worker's imports must not see it."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process and what it has said so far."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    channel: Channel
+    log: Path
+    log_start: int
+    """Size of the log when this worker began."""
+    deaf: bool = False
+    """Its end of the channel is closed, though the process may still run."""
+    attached: bool = False
+    restored: bool = False
+    finished: bool = False
+    stopping: Stopping | None = None
+    failed: Failed | None = None
+    waiting: bool = False
+    """At an end with its generation, and ready for another."""
+    exit_code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def at_work(self) -> bool:
+        """It belongs to its generation still."""
+        return self.running and not self.waiting
+
+    def send(self, message: Message) -> None:
+        """A worker that hears no more is passed over: its end is seen elsewhere."""
+        with suppress(ChannelClosed):
+            self.channel.send(message)
+
+    def ask_where(self) -> None:
+        """Have it say where its main thread is."""
+        self.send(Locate())
+
+    def receive(self) -> list[Message]:
+        """What it has said since the last call; does not wait."""
+        if not self.running or self.deaf:
+            return []
+        try:
+            return self.channel.drain()
+        except ChannelClosed:
+            self.deaf = True
+            return []
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To its whole process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def fork(
+    server: ForkServer, assignment: Assignment, launch: Launch, log_dir: Path, store_fd: int | None
+) -> Worker:
+    """A new process. store_fd: rank 0's bound socket, for rank 0."""
+    log = log_dir / f"{assignment.local_rank}.log"
+    mine, theirs = socket.socketpair()
+    log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log_start = os.fstat(log_fd).st_size
+    fds = [log_fd, theirs.fileno()]
+    if store_fd is not None:
+        fds.append(store_fd)
+    environment = launch.environment | torchrun_environment(assignment)
+    try:
+        pid, numbers = server.start(replace(launch, environment=environment), fds)
+    finally:
+        os.close(log_fd)
+        theirs.close()
+    channel = Channel(mine)
+    its_fd = numbers[2] if len(numbers) > 2 else None
+    with suppress(ChannelClosed):
+        channel.send(replace(assignment, store_fd=its_fd))
+    mine.setblocking(False)  # a worker that reads no more must not hold the agent up
+    return Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
+
+
+def end(workers: Iterable[Worker]) -> None:
+    """SIGKILL to processes that were kept and are not needed."""
+    for worker in workers:
+        worker.send_signal(signal.SIGKILL)
+        worker.channel.close()
+
+
+def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
+    """Give a kept process its place in another generation; None: it cannot be reached, and is
+    killed."""
+    try:
+        old.channel.hand(assignment, store_fd, HAND_S)
+    except ChannelClosed:
+        end([old])
+        return None
+    log_start = old.log.stat().st_size
+    return Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The agent's environment as a worker may see it."""
+    return {key: value for key, value in environment.items() if key not in SCRUBBED}
+
+
+@dataclass(slots=True)
+class LogTail:
+    """Follows the workers' log files and gives whole new lines."""
+
+    write: Callable[[str], object]
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def follow(self, worker: Worker, *, last: bool = False) -> None:
+        """Write what was added to a worker's log since the last call, each line with its `[rank]`;
+        last: also a last line without an end."""
+        offset = self._offsets.setdefault(worker.log, worker.log_start)
+        try:
+            with worker.log.open("rb") as file:
+                file.seek(offset)
+                data = file.read(TAIL_BYTES)
+        except FileNotFoundError:
+            return
+        whole = last or len(data) == TAIL_BYTES
+        end = len(data) if whole else data.rfind(b"\n") + 1
+        self._offsets[worker.log] = offset + end
+        for line in data[:end].decode(errors="replace").splitlines():
+            self.write(f"[{worker.rank}] {line}\n")
