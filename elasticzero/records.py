@@ -11,7 +11,8 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
+from itertools import starmap
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
@@ -57,15 +58,33 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
     names, plain = _plain_fields(record)
     if not isinstance(rows, list):
         raise RecordError(f"{where}: an array was expected, not {_name(rows)}")
+    if _are_plain(rows, plain):
+        make = partial(_by_name, kind, names) if _by_name_only(record) else kind
+        return tuple(starmap(make, rows))
     found = []
     for index, row in enumerate(rows):
-        if type(row) is list and tuple(map(type, row)) == plain:
-            found.append(kind(**dict(zip(names, row, strict=True))))
-        elif type(row) is list and len(row) == len(names):
+        if type(row) is list and len(row) == len(names):
             found.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
         else:
             raise RecordError(f"{where}[{index}]: {len(names)} values were expected")
     return tuple(found)
+
+
+def _are_plain(rows: list[Any], plain: tuple[type, ...]) -> bool:
+    """Whether each value is of the very type that its field has."""
+    if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(plain)}:
+        return False
+    columns = zip(zip(*rows, strict=True), plain, strict=True)
+    return all(set(map(type, column)) == {hint} for column, hint in columns)
+
+
+def _by_name(kind: type[T], names: tuple[str, ...], *row: Any) -> T:
+    return kind(**dict(zip(names, row, strict=True)))
+
+
+@cache
+def _by_name_only(kind: type) -> bool:
+    return any(f.kw_only for f in dataclasses.fields(kind))
 
 
 @cache

@@ -17,11 +17,26 @@ import tenacity
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.etcd_access import Access
-from elasticzero.launcher.etcd_rpc import TRANSIENT, CallFailed, Connection, Observe, Timeouts, rpc
+from elasticzero.launcher.etcd_rpc import (
+    TRANSIENT,
+    CallFailed,
+    Connection,
+    Observe,
+    OpenChannels,
+    Timeouts,
+    rpc,
+)
 from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, oldest_first
 from elasticzero.launcher.etcd_watches import Watch, Watches
 from elasticzero.launcher.quiet_grpc import grpc
-from elasticzero.launcher.store import Condition, Lease, LeaseLost, Snapshot, check_write
+from elasticzero.launcher.store import (
+    MAX_OPERATIONS,
+    Condition,
+    Lease,
+    LeaseLost,
+    Snapshot,
+    check_write,
+)
 
 __all__ = ["EtcdStore", "Timeouts"]
 
@@ -46,12 +61,14 @@ class EtcdStore:
         access: Access | None = None,
         observe: Observe = _ignore,
         timeouts: Timeouts | None = None,
+        channels: OpenChannels | None = None,
     ) -> None:
-        """Raises `UserError` for endpoints or certificates that cannot be used."""
+        """channels: other than the store's own. Raises `UserError` for endpoints or certificates
+        that cannot be used."""
         self._timeouts = timeouts or Timeouts()
-        self._connection = Connection(endpoints, observe, self._timeouts, access)
+        self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
         self._keys = Keyspace(prefix)
-        self._watches = Watches(self._connection, self._keys, self.read)
+        self._watches = Watches(self._connection, self._keys, self._read_together)
         self._leases: dict[int, KeptLease] = {}
         self._lock = threading.Lock()
 
@@ -73,8 +90,13 @@ class EtcdStore:
             sort_target=rpc.RangeRequest.CREATE,
         )
         response = self._retried("read", "Range", request)
-        entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
-        return Snapshot(revision=response.header.revision, entries=oldest_first(entries))
+        return self._snapshot(response.header.revision, response.kvs)
+
+    def count(self, prefix: str, revision: int) -> int:
+        first, end = self._keys.span(prefix)
+        request = rpc.RangeRequest(key=first, range_end=end, revision=revision, count_only=True)
+        count: int = self._retried("read", "Range", request).count
+        return count
 
     def write(
         self,
@@ -135,8 +157,29 @@ class EtcdStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _retried(self, operation: str, method: str, request: Any) -> Any:
-        """The response, tried again while etcd is silent: every endpoint, and for `request_s`."""
+    def _read_together(self, prefixes: Sequence[str], deadline_s: float) -> list[Snapshot]:
+        """What stands under each prefix, all of it at one revision where they are not too many."""
+        found: list[Snapshot] = []
+        for start in range(0, len(prefixes), MAX_OPERATIONS):
+            spans = map(self._keys.span, prefixes[start : start + MAX_OPERATIONS])
+            ranges = [rpc.RangeRequest(key=first, range_end=end) for first, end in spans]
+            request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=r) for r in ranges])
+            response = self._retried("read", "Txn", request, deadline_s)
+            found += [
+                self._snapshot(response.header.revision, part.response_range.kvs)
+                for part in response.responses
+            ]
+        return found
+
+    def _snapshot(self, revision: int, pairs: Sequence[Any]) -> Snapshot:
+        entries = {entry.key: entry for entry in map(self._keys.entry, pairs)}
+        return Snapshot(revision=revision, entries=oldest_first(entries))
+
+    def _retried(self, operation: str, method: str, request: Any, deadline_s: float = 0.0) -> Any:
+        """The response, tried again while etcd is silent: every endpoint, and for `request_s`.
+
+        deadline_s: of each try, where that is not `request_s` too.
+        """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: (
@@ -156,7 +199,7 @@ class EtcdStore:
             reraise=True,
         )
         try:
-            return tries(self._connection.call, operation, method, request)
+            return tries(self._connection.call, operation, method, request, deadline_s=deadline_s)
         except CallFailed:
             self._connection.explain_silence()
             raise

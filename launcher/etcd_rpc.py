@@ -1,23 +1,22 @@
 """Channels to etcd, deadlines, and what is known of its health.
 
-The stubs are those of the etcd3 package; its client, watcher and lease are not used (one endpoint
-only, no deadlines, watches that die at the first error).
+The messages are those of the etcd3 package (`etcd_messages.py`); its client, watcher and lease are
+not used (one endpoint only, no deadlines, watches that die at the first error).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elasticzero.errors import AccessRefused, OperatorError, StoreUnavailable, UserError
+from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
+from elasticzero.launcher import etcd_messages
 from elasticzero.launcher.etcd_access import (
     Access,
     Endpoint,
@@ -39,35 +38,10 @@ log = logging.getLogger(__name__)
 
 Observe = Callable[[str, float, str | None], None]
 """Told of every request: operation, seconds, and the error's code or None."""
+OpenChannels = Callable[[Sequence[Endpoint], Access], list[Any]]
 
 
-def _import_stubs() -> Any:
-    """etcd3's generated stubs, which need protobuf's pure-Python runtime.
-
-    The variable that chooses the runtime is set around the import only: what this process starts
-    later must not inherit it.
-    """
-    variable = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
-    before = os.environ.get(variable)
-    os.environ[variable] = "python"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from etcd3 import etcdrpc
-    except TypeError as error:
-        raise OperatorError(
-            "etcd3's stubs cannot be loaded, because this process imported protobuf before the "
-            f"launcher ({str(error).splitlines()[0]}); import elasticzero.launcher.etcd first"
-        ) from error
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
-    return etcdrpc
-
-
-rpc = _import_stubs()
+rpc = etcd_messages.load()
 
 _STUBS = {"Watch": "WatchStub", "LeaseGrant": "LeaseStub", "LeaseRevoke": "LeaseStub"}
 _STUBS |= {"LeaseKeepAlive": "LeaseStub", "Range": "KVStub", "Txn": "KVStub"}
@@ -136,7 +110,9 @@ class Connection:
         observe: Observe,
         timeouts: Timeouts,
         access: Access | None = None,
+        channels: OpenChannels | None = None,
     ) -> None:
+        """channels: opens one for each endpoint; by default they are this connection's own."""
         access = access or Access()
         self.endpoints = tuple(parse_endpoint(endpoint, access) for endpoint in endpoints)
         if not self.endpoints:
@@ -151,7 +127,7 @@ class Connection:
         self.reachable = True
         self.last_outage_end_s = 0.0
         self._outage_began_s = 0.0
-        self._channels = _channels(self.endpoints, access)
+        self._channels = (channels or open_channels)(self.endpoints, access)
         self._methods = [
             {
                 method: getattr(getattr(rpc, stub)(channel), method)
@@ -295,13 +271,15 @@ class Connection:
             self.last_outage_end_s = time.monotonic()
             self.reachable = True
 
-    def end_silent_stream(self, operation: str, call: Any) -> None:
-        """A stream gave no answer in time: its endpoint is silent, and the stream is ended."""
+    def no_answer(self, operation: str, call: Any, *, end: bool) -> None:
+        """A stream gave no answer in time: its endpoint is silent. It is ended, with all streams of
+        that endpoint, if there is another one; and if `end` says so."""
         self.observe(operation, 0.0, "no_answer")
         with self._lock:
             index = self._streams.get(call, self._current)
         self._silent(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
-        call.cancel()
+        if end:
+            call.cancel()
 
     def pause(self, failures: int) -> None:
         """Wait before the next try, longer after more failures in a row; `close` ends the wait."""
@@ -362,7 +340,7 @@ class Connection:
             log.warning("%s", why)
 
 
-def _channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
+def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
     """A channel for each endpoint; raises `UserError` for certificates that are of no use."""
     credentials = None
     if any(endpoint.tls for endpoint in endpoints):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,10 +52,15 @@ def oldest_first(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     return MappingProxyType({entry.key: entry for entry in order})
 
 
+UNANSWERED = 3
+"""So many pulses in a row without an answer, a TTL in all, end their stream."""
+
+
 class KeptLease:
     """A lease and the thread that keeps it alive, at a third of its TTL, over one stream.
 
-    While etcd is silent it tries on; only etcd's own word makes the lease lost.
+    While etcd is silent it tries on; only etcd's own word makes the lease lost. A slow answer does
+    not end the stream: a thousand agents that open new ones would make etcd slower still.
     """
 
     def __init__(
@@ -74,8 +81,6 @@ class KeptLease:
         self._on_lost = on_lost
         self._interval_s = self.ttl_s / 3
         self._late_s = max(self.ttl_s / 6, 0.5)
-        self._sent_s = asked_s
-        self._unanswered = False
         self._failures = 0
         self._closed = threading.Event()
         self._stream: Any = None
@@ -118,13 +123,15 @@ class KeptLease:
             self._on_lost()
 
     def _keep_alive(self) -> None:
-        self._unanswered = False
-        with self._connection.stream("keepalive", "LeaseKeepAlive", self._pulses) as responses:
+        sent_s: deque[float] = deque()  # of the pulses that have no answer yet
+        pulses = partial(self._pulses, sent_s)
+        with self._connection.stream("keepalive", "LeaseKeepAlive", pulses) as responses:
             self._stream = responses
             if self._over():
                 return
             for response in responses:
-                took_s = time.monotonic() - self._sent_s
+                asked_s = sent_s.popleft()
+                took_s = time.monotonic() - asked_s
                 self._connection.observe("keepalive", took_s, None)
                 self._connection.answered()
                 if response.TTL <= 0:
@@ -133,17 +140,16 @@ class KeptLease:
                     return
                 if took_s > self._late_s:
                     self._connection.answered_late()
-                self.confirmed_s = self._sent_s
+                self.confirmed_s = asked_s
                 self._failures = 0
-                self._unanswered = False
 
-    def _pulses(self, over: threading.Event) -> Iterator[Any]:
-        """The requests of one stream, which ends when one of them has had no answer by the next."""
+    def _pulses(self, sent_s: deque[float], over: threading.Event) -> Iterator[Any]:
+        """The requests of one stream, which ends when too many of them have no answer, or when
+        another endpoint is there to be asked."""
         while not over.is_set() and not self._over():
-            self._sent_s = time.monotonic()
-            self._unanswered = True
+            sent_s.append(time.monotonic())
             yield rpc.LeaseKeepAliveRequest(ID=self.id)
             over.wait(self._interval_s)
-            if self._unanswered and not over.is_set():
-                self._connection.end_silent_stream("keepalive", self._stream)
-                return
+            if sent_s and not over.is_set():
+                last = len(sent_s) >= UNANSWERED
+                self._connection.no_answer("keepalive", self._stream, end=last)

@@ -5,8 +5,10 @@ Invariant of a watch: what its callback was told last is the state at some revis
 the stream carries the changes from R + 1 on, or the prefix is about to be read again.
 
 A watch begins with the changes from now on; when etcd has said so, the prefix is read, and changes
-that the read had seen already are passed over. After any error, and from time to time, all of them
-begin anew on a new stream.
+that the read had seen already are passed over. Watches that begin together are read by one request.
+After any error, and from time to time, all of them begin anew on a new stream. An answer that is
+slow is no such error: where a thousand agents ask at once, asking for everything again would make
+it slower still.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.etcd_rpc import Connection, rpc
+from elasticzero.launcher.etcd_rpc import CallFailed, Connection, rpc
 from elasticzero.launcher.etcd_streams import Keyspace, oldest_first
+from elasticzero.launcher.quiet_grpc import grpc
 from elasticzero.launcher.store import Entry, Snapshot
 
 log = logging.getLogger(__name__)
 
 _PUT = 0
+SLOW_READS = 4
+"""So often prefixes are read again before their stream is given up, with twice the time each."""
+
+Read = Callable[[Sequence[str], float], Sequence[Snapshot]]
+"""Prefixes, and the seconds that may take, to what stands there at one revision."""
 
 
 class Watch:
@@ -99,6 +107,8 @@ class _Stream:
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.unanswered: deque[Watch] = deque()
         self.watches: dict[int, Watch] = {}
+        self.unread: list[Watch] = []
+        """Begun by etcd, and not read yet; only the thread of the stream knows them."""
 
     def requests(self, over: threading.Event) -> Iterator[Any]:
         while (request := self.asked.get()) is not None and not over.is_set():
@@ -108,9 +118,7 @@ class _Stream:
 class Watches:
     """Opens and closes watches, and keeps them on a stream from a thread of its own."""
 
-    def __init__(
-        self, connection: Connection, keys: Keyspace, read: Callable[[str], Snapshot]
-    ) -> None:
+    def __init__(self, connection: Connection, keys: Keyspace, read: Read) -> None:
         self._connection = connection
         self._keys = keys
         self._read = read
@@ -206,13 +214,39 @@ class Watches:
             self._failures += 1
             return False
         self._connection.answered()
-        if watch is None:  # closed meanwhile
-            return True
-        if response.created:
-            watch.begin(self._read(watch.prefix))
-        watch.advance(response.events)
+        if response.created and watch is not None:
+            stream.unread.append(watch)
+        elif watch is not None and watch not in stream.unread:
+            watch.advance(response.events)
+        self._read_begun(stream)
         self._failures = 0
         return True
+
+    def _read_begun(self, stream: _Stream) -> None:
+        """Read and tell what has begun, once etcd has begun all that it was asked for.
+
+        The changes that came meanwhile are older than what is read.
+        """
+        with self._lock:
+            if stream.unanswered:
+                return
+        begun, stream.unread = [watch for watch in stream.unread if not watch.closed], []
+        if begun:
+            snapshots = self._read_patiently([watch.prefix for watch in begun])
+            for watch, snapshot in zip(begun, snapshots, strict=True):
+                watch.begin(snapshot)
+
+    def _read_patiently(self, prefixes: Sequence[str]) -> Sequence[Snapshot]:
+        deadline_s = self._connection.timeouts.request_s
+        for failures in range(1, SLOW_READS):
+            try:
+                return self._read(prefixes, deadline_s)
+            except CallFailed as error:
+                if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+            self._connection.pause(failures)
+            deadline_s *= 2
+        return self._read(prefixes, deadline_s)
 
     def _answered(self, stream: _Stream, response: Any) -> Watch | None:
         """The watch that etcd has begun, or refused, under the response's number; None: it was

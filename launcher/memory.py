@@ -64,6 +64,14 @@ class MemoryServer:
             entries = MappingProxyType({entry.key: entry for entry in chosen})
             return Snapshot(revision=self._revision, entries=entries)
 
+    def count(self, prefix: str, revision: int) -> int:
+        with self.changed:
+            self.tick()
+            return sum(
+                key.startswith(prefix) and entry.create_revision <= revision
+                for key, entry in self._entries.items()
+            )
+
     def write(
         self,
         puts: Mapping[str, bytes],
@@ -191,6 +199,10 @@ class MemoryStore:
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         self._check("read")
         return self._server.read(prefix, limit)
+
+    def count(self, prefix: str, revision: int) -> int:
+        self._check("count")
+        return self._server.count(prefix, revision)
 
     def write(
         self,

@@ -106,6 +106,10 @@ class Store(Protocol):
         """All entries whose key begins with `prefix`; with a limit, the first so many by create
         revision. Linearizable."""
 
+    def count(self, prefix: str, revision: int) -> int:
+        """How many entries stood under `prefix` at a revision; those that are gone since may be
+        left out. It costs the store hardly more than a read of one key."""
+
     def write(
         self,
         puts: Mapping[str, bytes],

@@ -57,6 +57,14 @@ def test_entries_stand_in_order_of_creation_and_limit_takes_the_oldest(store: St
     assert len(store.read("members/", limit=9).entries) == 4
 
 
+def test_how_many_there_were_at_a_revision(store: Store) -> None:
+    store.write({"membership": b"", "world": b""})
+    revisions = [store.write({f"members/{name}": b""}) or 0 for name in "cab"]
+    store.write({"members/c": b"again"})
+    assert [store.count("members/", revision) for revision in revisions] == [1, 2, 3]
+    assert store.count("alarm/", revisions[-1]) == 0
+
+
 def test_a_key_that_must_not_exist(store: Store) -> None:
     assert store.write({"k": b"1"}, conditions=[Condition(key="k", mod_revision=0)])
     assert store.write({"k": b"2"}, conditions=[Condition(key="k", mod_revision=0)]) is None

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -142,12 +142,14 @@ def test_frozen_for_less_than_the_ttl_nothing_is_lost_but_the_silence_is_known(
     store.write({"members/a": b""}, lease=lease)
     before_s = lease.confirmed_s
     eventually(lambda: lease.confirmed_s > before_s)
+    stream = lease._stream
     etcd.pause()
     time.sleep(1.8)
     etcd.resume()
     resumed_s = time.monotonic()
     eventually(lambda: lease.confirmed_s > resumed_s)
     assert not lease.lost
+    assert lease._stream is stream, "a slow answer costs no new stream"
     assert store.last_outage_end_s > resumed_s - 0.1
     assert "members/a" in store.read("members/").entries
 
@@ -176,12 +178,12 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     watches = store._watches
     real_read, held, go = watches._read, threading.Event(), threading.Event()
 
-    def read_then_hang(prefix: str) -> Snapshot:
+    def read_then_hang(prefixes: Sequence[str], deadline_s: float) -> Sequence[Snapshot]:
         """The revision read is compacted away before it is told."""
-        snapshot = real_read(prefix)
+        snapshots = real_read(prefixes, deadline_s)
         held.set()
         assert go.wait(DEADLINE_S)
-        return snapshot
+        return snapshots
 
     watches._read = read_then_hang
     etcd.kill()
@@ -198,6 +200,57 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     told.until(has(k__a=b"19"))
     other.write({"k/b": b"after"})
     told.until(has(k__a=b"19", k__b=b"after"))
+
+
+def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    """etcd stands still between saying that a watch has begun and answering the read."""
+    store, told, more = connect(timeouts=Timeouts(request_s=0.3)), Told(), Told()
+    store.write({"k/a": b"0", "l/a": b"0"})
+    store.watch("k/", told)
+    told.until(has(k__a=b"0"))
+    watches, slow = store._watches, threading.Event()
+    real_read, stream = watches._read, watches._stream
+    deadlines: list[float] = []
+
+    def read(prefixes: Sequence[str], deadline_s: float) -> Sequence[Snapshot]:
+        deadlines.append(deadline_s)
+        if len(deadlines) == 1:
+            etcd.pause()
+            slow.set()
+        return real_read(prefixes, deadline_s)
+
+    watches._read = read
+    store.watch("l/", more)
+    assert slow.wait(DEADLINE_S)
+    eventually(lambda: len(deadlines) > 1)
+    etcd.resume()
+    more.until(has(l__a=b"0"))
+    assert deadlines[:2] == [0.3, 0.6]
+    assert watches._stream is stream
+    store.write({"k/a": b"1", "l/a": b"1"})
+    told.until(has(k__a=b"1"))
+    more.until(has(l__a=b"1"))
+
+
+def test_watches_that_begin_together_are_read_by_one_request(etcd: EmbeddedEtcd) -> None:
+    seen: list[str] = []
+
+    def observe(operation: str, seconds: float, error: str | None) -> None:
+        seen.append(operation)
+
+    with EtcdStore([etcd.endpoint], job_prefix("j"), observe=observe) as store:
+        tolds = [Told() for _ in range(5)]
+        hold = threading.Event()
+        store.watch("first", lambda _: hold.wait(DEADLINE_S))
+        eventually(lambda: "read" in seen)
+        for name, told in zip("abcde", tolds, strict=True):
+            store.watch(name, told)
+        hold.set()
+        for told in tolds:
+            told.until(lambda _: True)
+        assert seen == ["read", "read"]
 
 
 def test_a_watch_survives_a_callback_that_fails(

@@ -130,6 +130,15 @@ class Etcd:
             index += 1
         return self._snapshot(found)
 
+    def count(self, prefix: str, revision: int) -> int:
+        """Of what stands under a whole folder now."""
+        count = 0
+        for entry in self.bucket(prefix).entries.values():  # oldest first
+            if entry.create_revision > revision:
+                break
+            count += 1
+        return count
+
     def _snapshot(self, entries: dict[str, Entry]) -> Snapshot:
         return Snapshot(revision=self.revision, entries=MappingProxyType(entries))
 
@@ -333,6 +342,10 @@ class SimulatedStore(Link):
 
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         result: Snapshot = self._request(lambda: self.etcd.read(prefix, limit))
+        return result
+
+    def count(self, prefix: str, revision: int) -> int:
+        result: int = self._request(lambda: self.etcd.count(prefix, revision))
         return result
 
     def write(
