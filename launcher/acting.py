@@ -64,7 +64,8 @@ class StoreActions:
             return
         key = f"{ALARM}{generation}"
         self._store.write({key: to_bytes(alarm)}, conditions=[Condition(key=key, mod_revision=0)])
-        self._observer.put(ALARM, self._store.read(ALARM))
+        if self._observer.alarm(generation) is None:  # mostly the watch has told it by now
+            self._observer.put(ALARM, self._store.read(ALARM))
 
     def _still_lapsed(self) -> bool:
         """Whether a fresh look finds a lease lapsed too: a watch may tell late that it is back."""

@@ -32,9 +32,16 @@ from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import Holding, Member, Report, World
 
 LOOK_AGAIN_S = 1.0
-"""The oldest registration is not looked for more often."""
+"""The oldest registration is not looked for more often; nor earlier by who came after others."""
+LOOK_SPREAD_S = 0.05
+"""And so much later by each for every one that came before it."""
 LOOK_STAGGER_S = 0.01
 """In a round that the first members do not end, the others look one after another."""
+MANY, PATIENCE_A_NODE_S, LOOK_A_NODE_S = 100, 0.005, 0.0002
+"""In a world of more nodes than so many they begin so much later for each node beyond, and each
+leaves the store so much time for each node: it asks for something of all of them, and of everything
+that they still say. If a round of a thousand nodes was slow, all of them looking would make it
+endless."""
 QUIET_S = 30.0
 """Without a step for so long every member watches them: the first ones may be gone all at once."""
 MEMORY_AGAIN_S = 0.25
@@ -96,7 +103,8 @@ class Lookout:
         self._found: dict[int, str] = {}
         """What workers said of them."""
         self._looked_at_memory_s = 0.0
-        self._looked_for_oldest_s = float("-inf")
+        self._look_for_oldest_s: float | None = None
+        """Not before then; None: that is not known yet."""
         self._oldest: Entry | None = None
         """The oldest registration, as far as is known."""
 
@@ -213,7 +221,7 @@ class Lookout:
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
             wait_s = 0.0 if view.control.stop else 4 * limits.alive_s
-            late = index is not None and in_round_s > wait_s + LOOK_STAGGER_S * index
+            late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
             if index is None and not view.leaving:
                 prefixes.add(self._look_for_oldest(view.me.node, now_s))
             if stands_by or late or (index is not None and _is_quiet(view, now_s)):
@@ -227,14 +235,28 @@ class Lookout:
         """The prefix that shows when another registration becomes the oldest.
 
         To find it the store goes through all registrations, for every agent that asks: none asks
-        before the oldest that it knows is gone.
+        before the oldest that it knows is gone. Most come to a world without asking: who came
+        first looks at once, the others after a while, one after another.
         """
-        if self._oldest_is_gone(node) and now_s - self._looked_for_oldest_s >= LOOK_AGAIN_S:
-            self._looked_for_oldest_s = now_s
+        if not self._oldest_is_gone(node):
+            return self._prefix_of_oldest(node)
+        if self._look_for_oldest_s is None:
+            before = self._came_before_me()
+            wait_s = LOOK_AGAIN_S + LOOK_SPREAD_S * before if before else 0.0
+            self._look_for_oldest_s = now_s + wait_s
+        if now_s >= self._look_for_oldest_s:
+            self._look_for_oldest_s = now_s + LOOK_AGAIN_S
             with suppress(StoreUnavailable):
                 entries = self._store.read(MEMBERS, limit=1).entries
                 self._oldest = next(iter(entries.values()), None)
         return self._prefix_of_oldest(node)
+
+    def _came_before_me(self) -> int:
+        """How many were registered when this node did, as far as the store knows."""
+        try:
+            return self._store.count(MEMBERS, self._membership.revision) - 1
+        except StoreUnavailable:
+            return 0
 
     def _is_oldest(self, node: str) -> bool:
         return self._oldest is not None and self._oldest.key == f"{MEMBERS}{node}"
@@ -279,6 +301,13 @@ class Lookout:
         self.bad_steps |= bad.keys()
         self._found |= bad
         return self._storage_look.ask({step: self._found[step] for step in self.bad_steps})
+
+
+def _stagger_s(world: World, index: int) -> float:
+    """How much later than the first of all this member looks at the others."""
+    nodes = len(world.members)
+    patience_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
+    return patience_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
 def _is_quiet(view: View, now_s: float) -> bool:

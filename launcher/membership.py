@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from zlib import crc32
 
 from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.store import Condition, Lease, LeaseLost, Store
 from elasticzero.launcher.world import Member, to_bytes
 
 RETRY_S = 0.3
+PAUSE_SHARE_OF_TTL = 0.25
 OUTAGE_SHARE_OF_TTL = 0.6
 """A gap so long between two confirmations means that the store was away, unless nobody looked at
 them for so long."""
@@ -60,12 +62,19 @@ class Membership:
         self._draw_incarnation = draw_incarnation
         self._lease: Lease | None = None
         self._retry_s = 0.0
+        self._tries = 0
         self._last_confirmed_s = 0.0
         self._last_check_s = 0.0
         self._registered = member
         self._stands = False
         """The registration was put under the present lease."""
         self._seen_revision = 0
+        self._met = False
+        """A registration of this name, be it the own one, was seen: it is looked at first."""
+        self._taken = False
+        """The last one that was seen is another agent's."""
+        self.revision = 0
+        """The one at which the registration was put."""
 
     @property
     def key(self) -> str:
@@ -95,17 +104,26 @@ class Membership:
         """Register; a predecessor of the same name gets twice its TTL and a second to be gone: etcd
         renews leases when it comes back itself.
 
-        waiting: told what is waited for. Raises `UserError` if the name stays taken.
+        waiting: told what is waited for. Raises `UserError` if the name stays taken, and
+        `StoreUnavailable` if the store is too slow: every lease had lapsed before its first use.
         """
         deadline_s = clock() + 2 * self._ttl_s + 1.0
         told = False
         while not self._registers():
-            if clock() > deadline_s:
+            late = clock() > deadline_s
+            if late and not self._taken:
+                raise StoreUnavailable(
+                    f"{self.me.node} could not register within {2 * self._ttl_s + 1} s: each "
+                    f"lease of {self._ttl_s} s had lapsed when it was to be used; the agent tries "
+                    "again: check the load of etcd and of this machine, or give a longer "
+                    "--lease-ttl"
+                )
+            if late:
                 raise UserError(
                     f"another agent is registered as node {self.me.node!r} and is alive; give each "
                     "node a name of its own with --node-name, or stop the other agent"
                 )
-            if not told:
+            if self._taken and not told:
                 waiting(
                     f"a former registration of {self.me.node} has not lapsed yet; waiting for it"
                 )
@@ -129,17 +147,27 @@ class Membership:
         left_out = not named and self._seen_revision != world_revision
         if (self._stands and not lease.lost and not left_out) or now_s < self._retry_s:
             return
-        self._retry_s = now_s + RETRY_S
+        self._retry_s = now_s + self._pause_s()
+        self._tries += 1
         if lease.lost:
             self.well_since_s = now_s
         with suppress(StoreUnavailable, LeaseLost):
             if left_out and self.key in self._store.read(self.key).entries:
                 self._seen_revision = world_revision
+                self._tries = 0
                 return
             if not named and self.me.incarnation == self._registered.incarnation:
                 self.me = replace(self.me, incarnation=self._draw_incarnation())
             if self.register():
                 self._seen_revision = world_revision
+                self._tries = 0
+
+    def _pause_s(self) -> float:
+        """Before the next try to register anew: longer after each, and another one for each node,
+        but the others must not take a node that lives for one that is gone."""
+        longest_s = max(RETRY_S, PAUSE_SHARE_OF_TTL * self._ttl_s)
+        spread = crc32(f"{self.me.node} {self._tries}".encode()) / 2**32
+        return min(longest_s, RETRY_S * 2.0 ** min(self._tries, 10)) * (0.5 + 0.5 * spread)
 
     def _registers(self) -> bool:
         try:
@@ -149,19 +177,27 @@ class Membership:
 
     def register(self) -> bool:
         """Put the registration under a live lease; False when another incarnation has the name."""
+        if not self._met and self._put(0):
+            return True
         entry = self._store.read(self.key).entries.get(self.key)
-        if entry is not None and not self._is_mine(entry.value):
-            return False
+        self._taken = entry is not None and not self._is_mine(entry.value)
+        return not self._taken and self._put(entry.mod_revision if entry is not None else 0)
+
+    def _put(self, before: int) -> bool:
+        """Write the registration where what stands there was written at that revision; 0: nothing
+        stands there."""
+        self._met = True
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
                 self._lease.close(revoke=False)
             self._stands = False
             self._lease = self._store.lease(self._ttl_s)
-        revision = entry.mod_revision if entry is not None else 0
-        condition = Condition(key=self.key, mod_revision=revision)
+        condition = Condition(key=self.key, mod_revision=before)
         put = {self.key: to_bytes(self.me)}
-        if self._store.write(put, conditions=[condition], lease=self._lease) is None:
+        revision = self._store.write(put, conditions=[condition], lease=self._lease)
+        if revision is None:
             return False
+        self.revision = revision
         self._registered = self.me
         self._stands = True
         return True

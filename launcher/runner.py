@@ -4,7 +4,9 @@ again."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import random
 import signal
 import sys
 import time
@@ -39,7 +41,9 @@ from elasticzero.launcher.world import Done, Member
 from elasticzero.metrics import Metrics
 from elasticzero.records import decode
 
-TRY_AGAIN_S = 2.0
+TRY_AGAIN_S, MOST_TRY_AGAIN_S = 2.0, 8.0
+"""Pause before the second try to reach the store, and at most; each is drawn, for a thousand nodes
+may wait for the same store."""
 T = TypeVar("T")
 
 
@@ -150,7 +154,7 @@ class _Snapshots:
 def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
     """What `work` returns, tried for as long as the store may take to answer."""
     deadline_s = time.monotonic() + options.limits.join_timeout_s
-    while True:
+    for tries in itertools.count():
         try:
             return work()
         except AccessRefused:
@@ -158,7 +162,13 @@ def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
         except StoreUnavailable:
             if time.monotonic() > deadline_s:
                 raise
-            time.sleep(TRY_AGAIN_S)
+            time.sleep(pause_s(tries))
+    raise AssertionError("unreachable")
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait after so many tries before."""
+    return min(MOST_TRY_AGAIN_S, TRY_AGAIN_S * 1.5 ** min(tries, 10)) * random.uniform(0.5, 1.0)
 
 
 def _join(membership: Membership, agent: Agent) -> Notice | None:
@@ -190,7 +200,7 @@ def _wait_for_store(
     names = ",".join(endpoints)
     deadline_s = time.monotonic() + options.limits.join_timeout_s
     told = False
-    while True:
+    for tries in itertools.count():
         try:
             done = store.read(DONE).entries.get(DONE)
             break
@@ -209,7 +219,7 @@ def _wait_for_store(
                 )
                 told = True
             del error
-            time.sleep(min(TRY_AGAIN_S, max(0.0, left_s)))
+            time.sleep(min(pause_s(tries), max(0.0, left_s)))
     if done is None:
         return
     if not restart:

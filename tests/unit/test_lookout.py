@@ -43,8 +43,8 @@ class Node:
         self.lookout = Lookout(self.store, observer, self.membership, Nothing(), look)
         assert self.membership.register()
 
-    def look(self) -> View:
-        self._now_s += 2.0
+    def look(self, after_s: float = 2.0) -> View:
+        self._now_s += after_s
         return self.lookout.view(Workers(), False, self._now_s, LIMITS)
 
     def look_until(self, so: Callable[[View], bool]) -> View:
@@ -85,6 +85,22 @@ def test_the_oldest_looks_at_all_and_the_others_look_once() -> None:
     second.close()
     third.look_until(lambda v: v.oldest)
     third.close()
+
+
+def test_who_came_later_looks_later_and_not_at_all_where_the_world_comes_soon() -> None:
+    server = MemoryServer(time.monotonic)
+    nodes = [Node(name, server) for name in "abc"]
+    for node in nodes:
+        for _ in range(10):
+            node.look(0.1)
+    assert [node.store.looks for node in nodes] == [1, 0, 0]
+    for node in nodes:
+        node.look(0.16)
+    assert [node.store.looks for node in nodes] == [1, 1, 0]
+    nodes[2].look(0.05)
+    assert [node.store.looks for node in nodes] == [1, 1, 1]
+    for node in nodes:
+        node.close()
 
 
 def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:

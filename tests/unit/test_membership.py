@@ -8,20 +8,30 @@ from typing import Any
 
 import pytest
 
-from elasticzero.errors import StoreUnavailable
+from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.membership import Membership, bound_socket
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
+from elasticzero.launcher.store import LeaseLost, Snapshot
 from elasticzero.launcher.world import Member, to_bytes
 
 NOW_S = 10.0
 
 
 class LossyStore(MemoryStore):
-    """Loses as many writes as it is told to."""
+    """Loses as many writes, and lets as many leases lapse too soon, as it is told to."""
 
-    to_lose = 0
+    to_lose = to_lapse = reads = 0
+
+    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+        self.reads += 1
+        return super().read(prefix, limit=limit)
 
     def write(self, *puts: Any, **more: Any) -> int | None:
+        if self.to_lapse:
+            self.to_lapse -= 1
+            more["lease"].close(revoke=True)
+            more["lease"].lose()
+            raise LeaseLost("the lease is gone")
         if self.to_lose:
             self.to_lose -= 1
             raise StoreUnavailable("no answer; it is not known whether it was written")
@@ -76,3 +86,52 @@ def test_a_registration_whose_write_was_lost_is_tried_again_though_its_lease_liv
     node_1.check(NOW_S, named=True, world_revision=7)
     assert is_registered(store)
     assert node_1.me.incarnation == "first"
+
+
+class Clock:
+    """Time that passes in sleep alone."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_new_name_is_registered_unlooked(store: LossyStore, node_1: Membership) -> None:
+    node_1.join(lambda text: None)
+    assert store.reads == 0
+    assert is_registered(store)
+
+
+def test_a_name_that_stays_taken_is_the_users_mistake(
+    store: LossyStore, node_1: Membership
+) -> None:
+    other = Member("node-1", "other", "localhost", 9400, 29500, 1)
+    store.write({"members/node-1": to_bytes(other)})
+    clock, said = Clock(), list[str]()
+    with pytest.raises(UserError, match="another agent is registered as node 'node-1'"):
+        node_1.join(said.append, clock=clock, sleep=clock.sleep)
+    assert said == ["a former registration of node-1 has not lapsed yet; waiting for it"]
+
+
+def test_leases_that_lapse_before_their_first_use_are_taken_anew(
+    store: LossyStore, node_1: Membership
+) -> None:
+    """As when a thousand agents join at once, and etcd is slow."""
+    store.to_lapse = 5
+    clock, said = Clock(), list[str]()
+    node_1.join(said.append, clock=clock, sleep=clock.sleep)
+    assert is_registered(store) and said == []
+
+
+def test_leases_that_always_lapse_are_the_stores_trouble_and_no_mistake(
+    store: LossyStore, node_1: Membership
+) -> None:
+    store.to_lapse = 1000
+    clock = Clock()
+    with pytest.raises(StoreUnavailable, match="each lease of 5 s had lapsed"):
+        node_1.join(lambda text: None, clock=clock, sleep=clock.sleep)
+    assert store.to_lapse > 900
