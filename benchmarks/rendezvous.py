@@ -169,6 +169,7 @@ def crowds_of(
                 nodes=agents,
                 least=stay,
                 ttl_s=TTL_S,
+                share=options.connections == "shared",
             )
         )
         for first, end in itertools.pairwise(cuts)
@@ -205,6 +206,7 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
         registered_s = last(everyone, "registered", 0) - began_s
         formed_s = last(everyone, "knows", 1) - began_s
         last(everyone, "reported", 1)
+        print(f"{agents} agents: formed {formed_s:.2f} s", flush=True)
         formed = Measured(etcd, everyone)
         time.sleep(SETTLE_S)
         rest_began = Measured(etcd, everyone)
@@ -243,6 +245,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rest", type=float, default=15.0, help="seconds at rest")
     parser.add_argument("--processes", type=int, default=4, help="that share the clients, at most")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds to wait for any")
+    parser.add_argument(
+        "--connections",
+        choices=("own", "shared"),
+        default="own",
+        help="to etcd: one for each agent, or for each process",
+    )
     parser.add_argument(
         "--record", action="store_true", help="write benchmarks/results/ and docs/performance.md"
     )

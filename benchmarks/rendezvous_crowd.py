@@ -1,9 +1,9 @@
 """Many membership clients in one process, for rendezvous.py: `rendezvous_crowd.py JSON`.
 
-Each client is what an agent is to the store, with nothing shared between two of them: an
-`EtcdStore` with a connection of its own, `Observer`, `Membership`, `Lookout`, `StoreActions`, and
-`decide`. Only its workers are pretended: they start at once, train for ever, and take STOP_S to
-stop.
+Each client is what an agent is to the store: an `EtcdStore`, `Observer`, `Membership`, `Lookout`,
+`StoreActions`, and `decide`. Two of them share nothing, but the connection of their process to etcd
+where that is asked for. Workers are pretended: they start at once, train for ever, and take STOP_S
+to stop.
 
 Orders come on stdin, a word a line (go, fail, mark); what happened goes out on stdout, a JSON
 object a line, with times of the machine's monotonic clock, which all processes share.
@@ -11,6 +11,7 @@ object a line, with times of the machine's monotonic clock, which all processes 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elasticzero.checkpoint.snapshot import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
@@ -39,9 +41,12 @@ from elasticzero.launcher.actions import (
 )
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.etcd import EtcdStore
+from elasticzero.launcher.etcd_access import Access, Endpoint
+from elasticzero.launcher.etcd_rpc import open_channels
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership, bound_socket, new_incarnation
 from elasticzero.launcher.observe import DONE, Observer
+from elasticzero.launcher.runner import pause_s
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import job_prefix
 from elasticzero.launcher.view import Limits, View, Workers
@@ -73,6 +78,8 @@ class CrowdOptions:
     least: int
     """So many are enough for a later one."""
     ttl_s: int
+    share: bool
+    """All clients of a process share one connection."""
 
 
 class PretendedWorkers:
@@ -121,6 +128,22 @@ class PretendedWorkers:
         return (HeldSnapshot(generation=self.generation, step=STEP, ranks=(0,), world_size=1),)
 
 
+class SharedChannels:
+    """One connection to etcd for many stores, none of which may end it.
+
+    Each connection has a thread of gRPC's own that wakes five times a second: with hundreds of them
+    a process does nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._channels: list[Any] = []
+
+    def __call__(self, endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
+        if not self._channels:
+            self._channels = open_channels(endpoints, access)
+        return self._channels
+
+
 class Client:
     """One agent without its processes."""
 
@@ -132,7 +155,8 @@ class Client:
         )
         self._after = replace(self.limits, min_nodes=options.least)
         self._crowd = crowd
-        self.store = EtcdStore([options.endpoint], job_prefix(options.job))
+        channels = crowd.channels if options.share else None
+        self.store = EtcdStore([options.endpoint], job_prefix(options.job), channels=channels)
         self.observer = Observer(self.store, self.wake)
         sock = bound_socket()
         me = Member(
@@ -151,12 +175,23 @@ class Client:
             self.store, self.observer, self.membership, self.lookout, self._again, time.monotonic
         )
         self.due_s = 0.0
+        self._tries = 0
         self.queued = False
         self.joined_s = 0.0
         self.thread = 0
 
     def wake(self) -> None:
         self._crowd.wake(self)
+
+    def connect(self) -> None:
+        """What every agent does before it registers: see that the job is not over."""
+        for tries in itertools.count():
+            try:
+                self.store.read(DONE)
+                return
+            except StoreUnavailable as error:
+                self._crowd.tell("trouble", client=self.name, error=str(error))
+            time.sleep(pause_s(tries))
 
     def join(self) -> None:
         self._crowd.tell("first", at_s=time.monotonic(), once=True)
@@ -169,10 +204,18 @@ class Client:
     def turn(self) -> None:
         """Observe, decide, act."""
         now_s = time.monotonic()
+        if not self.joined_s:
+            if now_s < self.due_s:
+                return
+            try:
+                self.join()
+            except StoreUnavailable as error:
+                self._crowd.tell("trouble", client=self.name, error=str(error))
+                self.due_s = time.monotonic() + pause_s(self._tries)
+                self._tries += 1
+                return
         rest_s = REST_S
         try:
-            if not self.joined_s:
-                self.join()
             view, decision = self._look(now_s)
             for action in decision.actions:
                 self._do(action, view, now_s)
@@ -217,6 +260,7 @@ class Crowd:
 
     def __init__(self, options: CrowdOptions) -> None:
         self.options = options
+        self.channels = SharedChannels()
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, int], int] = {}
         self._told: set[str] = set()
@@ -232,9 +276,8 @@ class Crowd:
         ]
 
     def connect(self) -> None:
-        """What every agent does before it registers: see that the job is not over."""
         for client in self.clients:
-            client.store.read(DONE)
+            client.connect()
 
     def go(self) -> None:
         for thread in self._threads:
