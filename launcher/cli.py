@@ -76,9 +76,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = parse(words)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     try:
+        args = parse(words)
         return int(args.run_command(args))
     except ElasticZeroError as error:
         print(f"error: {error}", file=sys.stderr)

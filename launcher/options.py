@@ -11,7 +11,7 @@ import importlib.machinery
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN, Secret, read_secre
 from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -48,6 +49,18 @@ class Option:
     @property
     def variable(self) -> str:
         return f"ELASTICZERO_{self.name.upper()}"
+
+    def default_in(self, environment: Mapping[str, str]) -> Any:
+        """What holds without the flag; raises `UserError` where the variable's value makes no
+        sense."""
+        given = environment.get(self.variable)
+        if not given:
+            return self.default
+        taken = _YES + _NO if self.is_switch else self.choices
+        value = given.lower() if self.is_switch else given
+        if taken is not None and value not in taken:
+            raise UserError(f"{self.variable}={given}: one of {', '.join(taken)} is wanted")
+        return value in _YES if self.is_switch else given
 
 
 JOB_OPTIONS = (
@@ -253,11 +266,10 @@ def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -
         if option.flags[0] in omit:
             continue
         flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
-        default = os.environ.get(option.variable, option.default)
+        default = option.default_in(os.environ)
         if option.is_switch:
-            on = str(default).lower() in ("1", "true", "yes")
             action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
-            parser.add_argument(*flags, action=action, default=on, help=option.help)
+            parser.add_argument(*flags, action=action, default=default, help=option.help)
         else:
             parser.add_argument(
                 *flags,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +85,36 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     parse = build_parser().parse_args
     assert parse(["run", "train.py"]).nnodes == "2:3"
     assert parse(["run", "--nnodes", "1:9", "train.py"]).nnodes == "1:9"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted"),
+    [
+        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3 is wanted"),
+        ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is wanted"),
+    ],
+)
+def test_a_value_from_the_environment_is_checked(
+    root: Path, variable: str, value: str, wanted: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticzero.launcher.cli", "run", "train.py"],
+        env=os.environ | {variable: value},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == f"error: {variable}={value}: {wanted}\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("True", True), ("0", False), ("no", False), ("", False)]
+)
+def test_a_switch_in_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    monkeypatch.setenv("ELASTICZERO_TEE", value)
+    assert build_parser().parse_args(["run", "train.py"]).tee is on
 
 
 def test_torchruns_spellings() -> None:
