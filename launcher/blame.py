@@ -3,8 +3,10 @@ which nodes are set aside.
 
 Pure. Rules:
  B1  A failure counts against --max-restarts if it is a worker's own, or of peers that are all
-     there, and the state did not get past the step that its generation started from. What is lost,
-     or fails on a node that leaves or for want of it, never counts; progress forgives everything.
+     there, and no progress was made: the state did not get past the step that its generation
+     started from, nor past the furthest from which one did, where a failure that counts has thrown
+     it back since. What is lost, or fails on a node that leaves or for want of one, never counts:
+     of nodes that held the state to start from, too. Progress forgives everything.
  B2  The first error of each generation since the last progress is remembered, and all of them are
      told when the job is given up.
  B3  Errors of one kind, of the same rank or after the same step, one upon the other, are told as
@@ -13,12 +15,15 @@ Pure. Rules:
  B4  A node whose workers fail, where those of no other do, gets a strike. A failure of another
      takes the strikes back of those that trained with it, and so does a generation that lasted
      for FORGIVEN_S. From ASIDE_AFTER strikes on the node is set aside: it waits for ASIDE_S, twice
-     that at the next strike, MOST_ASIDE_S at most; never where fewer than MIN nodes would be left.
+     that at the next strike, MOST_ASIDE_S at most.
+ B5  Where the others are fewer than MIN, nodes that are set aside are needed: as many as are
+     wanting, and no more. Those with the fewest strikes come first, for whom the time is shortest;
+     of these the one that has the least of it left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from elasticzero.launcher.world import Failure, Report, Setback, Strikes, World
 
@@ -41,14 +46,34 @@ def fruitless(
     world: World, resume_step: int, cause: Cause | None, reports: Mapping[str, Report]
 ) -> int:
     """B1: failures in a row without progress. reports: of the nodes that are not lost."""
-    if resume_step > world.resume.step:
+    if _comes_on(world, resume_step):
         return 0
     if cause is None or _leaves(reports.get(cause[0])):
         return world.fruitless
     all_stay = not any(_leaves(reports.get(member.node)) for member in world.members)
     lost = any(member.node not in reports for member in world.members)
     counts = cause[1].blame != "peer" or (all_stay and not lost)
+    counts &= not _in_want(world, cause[1], reports)
     return world.fruitless + 1 if counts else world.fruitless
+
+
+def _comes_on(world: World, resume_step: int) -> bool:
+    """Whether progress was made."""
+    return resume_step > max(world.resume.step, world.furthest)
+
+
+def furthest(world: World, resume_step: int, count: int) -> int:
+    """B1: the step that the next generation must get past. count: its `fruitless`."""
+    if count <= world.fruitless and resume_step < world.resume.step:
+        return resume_step  # what machines took is done again, and that is progress
+    return max(resume_step, world.resume.step, world.furthest)
+
+
+def _in_want(world: World, failure: Failure, here: Collection[str]) -> bool:
+    """Whether it failed because nobody is left who held a part of the state to start from."""
+    sources = world.resume.sources if failure.blame == "environment" else ()
+    there = {source.rank for source in sources if source.node in here}
+    return any(source.rank not in there for source in sources)
 
 
 def _leaves(report: Report | None) -> bool:
@@ -57,7 +82,7 @@ def _leaves(report: Report | None) -> bool:
 
 def setbacks(world: World, resume_step: int, cause: Cause | None) -> tuple[Setback, ...]:
     """B2: the errors in a row that stand after this round."""
-    before = () if resume_step > world.resume.step else world.setbacks
+    before = () if _comes_on(world, resume_step) else world.setbacks
     if cause is None:
         return before
     node, failure = cause
@@ -106,6 +131,7 @@ def strikes(world: World, reports: Mapping[str, Report], lasted_s: float) -> tup
         node
         for node, report in reports.items()
         if report.failure is not None and report.failure.blame in OWN_FAULTS and not report.leaving
+        if not _in_want(world, report.failure, reports)
     }
     before = () if lasted_s >= FORGIVEN_S else here
     if not own:
@@ -131,13 +157,27 @@ def set_aside(
     for struck in after:
         if struck.count >= ASIDE_AFTER:
             since_s = struck_s.get(struck.node, now_s) if struck in before else now_s
-            left_s = since_s + _term_s(struck.count) - now_s
+            left_s = since_s + term_s(struck.count) - now_s
             if left_s > 0:
                 left[struck.node] = left_s
     return left
 
 
-def _term_s(count: int) -> float:
+def term_s(count: int) -> float:
     """How long a node with so many strikes waits."""
     doublings = min(count - ASIDE_AFTER, 20)
     return float(min(MOST_ASIDE_S, ASIDE_S * 2**doublings))
+
+
+def kept_aside(
+    aside: Mapping[str, float], row: tuple[Strikes, ...], here: Collection[str], least: int
+) -> set[str]:
+    """B5: of the nodes that are set aside those that a new world does without.
+
+    aside: by node, how much longer it waits. row: the strikes. here: who could be in that world.
+    """
+    counts = {struck.node: struck.count for struck in row}
+    struck = [node for node in here if node in aside]
+    struck.sort(key=lambda node: (counts[node], aside[node], node))
+    wanting = max(0, least - (len(here) - len(struck)))
+    return set(aside) - set(struck[:wanting])

@@ -32,16 +32,20 @@ Rules of the acting leader, who is the first member of `world` that is alive (be
 world: the oldest registration):
  L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
  L2  everybody finished: write `done`.
- L3  a member's lease has lapsed, the store is well and no step was finished with it since, or none
-     for long: raise the alarm.
+ L3  a member's lease has lapsed, the store is well, and no steps prove that it lives (V1 to V3 in
+     `lead`): raise the alarm.
  L4  a round is open: once every member answered, or is silent past alive_s, and those alive have
      stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
  L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its
      reason; write `done` instead where --strict-checkpoint is given, or no checkpoint is good.
  L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
-     `blame`). Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
+     `blame`), or while a member is not registered, which would lose its place in the round. Who is
+     registered is taken to be there: a lease tells of the dead, and the look before the write of
+     the living. Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
  L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
  L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
+ L9  while the store is away nothing is asked of the workers: nobody could write the world, or the
+     end, for which they would stop (L6, L7; A11 for who leaves).
 Invariant: nothing is written about a generation other than the one that `world` names, and every
 write is conditioned on that document's revision.
 """
@@ -73,15 +77,13 @@ from elasticzero.launcher.hangs import (
     step_limit_s,
 )
 from elasticzero.launcher.lead import (
-    conclude,
     first_world,
     is_leader,
     lead,
-    others_may_save,
-    save_held,
     take_over,
 )
 from elasticzero.launcher.leaving import leave, stop_limit_s
+from elasticzero.launcher.regroup import conclude, others_may_save, save_held
 from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
 
@@ -135,7 +137,7 @@ def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision
     )
     read = [n for n, r in (view.reports or {}).items() if r.phase in READ]
     unread = any(m.node not in read for m in world.members)
-    if needed and unread and now_s - (view.outside_s or now_s) < limits.handover_s:
+    if needed and unread and _waited_s(view, view.outside_s, now_s) < limits.handover_s:
         return wait("serving this node's snapshots until the others have read them")
     return Decision((Leave(ExitCode.LEFT),), "left: the others have what this node held")
 
@@ -261,9 +263,14 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:
     """Whether a leaving node waits in vain for a world without it."""
-    waited_s = now_s - (view.round_s or now_s)
+    waited_s = _waited_s(view, view.round_s, now_s)
     few = len(world.members) - 1 < limits.min_nodes or _all_leave(view, world)
     return waited_s >= (2 * limits.alive_s if few else limits.handover_s)
+
+
+def _waited_s(view: View, since_s: float | None, now_s: float) -> float:
+    """How long the others could have done something: not while the store was away."""
+    return now_s - max(since_s or now_s, view.store.well_since_s)
 
 
 def _all_leave(view: View, world: World) -> bool:

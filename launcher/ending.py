@@ -5,6 +5,8 @@ Pure. Rules:
      in a row came no further.
  E2  An operator's stop waits until the newest whole state in memory is a checkpoint, if there is a
      directory; what cannot be saved in time is said, and the job ends all the same.
+ E3  Behind a committed checkpoint that is damaged the job goes on from the newest good one, and its
+     world's reason says so; not where --strict-checkpoint is given, nor where none is good.
 """
 
 from __future__ import annotations
@@ -70,3 +72,31 @@ def _from_storage(step: int | None) -> str:
 
 def _stopped(step: int, reason: str) -> Decision:
     return Decision((WriteDone(Done(outcome="stopped", step=step, reason=reason)),), reason)
+
+
+def too_damaged(view: View, resume: Resume, limits: Limits) -> Decision | None:
+    """The end of a job that would have to begin behind a damaged checkpoint, where that is not
+    allowed, or where there is no good one (E3); None: it may go on from `resume`."""
+    damage = view.damage
+    if damage is None or (resume.step >= damage.step and resume.tier != "fresh"):
+        return None
+    if resume.tier == "fresh":
+        then = "no other is good; mend it, or give an empty --checkpoint-dir to begin anew"
+    elif limits.strict_checkpoint:
+        then = (
+            f"--strict-checkpoint forbids going on from step {resume.step}; mend it, or run again "
+            "with --restart and without --strict-checkpoint"
+        )
+    else:
+        return None
+    reason = f"the checkpoint of step {damage.step} is damaged: {damage.reason}; {then}"
+    done = Done(outcome="failed", step=resume.step, reason=reason)
+    return Decision((WriteDone(done),), reason)
+
+
+def passed_over(view: View, resume: Resume) -> str:
+    """The end of a world's reason, where a damaged checkpoint is passed over."""
+    damage = view.damage
+    if damage is None or resume.step >= damage.step:
+        return ""
+    return f"; the checkpoint of step {damage.step} is damaged: {damage.reason}"

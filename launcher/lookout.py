@@ -14,7 +14,7 @@ from typing import Protocol
 
 from elasticzero.checkpoint.snapshot import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.lead import is_leader
+from elasticzero.launcher.lead import PROOF_STEPS, is_leader
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import (
     ALARM,
@@ -44,6 +44,8 @@ that they still say. If a round of a thousand nodes was slow, all of them lookin
 endless."""
 QUIET_S = 30.0
 """Without a step for so long every member watches them: the first ones may be gone all at once."""
+QUIET_STAGGER_S = 0.5
+"""Until then one after another begins, a TTL after the last step."""
 MEMORY_AGAIN_S = 0.25
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
@@ -224,7 +226,7 @@ class Lookout:
             late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
             if index is None and not view.leaving:
                 prefixes.add(self._look_for_oldest(view.me.node, now_s))
-            if stands_by or late or (index is not None and _is_quiet(view, now_s)):
+            if stands_by or late or (index is not None and _is_quiet(view, index, now_s, limits)):
                 prefixes.add(MEMBERS)
             leaver = view.leaving and (index is None or in_round_s >= 0)
             if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
@@ -310,10 +312,14 @@ def _stagger_s(world: World, index: int) -> float:
     return patience_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
-def _is_quiet(view: View, now_s: float) -> bool:
-    """Whether the workers of a world that is known for long have made no step for long."""
+def _is_quiet(view: View, index: int, now_s: float, limits: Limits) -> bool:
+    """Whether the workers of a world that is known for long have made no step for so long that the
+    member at `index` looks at the others too."""
+    workers = view.workers
     known_s = view.world_s if view.world_s is not None else now_s
-    return now_s - max(view.workers.stepped_s, known_s) > QUIET_S
+    turn_s = max(limits.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
+    turn_s += QUIET_STAGGER_S * index
+    return now_s - max(workers.stepped_s, known_s) > min(QUIET_S, turn_s)
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

@@ -27,15 +27,19 @@ to what two worlds can tell; `tests/simulation/rules.py` checks all of them agai
  R8  `done` is the last document; no agent exits with 0 before it.
  R9  When it says `finished`, the state's lineage holds each step once, in order of generations.
  R10 Trouble with etcd alone, as long as it may be, ends no generation that trains; nor does a
-     section in which no step is due.
+     section in which no step is due, nor a lapsed lease while steps go on. Who knows that etcd is
+     away has no workers stop at a boundary.
  R11 A member that has stopped, and said so, has a place in the next world; a node that waits has
      one as soon as there is room. Unless it leaves, is set aside, or is one too many for MAX.
  R12 What operators ask is so soon after: no later world names a drained registration; after a stop
      no step is made, and what memory held is saved. Where nodes only come, leave and are scaled as
      asked, no step is made twice.
- R13 A node is set aside from the very world that its last failure brought about, if that has MIN
-     nodes without it.
+ R13 A node is set aside from the very world that its last failure brought about, as long as that
+     has MIN nodes without it; if it has not, it has no more than MIN with those that are needed.
  R14 A spare takes over no job of which somebody was registered less than a TTL ago.
+ R15 Where nodes only come, leave and are lost, and etcd is well, no failure counts.
+ R16 A generation that stands still for a lapsed lease ends soon: about a TTL after its last step,
+     or after etcd is back.
 """
 
 from __future__ import annotations
@@ -103,6 +107,8 @@ class World:
     """One sentence: why this world was made."""
     fruitless: int = 0
     """Failures in a row that did not get past the step they started from."""
+    furthest: int = 0
+    """A generation comes on only if it gets past this step, too: see B1 in `blame`."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
     setbacks: tuple[Setback, ...] = ()

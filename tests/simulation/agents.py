@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from tests.simulation.training import Worker
 
 FIRST_PAUSE_S = 0.06
+REST_S = 0.25
+"""As in `launcher/agent.py`: after it was woken, or as long as it is not registered, an agent looks
+again so soon."""
 ROUND_PAUSE_S = 0.25
 LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
@@ -134,7 +137,7 @@ class Agent:
         """The loop does not run until then."""
         self._saved_held: tuple[int, int] | None = None
         self._backoff_until_s = 0.0
-        self._awake = False
+        self._awake = self._woken = False
         self._sleep_id = 0
         self._asleep = False
         self._pause_s = FIRST_PAUSE_S
@@ -155,9 +158,9 @@ class Agent:
             draw_incarnation=cluster.draw,
         )
         self.observer = Observer(self.store, self.wake, cluster.read_document)
-        look = SlowLook(cluster.storage, cluster.random, self.wake)
+        self.look = SlowLook(cluster.storage, cluster.random, self.wake)
         self.lookout = Lookout(
-            self.store, self.observer, self.membership, host.memory, look, cluster.draw
+            self.store, self.observer, self.membership, host.memory, self.look, cluster.draw
         )
         self._store_actions = StoreActions(
             self.store,
@@ -176,6 +179,7 @@ class Agent:
         self._awake = True
         if self._asleep:
             self._asleep = False
+            self._woken = True
             self.cluster.timeline.after(0.0, self._resume, self._sleep_id)
 
     def kill(self) -> None:
@@ -352,10 +356,13 @@ class Agent:
         timeline, plan = self.cluster.timeline, self.plan
         if busy or self._awake:
             self._pause_s = FIRST_PAUSE_S
+        elif self._woken or self.store.unregistered:
+            self._pause_s = REST_S
         else:
             in_round = view.round_s is not None and self.host.clock() - view.round_s < LONG_ROUND_S
             longest_s = min(plan.poll_s, ROUND_PAUSE_S) if in_round else plan.poll_s
             self._pause_s = min(self._pause_s * plan.pause_growth, longest_s)
+        self._woken = False
         if not self._awake:
             self._asleep = True
             self._sleep_id += 1

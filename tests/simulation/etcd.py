@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
@@ -85,6 +86,8 @@ class Etcd:
         self.revision = 1
         self.writer: Link | None = None
         """Whose write is being done."""
+        self.late = False
+        """Its sender has given it up."""
         self.written: Callable[[str, Entry], None] = lambda key, entry: None
         """Told of every put."""
         self.removed: Callable[[str, Entry], None] = lambda key, entry: None
@@ -304,6 +307,8 @@ class Link:
         self.stopped_until_s = 0.0
         """The agent's whole process does not run until then."""
         self.reachable = True
+        self.away_since_s = 0.0
+        """When it was found that etcd is not reachable, in true time."""
         self.last_outage_end_s = 0.0
         self.requests = 0
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
@@ -332,6 +337,11 @@ class Link:
             self.last_outage_end_s = self.clock()
             self.reachable = True
 
+    def unanswered(self) -> None:
+        if self.reachable:
+            self.away_since_s = self.timeline.now_s
+            self.reachable = False
+
     def answered_late(self) -> None:
         self.last_outage_end_s = self.clock()
         self.reachable = True
@@ -339,6 +349,14 @@ class Link:
 
 class SimulatedStore(Link):
     """One agent's connection: its methods are called from the agent's task."""
+
+    kept: KeptLease | None = None
+    """The lease of the agent's registration."""
+
+    @property
+    def unregistered(self) -> bool:
+        """The registration has lapsed, as far as is known."""
+        return self.kept is not None and self.kept.lost
 
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         result: Snapshot = self._request(lambda: self.etcd.read(prefix, limit))
@@ -359,7 +377,6 @@ class SimulatedStore(Link):
         lease_id = 0 if lease is None else lease.id
 
         def serve() -> int | None:
-            self.etcd.writer = self
             return self.etcd.write(puts, deletes, conditions, lease_id)
 
         result: int | None = self._request(serve, writes=True)
@@ -371,7 +388,8 @@ class SimulatedStore(Link):
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
         sent_s = self.clock()
         lease_id = self._request(lambda: self.etcd.grant(ttl_s))
-        return KeptLease(self, lease_id, ttl_s, sent_s)
+        self.kept = KeptLease(self, lease_id, ttl_s, sent_s)
+        return self.kept
 
     def close(self) -> None:
         self.dead = True
@@ -388,13 +406,14 @@ class SimulatedStore(Link):
             timeline.sleep(etcd.back_s - sent_s + 0.001)
         if self.cut or etcd.state == "paused":
             if writes and not self.cut and random.random() < 0.5:
-                etcd.queue(lambda: _served_late(serve))
+                etcd.queue(lambda: self._serve_late(serve))
             timeline.sleep(REQUEST_S)
             self._fail("does not answer")
         if etcd.costs is not None:
             timeline.sleep(etcd.queue_s(etcd.costs.write_s if writes else etcd.costs.read_s))
         if etcd.state == "killed" or random.random() < self.trouble / 2:
             self._fail("refuses connections")
+        etcd.writer = self
         answer = serve()
         timeline.sleep(random.uniform(0.0003, 0.002))
         if not self.well or random.random() < self.trouble:
@@ -402,16 +421,15 @@ class SimulatedStore(Link):
         self.answered()
         return answer
 
+    def _serve_late(self, serve: Callable[[], object]) -> None:
+        self.etcd.writer, self.etcd.late = self, True
+        with suppress(LeaseLost):
+            serve()
+        self.etcd.late = False
+
     def _fail(self, why: str) -> None:
-        self.reachable = False
+        self.unanswered()
         raise StoreUnavailable(f"etcd {why}")
-
-
-def _served_late(serve: Callable[[], object]) -> None:
-    try:
-        serve()
-    except LeaseLost:
-        return
 
 
 class Watch:
@@ -496,7 +514,7 @@ class KeptLease:
     def _silent(self) -> None:
         if self._over:
             return
-        self._link.reachable = False
+        self._link.unanswered()
         doubled_s = 0.05 * 2.0 ** min(self._failures, 5)
         self._failures += 1
         wait_s = min(1.0, doubled_s) * self._link.random.uniform(0.5, 1.0)

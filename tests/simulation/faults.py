@@ -40,6 +40,7 @@ class Faults:
         if cluster.done is not None:
             return
         lasts = f" for {seconds:.1f} s" if seconds else ""
+        cluster.rules.promises.struck(kind)
         if kind not in HARMLESS:
             cluster.rules.cause(kind)
         match kind:
@@ -121,6 +122,7 @@ class Faults:
     def _busy_no_more(self, worker: Worker) -> None:
         if worker.busy:
             worker.busy = False
+            self._cluster.rules.promises.disturbed()
             worker.gang.progress(worker)
             worker.gang.wake()
             worker.group.look_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.hangs import STOPPED_S
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 LONG_SECTION_S = 4.0
 """A worker in a long kernel hears an abort so late."""
+WAITS_S = 0.5
+"""Without a step for so long workers wait for one; no step takes so long."""
 
 
 class Gang:
@@ -74,7 +77,13 @@ class Gang:
         if self._viewed[0] != (known, told):
             self._viewed = ((known, told), self._view(known))
         view = self._viewed[1]
-        return replace(view, **self.hanging.seen()) if self._watches and running else view
+        waits = self.cluster.timeline.now_s - (self.group.stepped_s or inf) > WAITS_S
+        if not running or not (waits or self.hanging.suspected):
+            return view
+        seen = self.hanging.seen()
+        if not self._watches:
+            seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
+        return replace(view, **seen)
 
     def _view(self, known: tuple[int, int, bool, bool, bool, int, int, int]) -> Workers:
         running, saving, restored, finished, left, heard, attached, asked = known
@@ -104,6 +113,7 @@ class Gang:
             self.hanging.moved()
 
     def ask(self, flags: int) -> None:
+        self.cluster.rules.promises.asks(self.agent)
         self.flags |= flags
         self.cluster.note(f"{self.host.name}: asked {_names(flags)}")
 
@@ -116,6 +126,7 @@ class Gang:
     def _tell_abort(self, worker: Worker) -> None:
         busy = self.cluster.random.random() < 0.03
         delay_s = LONG_SECTION_S if busy else self.cluster.random.uniform(0.001, 0.02)
+        delay_s = max(delay_s, worker.long_until_s - self.cluster.timeline.now_s)
         self.cluster.timeline.after(delay_s, self.abort, worker)
 
     def abort(self, worker: Worker) -> None:

@@ -53,6 +53,12 @@ class Hanging:
             return 0.0
         return self._gang.cluster.timeline.now_s - worker.hung_s
 
+    @property
+    def suspected(self) -> bool:
+        """Whether a look was taken, or a worker is stopped: until then a worker that has not gone
+        without a step for long looks like any other."""
+        return self._look != "none" or any(worker.hang for worker in self._gang.workers)
+
     def seen(self) -> dict[str, Any]:
         """The fields of `Workers` that tell of progress."""
         gang = self._gang

@@ -78,14 +78,32 @@ MUTANTS = (
         sure=False,
     ),
     Mutant(
-        name="nobody is waited for that has not answered",
+        name="a step just before its lease lapsed is no proof of life",
         file="lead.py",
+        right="_makes_steps(view, since_s - limits.lease_ttl_s / 2, now_s, limits)",
+        wrong="_makes_steps(view, since_s, now_s, limits)",
+    ),
+    Mutant(
+        name="steps prove for half a minute that a member lives",
+        file="lead.py",
+        right="goes_on = waited_s < most_s and",
+        wrong="goes_on =",
+    ),
+    Mutant(
+        name="growth is asked for while etcd is away",
+        file="lead.py",
+        right="if view.workers.finished or not view.store.reachable:",
+        wrong="if view.workers.finished:",
+    ),
+    Mutant(
+        name="nobody is waited for that has not answered",
+        file="regroup.py",
         right="now_s - asked_s < limits.alive_s)",
         wrong="False)",
     ),
     Mutant(
         name="nobody is waited for whose workers still stop",
-        file="lead.py",
+        file="regroup.py",
         right="if late and now_s - opened_s < limits.stop_s + limits.save_s:",
         wrong="if False:",
     ),
@@ -98,20 +116,20 @@ MUTANTS = (
     ),
     Mutant(
         name="a node that has come anew is taken for what it was",
-        file="lead.py",
+        file="regroup.py",
         right="return found.incarnation == member.incarnation\n    ttl_s",
         wrong="return True\n    ttl_s",
     ),
     Mutant(
         name="a member that answered lives for ever",
-        file="lead.py",
+        file="regroup.py",
         right="return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)",
         wrong="return young or missing_s > 0.0",
         sure=False,
     ),
     Mutant(
         name="a node that leaves keeps its place",
-        file="lead.py",
+        file="regroup.py",
         right="if m.node in reports and not reports[m.node].leaving",
         wrong="if m.node in reports",
     ),
@@ -123,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the next world does not wait for MIN",
-        file="lead.py",
+        file="regroup.py",
         right="    if len(members) < limits.min_nodes:\n"
         '        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left',
         wrong="    if not members:\n"
@@ -155,14 +173,26 @@ MUTANTS = (
     ),
     Mutant(
         name="a job that is to stop goes on after a round",
-        file="lead.py",
+        file="regroup.py",
         right="    if view.control.stop:\n        return stop(view,",
         wrong="    if view.control.stop and False:\n        return stop(view,",
     ),
     Mutant(
         name="a failure is charged though steps were made",
         file="blame.py",
-        right="    if resume_step > world.resume.step:\n        return 0\n",
+        right="    if _comes_on(world, resume_step):\n        return 0\n",
+        wrong="",
+    ),
+    Mutant(
+        name="what was done before may be done again and again",
+        file="blame.py",
+        right="return resume_step > max(world.resume.step, world.furthest)",
+        wrong="return resume_step > world.resume.step",
+    ),
+    Mutant(
+        name="who cannot read what a lost node held is charged",
+        file="blame.py",
+        right="    counts &= not _in_want(world, cause[1], reports)\n",
         wrong="",
     ),
     Mutant(
@@ -177,6 +207,12 @@ MUTANTS = (
         file="blame.py",
         right="if struck.count >= ASIDE_AFTER:",
         wrong="if struck.count > ASIDE_AFTER:",
+    ),
+    Mutant(
+        name="all that are set aside are taken back where one is needed",
+        file="blame.py",
+        right="set(struck[:wanting])",
+        wrong="set(struck if wanting else ())",
     ),
     Mutant(
         name="a job is given up one failure earlier",

@@ -1,4 +1,4 @@
-"""What is promised to nodes and operators: rules R11 to R14 of `launcher/world.py`.
+"""What is promised to nodes and operators: rules R10 to R15 of `launcher/world.py`.
 
 Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
 take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elasticzero.launcher.blame import ASIDE_AFTER
+from elasticzero.launcher.blame import ASIDE_AFTER, term_s
 from elasticzero.launcher.world import Alarm, Control, Member, Report, World
-from tests.simulation.schedule import CLEAN, HARMLESS
+from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
 if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
     from tests.simulation.cluster import Cluster
     from tests.simulation.training import Group
 
@@ -26,10 +27,18 @@ HEARD_S = 1.5
 TROUBLED_HEARD_S = 5.0
 """What an agent has heard of for certain, if it happened so long ago; the latter where watches lose
 what they were to tell."""
+LISTENS_S = 2.75
+"""So long after it came back an agent may wait for the end of a request, and not hear."""
 STEP_SHARE = 1.5
 """A step takes no longer than so many times what the plan says."""
+KNOWN_AWAY_S = 0.3
+"""Who has found that etcd is away decides by it so soon."""
+LAPSE_KNOWN_S = 1.5
+"""Beyond a TTL: how late it may be noticed that a member is gone whose lease has lapsed."""
 ANSWER_SHARE = 0.9
 """Clocks differ: of a time to answer so much must have passed by any."""
+TERM_SHARE = 0.9
+"""The same of the time for which a node is set aside."""
 STOPPED_WITHIN_S = 12.0
 """No step is made for longer after a stop."""
 PAID_WITHIN_STEPS = 10
@@ -49,6 +58,8 @@ class Promises:
     def __init__(self, cluster: Cluster, require: Callable[[bool, str, str], None]) -> None:
         self._cluster = cluster
         self._require = require
+        self._written_s = 0.0
+        """When the last world was written."""
         self._last_event_s = 0.0
         """When something last happened that may keep an agent from hearing, or change a world."""
         limits = cluster.plan.limits
@@ -66,10 +77,21 @@ class Promises:
         """By generation: when its alarm was raised, in true time."""
         self._owing: dict[str, tuple[float, int]] = {}
         """What the world that trains owes: since when, and for how many steps."""
+        self._steps = (0, 0.0, 0.0)
+        """Of the last generation that made steps: its number, when the last one ended, and since
+        when they go on without a pause, in time that etcd served."""
+        self._struck: dict[tuple[str, int], float] = {}
+        """By node and how many strikes it has: since when, in true time."""
+        self._only_machines = not cluster.plan.trouble and not cluster.plan.crash_at
+        """Nothing has happened but what machines suffer."""
 
     @property
     def _now_s(self) -> float:
         return self._cluster.etcd.served_s
+
+    def struck(self, kind: str) -> None:
+        """A fault, of whatever kind."""
+        self._only_machines &= kind.partition(":")[0] in MACHINES
 
     def disturbed(self) -> None:
         """Something happened, or an agent came back."""
@@ -112,19 +134,40 @@ class Promises:
         self._reports[generation, node] = (self._now_s, report)
 
     def alarmed(self, generation: int, alarm: Alarm) -> None:
-        """R10: a lapsed lease ends no generation whose steps go on long after it lapsed."""
-        self._alarms.setdefault(generation, self._cluster.timeline.now_s)
+        """R10: a lapsed lease ends no generation whose steps go on; R16: it ends one soon where
+        they do not."""
+        true_s, now_s = self._cluster.timeline.now_s, self._now_s
+        self._alarms.setdefault(generation, true_s)
         if alarm.kind != "lapse":
             return
-        node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
-        ended = [at for (name, _), (at, _) in self._ended.items() if name == node]
         world = self._cluster.world
         assert world is not None
-        stepped_s = self._cluster.group(world).stepped_s or 0.0
-        lives = bool(ended) and stepped_s - max(ended) > self._heard_s
-        goes_on = self._cluster.timeline.now_s - stepped_s < STEP_SHARE * self._cluster.plan.step_s
+        trained, stepped_s, since_s = self._steps
+        known = trained == generation
+        pause_s = STEP_SHARE * self._cluster.plan.step_s
+        goes_on = known and now_s - stepped_s < pause_s and now_s - since_s > self._heard_s
         text = f"{alarm.reason}, though steps went on: {generation}"
-        self._require(not (lives and goes_on), "R10", text)
+        self._require(not goes_on, "R10", text)
+        node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
+        self._check_noticed(generation, node, stepped_s if known else 0.0)
+
+    def _check_noticed(self, generation: int, node: str, stepped_s: float) -> None:
+        """R16."""
+        gone = [at for (name, _), (at, _) in self._ended.items() if name == node]
+        etcd = self._cluster.etcd
+        begun_s = max(stepped_s, self._last_event_s, self._written_s)
+        lasted_s = min(self._now_s - begun_s, self._cluster.timeline.now_s - max(gone, default=0.0))
+        lasted_s = min(lasted_s, self._cluster.timeline.now_s - etcd.back_s)
+        most_s = self._cluster.plan.ttl_s + LAPSE_KNOWN_S + self._heard_s
+        text = f"{generation} stood still for {lasted_s:.1f} s, until the lease of {node} counted"
+        self._require(lasted_s < most_s, "R16", text)
+
+    def asks(self, agent: Agent) -> None:
+        """R10: nobody who knows that etcd is away has workers stop at a boundary."""
+        away_s = self._cluster.timeline.now_s - agent.store.away_since_s
+        known = not agent.store.reachable and away_s > KNOWN_AWAY_S
+        text = f"{agent.host.name} asks for a boundary though etcd is away for {away_s:.1f} s"
+        self._require(not known, "R10", text)
 
     # -- what must be so
 
@@ -148,17 +191,24 @@ class Promises:
         self._check_aside(before, after, max(least for least, _ in sizes))
         self._check_take_over(before, after)
         self._check_writer(after)
+        charged = self._only_machines and after.fruitless > 0
+        self._require(not charged, "R15", f"a failure was charged: {after.reason}")
+        self._written_s = self._now_s
 
     def _check_writer(self, after: World) -> None:
         """R3: who writes a world is registered."""
-        writer = self._cluster.etcd.writer
+        etcd = self._cluster.etcd
         for agent in self._cluster.running():
-            if agent.store is writer:
+            if agent.store is etcd.writer:
                 me = agent.membership.me
                 ended_s, _ = self._ended.get((me.node, me.incarnation), (-1.0, 0.0))
                 stands = (me.node, me.incarnation) in self._since
                 stands |= ended_s == self._cluster.timeline.now_s
                 self._require(stands, "R3", f"{me.node} wrote {after.generation}, unregistered")
+                told = agent.look.told or 0
+                known = etcd.late or told in after.bad_steps or after.resume.step >= told
+                start = f"{after.generation} starts from {after.resume.step}"
+                self._require(known, "R5", f"{start}, its writer knew of {told} on storage")
 
     def _stood_before(self, member: Member) -> bool:
         """Whether a registration stood for so long that whoever wrote just now has read it; it may
@@ -191,7 +241,7 @@ class Promises:
             if agent is not None and not agent.leaving and not self._cluster.plan.trouble:
                 same = agent.membership.me.incarnation == member.incarnation
                 slow = report is not None and report.phase == "alive" and lasts_s > limits.stop_s
-                hears = same and not slow and agent.hears_for(HEARD_S)
+                hears = same and not slow and agent.hears_for(LISTENS_S)
                 self._require(not hears, "R11", f"{text}, which lives and hears")
             mine = report is not None and report.incarnation == member.incarnation
             if report is None or not mine or report.phase not in ("alive", "stopped"):
@@ -227,14 +277,15 @@ class Promises:
 
     def _check_aside(self, before: World | None, after: World, least: int) -> None:
         """R13."""
-        known = {s.node: s.count for s in before.strikes} if before is not None else {}
-        aside = _aside(after)
-        for struck in after.strikes:
-            new = struck.count >= ASIDE_AFTER and struck.count > known.get(struck.node, 0)
-            named = any(member.node == struck.node for member in after.members)
-            enough = len(after.members) - sum(m.node in aside for m in after.members) >= least
-            text = f"{struck.node} has {struck.count} strikes: {after.generation}"
-            self._require(not (new and named and enough), "R13", text)
+        now_s = self._cluster.timeline.now_s
+        rows = [(struck.node, struck.count) for struck in after.strikes]
+        self._struck = {row: self._struck.get(row, now_s) for row in rows}
+        named = {member.node for member in after.members}
+        for (node, count), since_s in self._struck.items():
+            aside = count >= ASIDE_AFTER and now_s - since_s < TERM_SHARE * term_s(count)
+            needed = len(after.members) <= least
+            text = f"{node} has {count} strikes: {after.generation}"
+            self._require(not aside or node not in named or needed, "R13", text)
 
     def _check_take_over(self, before: World | None, after: World) -> None:
         """R14."""
@@ -258,6 +309,11 @@ class Promises:
 
     def stepped(self, group: Group) -> None:
         """R12."""
+        trained, stepped_s, since_s = self._steps
+        pause_s = STEP_SHARE * self._cluster.plan.step_s
+        now_s, goes_on = self._now_s, trained == group.generation
+        goes_on &= now_s - stepped_s < pause_s
+        self._steps = (group.generation, now_s, since_s if goes_on else now_s)
         self._check_owed(group.world)
         if self._stop_s is not None:
             late = self._long_ago(self._stop_s, STOPPED_WITHIN_S)

@@ -36,6 +36,9 @@ class Even(Random):
     def choice(self, seq: Any) -> Any:
         return seq[0]
 
+    def randint(self, a: int, b: int) -> int:
+        return (a + b) // 2
+
     def getrandbits(self, k: int) -> int:
         self._numbers += 1
         return self._numbers

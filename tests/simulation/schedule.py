@@ -41,9 +41,16 @@ HARMLESS = frozenset({"pause-etcd", "kill-etcd", "busy-worker"})
 """These alone change no generation."""
 CLEAN = frozenset({"join", "drain", "scale", "stop"})
 """These alone, and those above, recompute no step."""
+MACHINES = frozenset(
+    {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "lose-node-silently"}
+    | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
+)
+"""Where nothing else happens, and etcd is well, no failure counts."""
 LASTING = ("pause", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
 """What begins so lasts for a while."""
 HANG_TIMEOUT_S = 2.5
+STRANDED_SHARE = 0.02
+"""So many schedules are about nodes that wait for others, and are lost while they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         hang_timeout_s=random.choice([None, HANG_TIMEOUT_S]),
     )
     faults = _faults(random, hangs=limits.hang_timeout_s is not None)
+    if random.random() < STRANDED_SHARE:
+        faults = _stranded(random, count, least)
     step_s = random.choice([0.06, 0.1, 0.15, 0.25])
     lasts_s = 1.5 + max((f.at_s + f.seconds for f in faults), default=0.0)
     steps = max(10, int(lasts_s * random.uniform(0.5, 1.3) / step_s))
@@ -138,6 +147,17 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         poll_s=random.choice([0.5, 1.0, 2.0]),
         faults=faults,
     )
+
+
+def _stranded(random: Random, count: int, least: int) -> tuple[Fault, ...]:
+    """Fewer than MIN are left; one of them is lost too; much later others come."""
+    at_s = random.uniform(1.5, 4.0)
+    lost = [Fault(at_s, "lose-node", random.random(), 0.0) for _ in range(count - least + 1)]
+    waits_s = random.choice([0.5, 1.0, 2.0])
+    later = Fault(at_s + waits_s, "lose-node", random.random(), 0.0)
+    come_s = at_s + waits_s + random.uniform(3.0, 8.0)
+    joins = [Fault(come_s, "join", 0.0, 0.0) for _ in range(count)]
+    return (*lost, later, *joins)
 
 
 def _faults(random: Random, *, hangs: bool) -> tuple[Fault, ...]:

@@ -122,6 +122,8 @@ class SlowLook:
         self._random = random
         self._wake = wake
         self._seen: Seen | None = None
+        self.told: int | None = None
+        """The newest good checkpoint, as it was told last; None: none, or not yet."""
         self._until_s = 0.0
         self._looking = False
         self._known: frozenset[int] = frozenset()
@@ -138,6 +140,7 @@ class SlowLook:
             return Seen()
         timeline = self._storage.timeline
         fresh = timeline.now_s < self._until_s and bad.keys() <= self._known
+        self.told = self._seen.step if fresh and self._seen is not None else None
         if fresh and self._seen is not None:
             return self._seen
         if not self._looking:

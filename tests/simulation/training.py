@@ -40,6 +40,7 @@ class Worker:
         "group",
         "hang",
         "hung_s",
+        "long_until_s",
         "phase",
         "progress_s",
         "rank",
@@ -60,6 +61,8 @@ class Worker:
         """Why it is deaf."""
         self.hung_s = 0.0
         """Since when."""
+        self.long_until_s = 0.0
+        """In a long kernel until then: it hears nothing."""
         self.busy = False
         """In a section in which no step is due."""
         self.progress_s = gang.cluster.timeline.now_s
@@ -226,6 +229,7 @@ class Group:
                 self.cluster.rules.stepped_alone(self, worker)
             late = random.random() < 0.05
             delay_s = random.uniform(0.2, 2.0) if late else random.uniform(0.002, 0.06)
+            worker.long_until_s = now_s + delay_s if late else 0.0
             self.cluster.timeline.after(delay_s, self.notice, worker)
 
     def notice(self, worker: Worker) -> None:

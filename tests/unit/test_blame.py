@@ -11,13 +11,15 @@ from elasticzero.launcher.blame import (
     KEPT_SETBACKS,
     MOST_ASIDE_S,
     fruitless,
+    furthest,
+    kept_aside,
     likeness,
     set_aside,
     setbacks,
     strikes,
 )
 from elasticzero.launcher.world import Failure, Member, Report, Setback, Strikes, World
-from elasticzero.messages import Resume
+from elasticzero.messages import Resume, Source
 
 OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
 PEER = Failure(rank=1, blame="peer", message="connection reset")
@@ -63,6 +65,51 @@ def test_what_counts_against_max_restarts(resume_step, cause, reports, expected)
     """reports: the nodes that made one; those that leave in capitals."""
     found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
     assert fruitless(world(), resume_step, cause, found) == expected
+
+
+HELD_BY_C = Resume(
+    tier="ram",
+    step=20,
+    generation=2,
+    sources=tuple(Source(rank=rank, node=node, address="") for rank, node in enumerate("ac")),
+)
+UNREAD = Failure(rank=0, blame="environment", message="a shard cannot be read", step=20)
+
+
+@pytest.mark.parametrize(
+    ("failure", "here", "counts"),
+    [(UNREAD, "ab", False), (UNREAD, "abc", True), (OWN, "ab", True)],
+    ids=["its holder is gone", "all holders are there", "another failure"],
+)
+def test_a_state_whose_holder_is_gone_is_nobodys_fault(failure, here, counts) -> None:
+    found = dict.fromkeys(here, said(None)) | {"a": said(failure)}
+    started = world(resume=HELD_BY_C)
+    assert fruitless(started, 20, ("a", failure), found) == world().fruitless + counts
+    assert bool(strikes(started, found, 1.0)) == counts
+
+
+@pytest.mark.parametrize(
+    ("start", "before", "resume", "counted", "expected"),
+    [
+        (20, 10, 30, False, 30),
+        (20, 20, 5, True, 20),
+        (5, 20, 15, True, 20),
+        (5, 20, 10, False, 20),
+        (20, 20, 5, False, 5),
+    ],
+    ids=["progress", "thrown back", "not past it", "a drain", "a loss takes it back"],
+)
+def test_what_must_be_got_past(start, before, resume, counted, expected) -> None:
+    then = world(resume=Resume(tier="storage", step=start), furthest=before)
+    assert furthest(then, resume, then.fruitless + counted) == expected
+
+
+def test_what_was_reached_before_a_failure_threw_it_back_is_no_progress() -> None:
+    behind = world(resume=Resume(tier="fresh"), furthest=20, setbacks=(told(2),))
+    reports = dict.fromkeys("ab", said(None))
+    assert fruitless(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
+    assert setbacks(behind, 20, ("a", OWN)) == (told(2), told(3))
+    assert fruitless(behind, 21, ("a", OWN), reports) == 0
 
 
 def told(generation: int, **changes) -> Setback:
@@ -169,3 +216,22 @@ def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
 def test_the_time_counts_from_the_last_strike() -> None:
     assert set_aside(TWICE, THRICE, {"a": 0.0}, 1000.0) == {"a": 30.0}
     assert set_aside(THRICE, THRICE, {"a": 0.0}, 1000.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("here", "least", "waits"),
+    [
+        ("abcd", 1, "bcd"),
+        ("abcd", 2, "bd"),
+        ("abcd", 3, "b"),
+        ("abcd", 5, ""),
+        ("bcd", 1, "bd"),
+        ("abd", 2, "bc"),
+        ("acd", 2, "bd"),
+        ("a", 2, "bcd"),
+    ],
+)
+def test_as_many_are_taken_back_as_are_wanting(here: str, least: int, waits: str) -> None:
+    row = tuple(Strikes(node=node, count=count) for node, count in (("b", 4), ("c", 3), ("d", 3)))
+    aside = {"b": 5.0, "c": 10.0, "d": 20.0}
+    assert kept_aside(aside, row, set(here), least) == set(waits)

@@ -75,6 +75,7 @@ def says(phase: str, of: Member, **fields) -> Report:
 
 ALARM = Alarm(node="b", kind="failure", reason="it broke")
 TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
+LAPSE = [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]
 STOPPED = replace(TRAINS, running=0, aborted_s=99.6)
 HEALTHY = StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0)
 HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
@@ -89,6 +90,12 @@ AT_REST = View(
     reports={"a": RESTORED, "b": says("restored", B)},
     store=HEALTHY,
     token="new",
+)
+LAPSED = replace(
+    AT_REST,
+    members=named(A),
+    missing_since_s={"b": 99.5},
+    workers=replace(TRAINS, stepped_s=96.0),
 )
 ALONE = View(me=A, members=named(A), oldest=True, last_join_s=99.0, began_s=90.0, token="new")
 ROUND = replace(AT_REST, alarm=ALARM, alarm_s=90.0, round_s=99.5)
@@ -183,6 +190,7 @@ TABLE = [
     ("all gone, but not for long", v(SPARE, missing_since_s={"a": 99.0, "b": 99.0}), []),
     ("one is left", v(SPARE, missing_since_s={"a": 90.0}), []),
     ("all gone, the store came back just now", v(SPARE, store=replace(HEALTHY, well_since_s=97.0)), []),
+    ("all gone, steps of before prove nothing", v(SPARE, workers=w(TRAINS, generation=2, running=0)), [WriteWorld]),
     ("all gone, too few spares", v(SPARE, members=named(C)), []),
     # A4
     ("a worker failed", v(AT_REST, workers=w(TRAINS, failed=True, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="rank 0: ValueError: no"))]),
@@ -247,14 +255,19 @@ TABLE = [
     ("the reports are not read yet", v(AT_REST, reports=None, members=named(A), missing_since_s={"b": 99.5}), []),
     ("one has not finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": RESTORED}), []),
     # L3
-    ("a lapsed lease", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
-    ("a step since", v(AT_REST, members=named(A), missing_since_s={"b": 98.0}), []),
-    ("a step since, but none for long", v(AT_REST, members=named(A), missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]),
-    ("the store came back just now", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, well_since_s=96.0)), []),
-    ("the store is away", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, reachable=False)), []),
-    ("own lease not confirmed", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, store=replace(HEALTHY, confirmed_s=90.0)), []),
-    ("it had finished", v(AT_REST, members=named(A), missing_since_s={"b": 99.5}, reports={"a": RESTORED, "b": says("finished", B)}), []),
-    ("not the leader's part", v(AT_REST, me=B, missing_since_s={"b": 99.5}, my_report=says("restored", B)), []),
+    ("a lapsed lease", LAPSED, LAPSE),
+    ("a step since", v(LAPSED, missing_since_s={"b": 95.0}), []),
+    ("a step just before: it is cut off", v(LAPSED, workers=TRAINS), []),
+    ("a step since, but the next is waited for", v(LAPSED, missing_since_s={"b": 90.0}, workers=w(TRAINS, stepped_s=94.0, silent_s=6.0)), LAPSE),
+    ("a step since, and steps are long", v(LAPSED, missing_since_s={"b": 90.0}, workers=w(TRAINS, stepped_s=94.0, silent_s=6.0, longest_step_s=4.0)), []),
+    ("a step since, and none is due", v(LAPSED, missing_since_s={"b": 75.0}, workers=w(TRAINS, stepped_s=76.0)), []),
+    ("a step since, but none is due for long", v(LAPSED, missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), LAPSE),
+    ("a step since, and all here have finished", v(LAPSED, missing_since_s={"b": 90.0}, my_report=says("finished", A), workers=w(TRAINS, stepped_s=94.0, running=0, finished=True)), LAPSE),
+    ("the store came back just now", v(LAPSED, store=replace(HEALTHY, well_since_s=96.0)), []),
+    ("the store is away", v(LAPSED, store=replace(HEALTHY, reachable=False)), []),
+    ("own lease not confirmed", v(LAPSED, store=replace(HEALTHY, confirmed_s=90.0)), []),
+    ("it had finished", v(LAPSED, reports={"a": RESTORED, "b": says("finished", B)}), []),
+    ("not the leader's part", v(LAPSED, me=B, my_report=says("restored", B)), []),
     # L4
     ("all stopped: next world", ENDED, [WriteWorld]),
     ("one silent, not long", v(SILENT_B, alarm_s=99.8, members=named(A, C)), []),
@@ -302,9 +315,12 @@ TABLE = [
     ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, restored=False)), []),
     ("it is set aside", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 80.0}), []),
     ("it was set aside for long enough", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 60.0}), [Ask(FLAG_GROW)]),
+    ("a member is cut off: its place comes first", v(AT_REST, members=named(A, C), last_join_s=90.0, missing_since_s={"b": 98.0}), []),
+    ("room, but the store is away", v(AT_REST, members=named(A, B, C), last_join_s=90.0, store=replace(HEALTHY, reachable=False)), []),
     ("room by a greater MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0, control=scaled(1, 4)), [Ask(FLAG_GROW)]),
     ("no room by a smaller MAX", v(AT_REST, members=named(A, B, C), last_join_s=90.0, control=scaled(1, 2)), []),
     ("more than MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2)), [Ask(FLAG_LEAVE)]),
+    ("more than MAX, but the store is away", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), store=replace(HEALTHY, reachable=False)), []),
     ("more than MAX, a plain script", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="scaled to at most 2 nodes"))]),
     ("more than MAX, while starting", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), my_report=None, workers=w(TRAINS, restored=False)), []),
     ("more than MAX, not the leader", v(AT_REST, me=B, world=world(A, B, C), my_report=says("restored", B), control=scaled(1, 2)), []),
@@ -313,6 +329,7 @@ TABLE = [
     ("MIN is lowered below MIN: go on", v(STRANDED, control=scaled(1, 1)), [WriteWorld]),
     # L7
     ("stop at a boundary", v(AT_REST, control=STOP), [Ask(FLAG_STOP)]),
+    ("stop, but the store is away", v(AT_REST, control=STOP, store=replace(HEALTHY, reachable=False)), []),
     ("stop, asked already", v(AT_REST, control=STOP, workers=w(TRAINS, asked=FLAG_STOP)), []),
     ("stop goes before growth", v(AT_REST, control=STOP, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_STOP)]),
     ("stop, not the leader", v(AT_REST, me=B, my_report=says("restored", B), control=STOP), []),
@@ -504,6 +521,29 @@ def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_en
     assert following.reason.startswith("b is set aside: its workers failed time and again, where")
     few = next_world(v(blamed(), world=world(A, B, strikes=twice)))
     assert few.members == (A, B), "never where fewer than MIN would be left"
+
+
+def test_of_the_nodes_set_aside_those_come_back_that_are_needed_and_no_more() -> None:
+    row = tuple(Strikes(node=node, count=count) for node, count in (("c", 4), ("d", 3), ("e", 5)))
+    e = member("e")
+    view = v(
+        SILENT_B, world=world(A, B, strikes=row), members=named(A, C, D, e), round_s=98.0,
+        struck_s={"c": 90.0, "d": 99.0, "e": 90.0},
+    )  # fmt: skip
+    following = next_world(view)
+    assert following.members == (A, D), "the fewest strikes come first, and MIN is enough"
+    needed = "d is needed, though set aside: its workers failed time and again"
+    assert needed in following.reason
+    assert next_world(v(view, control=scaled(3, 4))).members == (A, C, D)
+    assert next_world(v(view, control=scaled(1, 4))).members == (A,)
+
+
+def test_a_spare_takes_over_without_those_that_are_set_aside() -> None:
+    aside = v(
+        SPARE, world=world(A, B, strikes=(Strikes(node="c", count=3),)), struck_s={"c": 90.0}
+    )  # fmt: skip
+    assert next_world(v(aside, control=scaled(1, 3))).members == (D,)
+    assert next_world(aside).members == (C, D), "fewer than MIN would be left"
 
 
 def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation():
