@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo 
 VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
+# Tests run at a time, on two cores: those of clusters wait for a third of their time.
+JOBS ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test check bench chaos tools clean
@@ -22,7 +24,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 mi
 	$(RUN) examples/demo.py
 
 test: $(READY) tools ## every test but the long random ones
-	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q -n 2 --dist loadfile
+	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(RUN) -m ruff check .
