@@ -38,6 +38,8 @@ from elasticzero.launcher.store import job_prefix
 HERE = Path(__file__).resolve().parent
 CROWD = HERE / "rendezvous_crowd.py"
 TTL_S = 5
+FEW = 10
+"""Clients in the first process of several: the first ones lead, and must not wait for the many."""
 SETTLE_S = 2.0
 """Between generation 1 and the measured rest."""
 RECEIVED = "grpc_server_msg_received_total"
@@ -158,7 +160,9 @@ def crowds_of(
     """The processes of those that stay, and the one of those that will vanish."""
     stay = agents - victims
     processes = max(1, min(options.processes, stay // 25))
-    cuts = [stay * n // processes for n in range(processes + 1)] + [agents]
+    few = FEW if processes > 1 else 0
+    cuts = [few + (stay - few) * n // processes for n in range(processes + 1)] + [agents]
+    cuts = [0, *cuts] if few else cuts
     crowds = [
         Crowd(
             CrowdOptions(
