@@ -55,9 +55,9 @@ from elasticzero.records import decode
 
 THREADS = 8
 """Each takes care of its share of the clients, one at a time."""
-REST_S, BUSY_S = 0.25, 0.02
+REST_S, BUSY_S, LONG_ROUND_S = 0.25, 0.02, 5.0
 """How often a client looks at the clock when nothing happens, as agents do; BUSY_S is for whom the
-others wait."""
+others wait, in a round that is not long."""
 STOP_S = 0.05
 """Workers that end leave their state in memory first."""
 STEP = 7
@@ -219,7 +219,8 @@ class Client:
             view, decision = self._look(now_s)
             for action in decision.actions:
                 self._do(action, view, now_s)
-            if view.round_s is not None and (view.reports is not None or decision.actions):
+            in_round_s = now_s - view.round_s if view.round_s is not None else float("inf")
+            if in_round_s <= LONG_ROUND_S and (view.reports is not None or decision.actions):
                 rest_s = BUSY_S
         except StoreUnavailable as error:
             self._crowd.tell("trouble", client=self.name, error=str(error))
