@@ -46,6 +46,7 @@ world: the oldest registration):
  L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
  L9  while the store is away nothing is asked of the workers: nobody could write the world, or the
      end, for which they would stop (L6, L7; A11 for who leaves).
+ L10 who is drained is taken into no world, though the node may not have heard of it.
 Invariant: nothing is written about a generation other than the one that `world` names, and every
 write is conditioned on that document's revision.
 """

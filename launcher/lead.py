@@ -79,6 +79,12 @@ def answers_of(view: View) -> dict[str, Report]:
     }
 
 
+def candidates_of(view: View) -> list[Member]:
+    """Who is registered, and not drained: L10."""
+    members = (view.members or {}).values()
+    return [member for member in members if not view.control.drains(member)]
+
+
 def first_world(view: View, now_s: float, limits: Limits) -> Decision:
     if view.leaving:
         return Decision((Leave(ExitCode.LEFT),), "leaving before the job began")
@@ -93,7 +99,8 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return wait("waiting for the oldest node to write the first world")
     if view.control.stop:
         return stop_from_storage(view)
-    here = len(view.members)
+    candidates = candidates_of(view)
+    here = len(candidates)
     if here < limits.min_nodes:
         return wait(f"{here} of at least {limits.min_nodes} nodes are here")
     settling_s = view.last_join_s + limits.settle_s - now_s
@@ -101,7 +108,7 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
-    members = line_up(None, list(view.members.values()), (), limits.max_nodes)
+    members = line_up(None, candidates, (), limits.max_nodes)
     resume = choose_resume(None, {}, view.storage_step)
     if (refused := too_damaged(view, resume, limits)) is not None:
         return refused
@@ -137,8 +144,9 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         )
     if view.control.stop:
         return stop_from_storage(view)
-    waiting = kept_aside(aside, world.strikes, view.members, limits.min_nodes)
-    here = [member for member in view.members.values() if member.node not in waiting]
+    candidates = candidates_of(view)
+    waiting = kept_aside(aside, world.strikes, {m.node for m in candidates}, limits.min_nodes)
+    here = [member for member in candidates if member.node not in waiting]
     members = line_up(None, here, (), limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
@@ -196,8 +204,8 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     if room < 0 and view.control.nnodes is not None:
         return ask(view, FLAG_LEAVE, "leave", f"scaled to at most {count_of(limits.max_nodes)}")
     aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
-    registered = (view.members or {}).values()
-    spare = [m.node for m in registered if not world.names(m) and m.node not in aside]
+    waiting = [m.node for m in candidates_of(view) if not world.names(m)]
+    spare = [node for node in waiting if node not in aside]
     settled = now_s - view.last_join_s >= limits.grow_settle_s
     if spare and room > 0 and settled and not view.missing_since_s:
         return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")

@@ -23,7 +23,7 @@ from elasticzero.launcher.blame import (
 )
 from elasticzero.launcher.ending import given_up, passed_over, stop, too_damaged
 from elasticzero.launcher.hangs import deadlocked
-from elasticzero.launcher.lead import NAMES_SHOWN, answers_of, count_of
+from elasticzero.launcher.lead import NAMES_SHOWN, answers_of, candidates_of, count_of
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import (
     Alarm,
@@ -116,8 +116,7 @@ def _next_world(view: View, following: World, found: _Round, limits: Limits, los
     world, cause = view.world, found.cause
     assert world is not None
     stay = {m.node for m in found.staying}
-    registered = (view.members or {}).values()
-    joiners = [m for m in registered if m.node not in stay and not world.names(m)]
+    joiners = [m for m in candidates_of(view) if m.node not in stay and not world.names(m)]
     here = {m.node for m in (*joiners, *found.staying)}
     waiting = kept_aside(found.aside, following.strikes, here, limits.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))

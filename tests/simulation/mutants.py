@@ -75,7 +75,6 @@ MUTANTS = (
         file="lead.py",
         right="return own_lease_is_fresh and store_is_well and not proven_alive",
         wrong="return own_lease_is_fresh and store_is_well",
-        sure=False,
     ),
     Mutant(
         name="a step just before its lease lapsed is no proof of life",
@@ -164,6 +163,12 @@ MUTANTS = (
         file="lead.py",
         right="if spare and room > 0 and",
         wrong="if spare and room > 99 and",
+    ),
+    Mutant(
+        name="who is drained is taken until it has heard of it",
+        file="lead.py",
+        right="return [member for member in members if not view.control.drains(member)]",
+        wrong="return list(members)",
     ),
     Mutant(
         name="a lowered MAX shrinks nothing",
@@ -263,14 +268,12 @@ MUTANTS = (
         file="hangs.py",
         right="if workers.silent_s >= limit_s:",
         wrong="if False:",
-        sure=False,
     ),
     Mutant(
         name="a leader writes though its registration is gone",
         file="acting.py",
         right="            self._membership.condition(),\n",
         wrong="",
-        sure=False,
     ),
     Mutant(
         name="a world is written though the job is over",

@@ -258,7 +258,8 @@ class Promises:
             self._check_left_out(before, after)
         aside = _aside(after)
         for node, incarnation in [*self._since, *self._ended]:
-            if node in aside or after.find(node, incarnation) is not None:
+            drained = (node, incarnation) in self._drained
+            if drained or node in aside or after.find(node, incarnation) is not None:
                 continue
             agent = self._cluster.hosts[node].agent
             me = agent.membership.me if agent is not None else None
@@ -340,6 +341,7 @@ class Promises:
         for node, incarnation in self._since:
             agent = self._cluster.hosts[node].agent
             idle = agent is not None and not agent.dead and not agent.leaving
+            idle &= (node, incarnation) not in self._drained
             if idle and world.find(node, incarnation) is None:
                 found.append(f"{node} {incarnation} waits")
         return found

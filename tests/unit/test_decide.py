@@ -29,6 +29,7 @@ from elasticzero.launcher.world import (
     Alarm,
     Control,
     Done,
+    Drain,
     Failure,
     Holding,
     Member,
@@ -126,6 +127,7 @@ NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
 STOP = Control(stop=True)
+DRAINED = Control(drain=(Drain(node="c", incarnation="i-c"),))
 BEGIN_ANEW = "stopped by an operator; there is no checkpoint, --restart begins anew"
 GO_ON = "stopped by an operator; --restart goes on from the checkpoint of step"
 
@@ -327,6 +329,11 @@ TABLE = [
     ("fewer than MIN, but training", v(AT_REST, control=scaled(3, 3)), []),
     ("MIN is raised: the first world waits", v(ALONE, members=named(A, B), last_join_s=90.0, control=scaled(3, 3)), []),
     ("MIN is lowered below MIN: go on", v(STRANDED, control=scaled(1, 1)), [WriteWorld]),
+    # L10
+    ("who waits is drained", v(AT_REST, members=named(A, B, C), last_join_s=90.0, control=DRAINED), []),
+    ("drained before the first world", v(ALONE, members=named(A, C), last_join_s=90.0, control=DRAINED), []),
+    ("all gone, and too few are not drained", v(SPARE, me=D, control=DRAINED), []),
+    ("MIN by a newcomer who is drained", v(SILENT_B, round_s=98.0, members=named(A, C), control=DRAINED), []),
     # L7
     ("stop at a boundary", v(AT_REST, control=STOP), [Ask(FLAG_STOP)]),
     ("stop, but the store is away", v(AT_REST, control=STOP, store=replace(HEALTHY, reachable=False)), []),
