@@ -236,7 +236,6 @@ MUTANTS = (
         file="decide.py",
         right='actions = list(_report(view, "alive", "").actions)',
         wrong="actions = []",
-        sure=False,
     ),
     Mutant(
         name="a node that leaves does not wait until its state is read",
@@ -249,7 +248,6 @@ MUTANTS = (
         file="leaving.py",
         right="if not view.store.reachable:",
         wrong="if False:",
-        sure=False,
     ),
     Mutant(
         name="one node that waits is taken for a deadlock",
