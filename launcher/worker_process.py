@@ -25,8 +25,6 @@ from elasticzero.messages import (
 TAIL_BYTES = 1 << 20
 HAND_S = 1.0
 """A kept process takes its new assignment within so long."""
-SCRUBBED = ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", *secret.VARIABLES)
-"""The agent's own; a worker's imports must not see it."""
 
 
 @dataclass(slots=True)
@@ -131,7 +129,7 @@ def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment as a worker may see it."""
-    return {key: value for key, value in environment.items() if key not in SCRUBBED}
+    return {key: value for key, value in environment.items() if key not in secret.VARIABLES}
 
 
 @dataclass(slots=True)
