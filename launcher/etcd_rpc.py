@@ -273,12 +273,13 @@ class Connection:
 
     def no_answer(self, operation: str, call: Any, *, end: bool) -> None:
         """A stream gave no answer in time: its endpoint is silent. It is ended, with all streams of
-        that endpoint, if there is another one; and if `end` says so."""
+        that endpoint, if there is another one, or that one is in use already; and if `end` says
+        so."""
         self.observe(operation, 0.0, "no_answer")
         with self._lock:
             index = self._streams.get(call, self._current)
         self._silent(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
-        if end:
+        if end or index != self._current:
             call.cancel()
 
     def pause(self, failures: int) -> None:

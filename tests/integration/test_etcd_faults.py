@@ -420,6 +420,19 @@ def test_an_endpoint_that_falls_silent_is_left_with_its_streams(
         assert not lease.lost and "leased" in other.read("leased").entries
 
 
+def test_a_stream_that_began_at_an_endpoint_just_left_is_ended_when_it_is_silent(
+    etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    """It was about to begin when others moved on, who could not end it."""
+    store = connect(etcd.endpoint, etcd.endpoint)
+    connection, lease = store._connection, store.lease(60)
+    eventually(lambda: lease._stream is not None)
+    stream = lease._stream
+    connection._current = 1
+    connection.no_answer("keepalive", stream, end=False)
+    eventually(lambda: lease._stream is not stream)
+
+
 def test_the_error_of_every_request_is_counted(etcd: EmbeddedEtcd) -> None:
     seen: list[tuple[str, str | None]] = []
 
