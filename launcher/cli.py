@@ -34,7 +34,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """words: the command line; only commands that it names get their options, and all without."""
+    """words: the command line; only the command that it names gets its options, and all do
+    without."""
+    named = next((word for word in words or () if word in COMMANDS), None)
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
     parser.add_argument("--version", action="version", version=f"elasticzero {__version__}")
     commands = parser.add_subparsers(
@@ -43,7 +45,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         with_arguments = name in ("run", "local")
         command = commands.add_parser(name, help=text, allow_abbrev=not with_arguments)
-        if words is None or name in words:
+        if words is None or name == named:
             _add_options(command, name, words)
     return parser
 
@@ -67,8 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        known = " ".join(words[:1])
-        parser.prog = f"elasticzero {known}"
+        parser.prog = f"elasticzero {args.command}"
         parser.error(f"unknown option {unknown[0]}")
     return args
 

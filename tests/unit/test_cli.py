@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli import build_parser, main
+from elasticzero.launcher.cli import build_parser, main, parse
 from elasticzero.launcher.local import Fault, most_nodes, parse_fault
 from elasticzero.launcher.options import RUN_OPTIONS, check_numbers, parse_nnodes, parse_nproc
 
@@ -82,7 +82,6 @@ def test_every_option_has_a_variable(option, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICZERO_NNODES", "2:3")
-    parse = build_parser().parse_args
     assert parse(["run", "train.py"]).nnodes == "2:3"
     assert parse(["run", "--nnodes", "1:9", "train.py"]).nnodes == "1:9"
 
@@ -107,6 +106,22 @@ def test_a_value_from_the_environment_is_checked(
     )
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == f"error: {variable}={value}: {wanted}\n"
+
+
+def test_a_word_after_the_command_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a job's name, of a command that has nothing to do with the variable."""
+    monkeypatch.setenv("ELASTICZERO_STRATEGY", "zero9")
+    assert parse(["status", "--etcd", "h:1", "--job", "run"]).job == "run"
+
+
+def test_an_unknown_option_leads_to_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--quick", "status", "--etcd", "h:1", "--job", "j"])
+    assert capsys.readouterr().err == (
+        "error: unknown option --quick\nsee: elasticzero status --help\n"
+    )
 
 
 @pytest.mark.parametrize(
