@@ -118,13 +118,13 @@ MUTANTS = (
         file="regroup.py",
         right="return found.incarnation == member.incarnation\n    ttl_s",
         wrong="return True\n    ttl_s",
+        sure=False,
     ),
     Mutant(
         name="a member that answered lives for ever",
         file="regroup.py",
         right="return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)",
         wrong="return young or missing_s > 0.0",
-        sure=False,
     ),
     Mutant(
         name="a node that leaves keeps its place",
@@ -193,12 +193,14 @@ MUTANTS = (
         file="blame.py",
         right="return resume_step > max(world.resume.step, world.furthest)",
         wrong="return resume_step > world.resume.step",
+        sure=False,
     ),
     Mutant(
         name="who cannot read what a lost node held is charged",
         file="blame.py",
         right="    counts &= not _in_want(world, cause[1], reports)\n",
         wrong="",
+        sure=False,
     ),
     Mutant(
         name="a lost node is charged to the job",
