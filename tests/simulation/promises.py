@@ -350,14 +350,12 @@ class Promises:
         """R11, R12: it is paid within some steps, as long as all agents hear of it."""
         owed = self._owed(world)
         agents = [self._cluster.hosts[m.node].agent for m in world.members] if owed else []
-        now_s, poll_s = self._cluster.timeline.now_s, self._cluster.plan.poll_s
+        now_s = self._cluster.timeline.now_s
         if any(a is None or not a.store.well or a.deaf_until_s > now_s for a in agents):
             owed = []
         known = self._owing
         self._owing = {text: known.get(text, (self._now_s, 0)) for text in owed}
         for text, (since_s, steps) in self._owing.items():
             self._owing[text] = (since_s, steps + 1)
-            # An agent that waits looks again after poll_s, and another newcomer may begin it anew.
-            late_s = 2 * self._heard_s + poll_s
-            late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, late_s)
+            late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, 2 * self._heard_s)
             self._require(not late, "R11", f"{text}: {world.generation} has room for {self._sizes}")
