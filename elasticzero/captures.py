@@ -6,11 +6,9 @@ done there. When to capture is decided by `pacing`, from words that all ranks re
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +23,13 @@ from elasticzero.checkpoint.writer import Piece, shard_bytes
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.link import AgentLink
 from elasticzero.messages import Assignment, Captured, GiveUp, Paced
-from elasticzero.pacing import Ledger, Word, interval
+from elasticzero.pacing import Ledger, Word
 from elasticzero.saving import Author, draft
+from elasticzero.snapshot_cost import SnapshotCost
 from elasticzero.state import BoundaryCopy, Share
 
 _POLL_S = 0.002
 _JOIN_S = 0.05
-_MEASURED_STEPS = 20
-_MEASURED_STALLS = 7
 
 
 class Captures:
@@ -71,10 +68,7 @@ class Captures:
         self._unkept = self._unsaved = -1
         self._save_error = ""
         self._agreed = False
-        self._stalls_s: deque[float] = deque(maxlen=_MEASURED_STALLS)
-        self._wished = 0
-        """Rank 0: the interval it last asked for, in steps."""
-        self._steps_s: deque[float] = deque(maxlen=_MEASURED_STEPS)
+        self._cost = SnapshotCost()
 
     def begin(self, copy: BoundaryCopy) -> None:
         """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
@@ -109,7 +103,8 @@ class Captures:
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
-        self._steps_s.append(seconds)
+        if self._ledger.saving is None:  # it may have waited for a disk
+            self._cost.stepped(seconds)
 
     def word(self, flags: int) -> Word:
         """What this rank tells the others at this boundary."""
@@ -123,28 +118,17 @@ class Captures:
             saved=max(link.saved, self._unsaved, start - 1),
             unkept=max(link.unkept, self._unkept),
             unsaved=max(link.unsaved, self._unsaved),
-            every=self._wished_interval() if chooses else 0,
+            every=self._cost.wished() if chooses else 0,
         )
-
-    def _wished_interval(self) -> int:
-        """A new interval, where what was measured asks for one twice as long, or half; else 0."""
-        if not self._stalls_s or not self._steps_s:
-            return 0
-        stall_s, step_s = statistics.median(self._stalls_s), statistics.median(self._steps_s)
-        every, known = interval(stall_s, step_s), self._wished
-        if known and known / 2 <= every <= known * 2:
-            return 0
-        self._wished = every
-        return every
 
     def heard(self, word: Word) -> None:
         """All ranks have read this word."""
         before, self._ledger = self._ledger, self._ledger.heard(word)
+        if not self._ledger.copying:
+            self._cost.landed()
         if before.every != self._ledger.every and self._assignment.rank == 0:
-            step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
-            stall_s = statistics.median(self._stalls_s) if self._stalls_s else 0.0
-            paced = Paced(every=self._ledger.every, stall_s=stall_s, step_s=step_s)
-            self._link.send(paced)
+            cost = self._cost
+            self._link.send(Paced(every=self._ledger.every, cost_s=cost.cost_s, step_s=cost.step_s))
         saving = before.saving
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
             self._link.send(GiveUp(step=saving, generation=self._assignment.generation))
@@ -213,7 +197,8 @@ class Captures:
             self._unkept = copy.step
             captured, size = replace(captured, direct=True, manifest=written), 0
         seconds = time.monotonic() - began_s
-        self._stalls_s.append(seconds)
+        if not checkpoint:
+            self._cost.captured(seconds)
         self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
             self._saved_step = self._handed = copy.step

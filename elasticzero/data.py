@@ -83,7 +83,10 @@ class Order:
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """The dataset indices at positions `[start, stop)` of an epoch."""
-        positions_P = np.arange(start, stop, dtype=np.uint64)
+        return self.at(epoch, np.arange(start, stop, dtype=np.uint64))
+
+    def at(self, epoch: int, positions_P: Positions) -> Indices:
+        """The dataset indices at any positions of an epoch."""
         if not self.shuffle:
             return positions_P.astype(np.int64)
         return permuted(positions_P, self.samples, self.seed, epoch)

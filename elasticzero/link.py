@@ -179,6 +179,11 @@ class AgentLink:
             self._doing.pop()
             self.send(Busy(doing=self._doing[-1] if self._doing else None))
 
+    @property
+    def is_busy(self) -> bool:
+        """Inside such a section."""
+        return bool(self._doing)
+
     def _hear(self) -> None:
         assert self._channel is not None
         while True:

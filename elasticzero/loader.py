@@ -8,8 +8,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,6 +19,8 @@ from elasticzero.data import GlobalBatch, MicroBatch, Order, Plan, Position, mic
 from elasticzero.errors import UserError
 
 PR_SET_PDEATHSIG = 1
+_AHEAD = 64
+"""Micro-batches whose samples are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +121,14 @@ class Walk:
     def indices(self, position: Position) -> Iterator[list[int]]:
         """The dataset indices of every micro-batch from `position` to the end."""
         order: Order = self.plan.order
-        for batch, _ in self.steps(replace(position)):
-            for part in self.parts(batch):
-                span = part.positions
-                yield order.indices(batch.epoch, span.start, span.stop).tolist()
+        for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
+            spans = (part.positions for batch, _ in batches for part in self.parts(batch))
+            while some := list(islice(spans, _AHEAD)):
+                each_P = [np.arange(span.start, span.stop, dtype=np.uint64) for span in some]
+                indices_P = order.at(epoch, np.concatenate(each_P))
+                ends = np.cumsum([len(positions_P) for positions_P in each_P])
+                for part_P in np.split(indices_P, ends[:-1]):
+                    yield part_P.tolist()
 
 
 class Progress:
@@ -149,6 +157,10 @@ class Progress:
         """A micro-batch is handed to the script."""
         self.part, self.backward, self.stepped = part, False, False
         self.data_wait_s += waited_s
+
+    def excuse(self, seconds: float) -> None:
+        """So much of the global batch's time was not spent on its step."""
+        self.began_s += seconds
 
     def weigh(self, weight: float | None) -> None:
         """The script gave this weight for the micro-batch, or none; raises `UserError` where it is

@@ -206,7 +206,7 @@ class Paced:
     """Worker to agent, of rank 0: snapshots are taken every so many steps from now on."""
 
     every: int
-    stall_s: float
+    cost_s: float
     step_s: float
 
 

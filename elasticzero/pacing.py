@@ -17,14 +17,8 @@ Invariant: the newest snapshot that every node holds is never overwritten.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
-
-OVERHEAD = 0.01
-"""The part of the training time that snapshots may take, where the interval is chosen here."""
-MOST_STEPS = 1000
-"""The longest interval that is chosen here."""
 
 Due = Literal["nothing", "snapshot", "checkpoint"]
 
@@ -96,8 +90,3 @@ class Ledger:
 
     def captured(self, step: int, *, checkpoint: bool) -> Ledger:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)
-
-
-def interval(stall_s: float, step_s: float) -> int:
-    """Steps between snapshots so that the time they take stays under `OVERHEAD`."""
-    return max(1, min(MOST_STEPS, math.ceil(stall_s / (OVERHEAD * max(step_s, 1e-6)))))

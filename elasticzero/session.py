@@ -342,10 +342,14 @@ class Session:
     def busy(self, doing: str) -> Iterator[None]:
         """A section that makes no steps and is no hang: "evaluating", "compiling".
 
-        `--hang-timeout` does not count in it, on no rank. Sections may lie in each other.
+        `--hang-timeout` does not count in it, on no rank, nor is it part of a step's time. Sections
+        may lie in each other.
         """
+        began_s = time.monotonic()
         with self._link.busy(doing):
             yield
+        if not self._link.is_busy:
+            self._progress.excuse(time.monotonic() - began_s)
 
     def _prepared(self, call: str) -> Boundary:
         at = self._generation.boundary

@@ -100,8 +100,8 @@ class Narrator:
                 self.say(f"  {text}", at_s)
             case "paced":
                 self.say(
-                    f"  snapshots every {counted(event['every'], 'step')}: one takes "
-                    f"{event['stall_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
+                    f"  snapshots every {counted(event['every'], 'step')}: one costs "
+                    f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
             case "failed" if event["blame"] not in ("peer", "checkpoint"):

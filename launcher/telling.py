@@ -286,8 +286,8 @@ class Telling:
     def _say_pace(self, message: Paced) -> None:
         say(
             self._options.node,
-            f"snapshots every {message.every} step{'s' * (message.every > 1)}: one takes "
-            f"{message.stall_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
+            f"snapshots every {message.every} step{'s' * (message.every > 1)}: one costs "
+            f"{message.cost_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
         )
 
     def _recovery(self, phase: str, seconds: float) -> None:

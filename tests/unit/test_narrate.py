@@ -65,11 +65,11 @@ def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
 
 
 def test_the_chosen_interval_of_snapshots_is_told(told: Told) -> None:
-    told.take("paced", every=4, stall_s=0.0012, step_s=0.03)
-    told.take("paced", every=1, stall_s=0.0001, step_s=0.03)
+    told.take("paced", every=4, cost_s=0.0012, step_s=0.03)
+    told.take("paced", every=1, cost_s=0.0001, step_s=0.03)
     assert told.lines() == [
-        "  snapshots every 4 steps: one takes 1.2 ms, a step 30 ms",
-        "  snapshots every 1 step: one takes 0.1 ms, a step 30 ms",
+        "  snapshots every 4 steps: one costs 1.2 ms, a step 30 ms",
+        "  snapshots every 1 step: one costs 0.1 ms, a step 30 ms",
     ]
 
 

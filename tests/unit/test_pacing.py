@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elasticzero.pacing import MOST_STEPS, OVERHEAD, Due, Ledger, Word, interval
+from elasticzero.pacing import Due, Ledger, Word
 
 READY = Ledger(start=0, every=5, ready=True)
 
@@ -103,21 +103,3 @@ def test_in_any_order_of_words_nothing_held_is_lost_and_one_is_in_flight_at_most
             held = -1 if ledger.held is None else ledger.held
             assert held >= best and (ledger.taken is None or ledger.taken >= held)
             best = held
-
-
-@pytest.mark.parametrize(
-    ("stall_s", "step_s", "every"),
-    [
-        (0.001, 1.0, 1),
-        (0.1, 1.0, 10),
-        (0.005, 0.06, 9),
-        (100.0, 0.001, MOST_STEPS),
-        (0.1, 0.0, MOST_STEPS),
-    ],
-)
-def test_the_interval_keeps_snapshots_under_their_share_of_the_time(
-    stall_s: float, step_s: float, every: int
-) -> None:
-    assert interval(stall_s, step_s) == every
-    if every < MOST_STEPS:
-        assert stall_s <= OVERHEAD * every * step_s * (1 + 1e-9)

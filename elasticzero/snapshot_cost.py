@@ -1,0 +1,80 @@
+"""What snapshots cost the training, as one rank sees it, and the interval that this asks for.
+
+Pure. A snapshot costs the time that training waits while the state is copied, and what the steps
+take longer while that copy gets its checksums and goes to the buddy, where both work on the cores
+that training uses. All ranks wait for the slowest, so one rank's steps tell of all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+OVERHEAD = 0.005
+"""The part of the training time that snapshots may take; an interval may be off by two."""
+MOST_STEPS = 1000
+"""The longest interval that is chosen here."""
+FIRST_STEPS = 16
+"""The longest one before `SURE_COSTS` snapshots were measured."""
+SURE_COSTS = 3
+_RECENT_COSTS = 7
+_RECENT_STEPS = 20
+
+
+def interval(cost_s: float, step_s: float) -> int:
+    """Steps between snapshots so that the time they cost stays under `OVERHEAD`."""
+    return max(1, min(MOST_STEPS, math.ceil(cost_s / (OVERHEAD * max(step_s, 1e-6)))))
+
+
+class SnapshotCost:
+    """The costs of the last snapshots, and the steps beside them."""
+
+    def __init__(self) -> None:
+        self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
+        self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        """Of those without a capture in flight."""
+        self._stall_s: float | None = None
+        """Of the snapshot in flight; None: none is."""
+        self._beside_s: list[float] = []
+        """The steps while it is."""
+        self._wished = 0
+
+    @property
+    def step_s(self) -> float:
+        """A step's usual time; 0 before one is known."""
+        return statistics.median(self._steps_s) if self._steps_s else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """A snapshot's usual cost; 0 before one is known."""
+        return statistics.median(self._costs_s) if self._costs_s else 0.0
+
+    def captured(self, stall_s: float) -> None:
+        """Training waited so long for a snapshot's copy, which is in flight from now on."""
+        self._stall_s, self._beside_s = stall_s, []
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
+
+    def landed(self) -> None:
+        """No snapshot is in flight any more, whatever became of it."""
+        if self._stall_s is None:
+            return
+        slower_s = sum(seconds - self.step_s for seconds in self._beside_s) if self._steps_s else 0
+        self._costs_s.append(self._stall_s + max(0.0, slower_s))
+        self._stall_s = None
+
+    def wished(self) -> int:
+        """A new interval, where what was measured asks for one more than twice as long, or less
+        than half; else 0."""
+        if not self._costs_s or not self._steps_s:
+            return 0
+        every, known = interval(self.cost_s, self.step_s), self._wished
+        if len(self._costs_s) < SURE_COSTS:
+            every = min(every, FIRST_STEPS)
+        if known and known / 2 <= every <= known * 2:
+            return 0
+        self._wished = every
+        return every

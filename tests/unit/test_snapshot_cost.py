@@ -1,0 +1,91 @@
+"""The interval of snapshots follows from what they cost the training."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.snapshot_cost import (
+    FIRST_STEPS,
+    MOST_STEPS,
+    OVERHEAD,
+    SURE_COSTS,
+    SnapshotCost,
+    interval,
+)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "step_s", "every"),
+    [
+        (0.001, 1.0, 1),
+        (0.1, 1.0, 20),
+        (0.005, 0.06, 17),
+        (100.0, 0.001, MOST_STEPS),
+        (0.1, 0.0, MOST_STEPS),
+    ],
+)
+def test_the_interval_keeps_snapshots_under_their_share_of_the_time(
+    cost_s: float, step_s: float, every: int
+) -> None:
+    assert interval(cost_s, step_s) == every
+    if every < MOST_STEPS:
+        assert cost_s <= OVERHEAD * every * step_s * (1 + 1e-9)
+
+
+def seen(cost: SnapshotCost, *, stall_s: float, beside_s: list[float], quiet: int = 20) -> None:
+    """One snapshot, after steps of 0.1 s."""
+    for _ in range(quiet):
+        cost.stepped(0.1)
+    cost.captured(stall_s)
+    for seconds in beside_s:
+        cost.stepped(seconds)
+    cost.landed()
+
+
+def test_the_cost_is_the_wait_and_what_steps_take_longer() -> None:
+    cost = SnapshotCost()
+    seen(cost, stall_s=0.02, beside_s=[0.13, 0.11, 0.1])
+    assert cost.cost_s == pytest.approx(0.06)
+    assert cost.step_s == pytest.approx(0.1)
+
+
+def test_steps_that_were_faster_beside_a_snapshot_make_it_no_cheaper_than_its_wait() -> None:
+    cost = SnapshotCost()
+    seen(cost, stall_s=0.02, beside_s=[0.05, 0.05])
+    assert cost.cost_s == pytest.approx(0.02)
+
+
+def test_one_snapshot_that_cost_much_does_not_count() -> None:
+    cost = SnapshotCost()
+    for beside_s in ([0.11], [0.11], [7.0], [0.11], [0.11]):
+        seen(cost, stall_s=0.01, beside_s=beside_s)
+    assert cost.cost_s == pytest.approx(0.02)
+
+
+def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> None:
+    cost = SnapshotCost()
+    assert cost.wished() == 0
+    asked = []
+    for _ in range(SURE_COSTS):
+        seen(cost, stall_s=0.05, beside_s=[0.15])
+        asked.append(cost.wished())
+    assert asked == [FIRST_STEPS, *[0] * (SURE_COSTS - 2), interval(0.1, 0.1)]
+
+
+def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than_half() -> None:
+    cost = SnapshotCost()
+    for _ in range(7):
+        seen(cost, stall_s=0.02, beside_s=[])
+    first = cost.wished()
+    assert first == interval(0.02, 0.1)
+    for stall_s, asked in ((0.038, 0), (0.011, 0), (0.042, interval(0.042, 0.1)), (0.03, 0)):
+        for _ in range(7):
+            seen(cost, stall_s=stall_s, beside_s=[])
+        assert cost.wished() == asked
+
+
+def test_what_landed_without_having_been_in_flight_counts_for_nothing() -> None:
+    cost = SnapshotCost()
+    cost.stepped(0.1)
+    cost.landed()
+    assert (cost.cost_s, cost.wished()) == (0.0, 0)
