@@ -9,10 +9,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from elasticzero import __version__
 from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.launcher.parser import Parser
 
 COMMANDS = {
     "run": "run this node's part of a job",
@@ -25,15 +25,7 @@ COMMANDS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors in one line with the exit code of bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(ExitCode.USAGE)
-
-
-def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str] | None = None) -> Parser:
     """words: the command line; only the command that it names gets its options, and all do
     without."""
     named = next((word for word in words or () if word in COMMANDS), None)
@@ -45,12 +37,13 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         with_arguments = name in ("run", "local")
         command = commands.add_parser(name, help=text, allow_abbrev=not with_arguments)
+        command.set_defaults(prog=command.prog)
         if words is None or name == named:
             _add_options(command, name, words)
     return parser
 
 
-def _add_options(command: argparse.ArgumentParser, name: str, words: Sequence[str] | None) -> None:
+def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> None:
     if name == "checkpoint":
         from elasticzero.checkpoint.cli import add_commands
 
@@ -69,7 +62,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.prog = f"elasticzero {args.command}"
+        parser.prog = args.prog
         parser.error(f"unknown option {unknown[0]}")
     return args
 

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options import (
-    add_job_options,
-    add_run_options,
+from elasticzero.launcher.option_values import (
     check_access,
     check_name,
     check_numbers,
@@ -23,14 +21,16 @@ from elasticzero.launcher.options import (
     parse_nnodes,
     parse_nproc,
 )
+from elasticzero.launcher.options import add_job_options, add_run_options
+from elasticzero.launcher.parser import Parser
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: Parser) -> None:
     add_run_options(parser)
     parser.set_defaults(run_command=_run)
 
 
-def _add_local(parser: argparse.ArgumentParser) -> None:
+def _add_local(parser: Parser) -> None:
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes at the start")
     parser.add_argument(
         "--fault",
@@ -46,23 +46,23 @@ def _add_local(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_local)
 
 
-def _add_status(parser: argparse.ArgumentParser) -> None:
+def _add_status(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="for scripts")
     add_job_options(parser)
     parser.set_defaults(run_command=_status)
 
 
-def _add_drain(parser: argparse.ArgumentParser) -> None:
+def _add_drain(parser: Parser) -> None:
     parser.add_argument("node", metavar="NODE", help="its name, as `elasticzero status` shows it")
     _add_steering(parser)
 
 
-def _add_scale(parser: argparse.ArgumentParser) -> None:
+def _add_scale(parser: Parser) -> None:
     parser.add_argument("nnodes", metavar="MIN:MAX", help="or N, for exactly so many")
     _add_steering(parser)
 
 
-def _add_steering(parser: argparse.ArgumentParser) -> None:
+def _add_steering(parser: Parser) -> None:
     add_job_options(parser)
     parser.add_argument("--wait", action="store_true", help="return when it has happened")
     parser.add_argument(
@@ -75,7 +75,7 @@ def _add_steering(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_steer)
 
 
-ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+ADD: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
     "status": _add_status,

@@ -318,7 +318,7 @@ class Connection:
             what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
         return CallFailed(
             f"etcd at {self.endpoints[index]}: no {operation} ({code.name.lower()}: {detail}); "
-            f"running workers go on, the agent tries again: {what}",
+            f"{what}",
             code,
             detail,
         )

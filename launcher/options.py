@@ -1,4 +1,4 @@
-"""The options of `elasticzero run`: their flags, defaults and what their words may say.
+"""The options of `elasticzero run`: their flags, their variables and their defaults.
 
 Flag over environment over default, resolved here and nowhere else. Every option of `run` may be
 given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
@@ -7,25 +7,18 @@ given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import os
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.retention import Keep
 from elasticzero.errors import UserError
-from elasticzero.launcher.etcd_access import Access, asked_for, parse_endpoint, read_certificates
-from elasticzero.launcher.job_token import check_given
-from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN, Secret, read_secret
+from elasticzero.launcher.parser import Parser
+from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
 from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
-UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class Option:
 
     def default_in(self, environment: Mapping[str, str]) -> Any:
         """What holds without the flag; raises `UserError` where the variable's value makes no
-        sense."""
+        sense. An empty one is none."""
         given = environment.get(self.variable)
         if not given:
             return self.default
@@ -60,7 +53,13 @@ class Option:
         value = given.lower() if self.is_switch else given
         if taken is not None and value not in taken:
             raise UserError(f"{self.variable}={given}: one of {', '.join(taken)} is wanted")
-        return value in _YES if self.is_switch else given
+        if self.is_switch:
+            return value in _YES
+        try:
+            return self.type(given)
+        except ValueError:
+            wanted = "a whole number" if self.type is int else "a number"
+            raise UserError(f"{self.variable}={given}: {wanted} is wanted") from None
 
 
 JOB_OPTIONS = (
@@ -124,8 +123,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--snapshot-every",),
-        "steps between snapshots in the nodes' memory; 0: none; auto: as often as 1 %% of the time "
-        "allows",
+        "steps between snapshots in the nodes' memory; 0: none; auto: as often as half a "
+        "percent of the time allows",
         "auto",
         metavar="N",
     ),
@@ -217,70 +216,14 @@ def _spellings(flag: str) -> list[str]:
     return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_options(parser: Parser) -> None:
     """The options of a command on a running job: which, and how its etcd is reached."""
-    for option in JOB_OPTIONS:
-        value = os.environ.get(option.variable)
-        parser.add_argument(
-            *(spelling for flag in option.flags for spelling in _spellings(flag)),
-            dest=option.name,
-            required=value is None and option.name in ("etcd", "job"),
-            default=value,
-            metavar=option.metavar,
-            help=option.help,
-        )
+    _add(parser, JOB_OPTIONS, required=("etcd", "job"))
 
 
-def endpoints_of(args: argparse.Namespace) -> list[str]:
-    """The etcd endpoints given, none if none was."""
-    return [part.strip() for part in args.etcd.split(",")] if args.etcd else []
-
-
-def check_access(args: argparse.Namespace) -> Access:
-    """How etcd is approached; raises `UserError` where files, user or password are not in order."""
-    access = asked_for(
-        cacert=args.etcd_cacert,
-        cert=args.etcd_cert,
-        key=args.etcd_key,
-        user=args.etcd_user,
-        password_file=args.etcd_password_file,
-        environment=os.environ,
-    )
-    endpoints = [parse_endpoint(text, access) for text in endpoints_of(args)]
-    if not endpoints and access != Access():
-        raise UserError(
-            "certificates, user and password are for an etcd that is given by --etcd HOST:PORT"
-        )
-    if any(endpoint.tls for endpoint in endpoints):
-        read_certificates(access)
-    return access
-
-
-def given_token(args: argparse.Namespace) -> Secret | None:
-    """The job's token, if one was given; raises `UserError`."""
-    return check_given(read_secret("--token-file", args.token_file, TOKEN, os.environ))
-
-
-def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> None:
-    for option in RUN_OPTIONS:
-        if option.flags[0] in omit:
-            continue
-        flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
-        default = option.default_in(os.environ)
-        if option.is_switch:
-            action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
-            parser.add_argument(*flags, action=action, default=default, help=option.help)
-        else:
-            parser.add_argument(
-                *flags,
-                dest=option.name,
-                default=default,
-                type=option.type,
-                choices=option.choices,
-                metavar=option.metavar,
-                help=option.help
-                + (f" (default: {option.default})" if option.default is not None else ""),
-            )
+def add_run_options(parser: Parser, omit: Sequence[str] = ()) -> None:
+    """The options of `run`, without those of the flags in `omit`, and what is to be run."""
+    _add(parser, [option for option in RUN_OPTIONS if option.flags[0] not in omit])
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
     )
@@ -288,120 +231,32 @@ def add_run_options(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
-    """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
-    if not match:
-        raise UserError(f"{what} {text}: a number or MIN:MAX is wanted, such as 2:4")
-    least, most = int(match[1]), int(match[2] or match[1])
-    if not 1 <= least <= most:
-        raise UserError(f"{what} {text}: MIN must be at least 1 and not above MAX")
-    return least, most
-
-
-def parse_nproc(text: str) -> int:
-    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
-    value = str(text)
-    if value in ("auto", "gpu"):
-        gpus = len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
-        if gpus == 0 and value == "gpu":
-            raise UserError(
-                "--nproc-per-node gpu: this node has no NVIDIA GPU; use cpu or a number"
+def _add(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
+    for option in options:
+        flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
+        text = option.help
+        if option.default is not None and not option.is_switch:
+            text += f" (default: {option.default})"
+        if option.is_switch:
+            action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
+            parser.add_argument(*flags, action=action, default=argparse.SUPPRESS, help=text)
+        else:
+            parser.add_argument(
+                *flags,
+                dest=option.name,
+                default=argparse.SUPPRESS,
+                type=option.type,
+                choices=option.choices,
+                metavar=option.metavar,
+                help=text,
             )
-        return gpus or 1
-    if value == "cpu":
-        return os.cpu_count() or 1
-    if not value.isdigit() or int(value) < 1:
-        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
-    return int(value)
 
+    def complete(found: argparse.Namespace) -> None:
+        for option in options:
+            if not hasattr(found, option.name):
+                setattr(found, option.name, option.default_in(os.environ))
+        if missing := [o for o in options if o.name in required and not getattr(found, o.name)]:
+            wanted = " and ".join(f"{o.flags[0]} {o.metavar} (or {o.variable})" for o in missing)
+            parser.error(f"{wanted} {'is' if len(missing) == 1 else 'are'} wanted")
 
-def check_script(script: str, is_module: bool) -> str:
-    """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
-    if is_module:
-        top = script.partition(".")[0]
-        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if found is None and top not in sys.builtin_module_names:
-            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
-        return script
-    path = Path(script).absolute()
-    if not path.is_file():
-        raise UserError(f"the training script {path} does not exist")
-    return str(path)
-
-
-def check_name(text: str, what: str) -> str:
-    """A name that is safe in keys and paths."""
-    if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
-        raise UserError(
-            f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
-        )
-    return text
-
-
-def _count(flag: str, text: str | None) -> int | None:
-    if text is not None and not str(text).isdecimal():
-        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
-    return None if text is None else int(text)
-
-
-def _snapshot_every(text: str) -> int | None:
-    """Steps, or None for auto."""
-    if text == "auto":
-        return None
-    if not text.isdecimal():
-        raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
-    return int(text)
-
-
-def _hang_timeout(text: str) -> float | None:
-    """Seconds, or None for auto."""
-    if text == "auto":
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"--hang-timeout {text}: seconds, 0 or auto is wanted")
-    return seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What options that are more than a number say."""
-
-    keep: Keep
-    snapshot_every: int | None
-    """Steps; None: auto."""
-    hang_timeout_s: float | None
-    """None: auto; 0: never."""
-
-
-def check_numbers(args: argparse.Namespace) -> Numbers:
-    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
-    if args.checkpoint_every < 0:
-        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
-    if not args.grace >= 0:
-        raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
-    if args.lease_ttl < 2:
-        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
-    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
-    if args.checkpoint_dir is None:
-        idle = {
-            "--checkpoint-every": args.checkpoint_every > 0,
-            "--keep": keep.last is not None,
-            "--strict-checkpoint": args.strict_checkpoint,
-        }
-        for flag, given in idle.items():
-            if given:
-                raise UserError(
-                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
-                )
-    return Numbers(
-        keep=keep,
-        snapshot_every=_snapshot_every(args.snapshot_every),
-        hang_timeout_s=_hang_timeout(args.hang_timeout),
-    )
+    parser.complete = complete

@@ -14,7 +14,8 @@ import pytest
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli import build_parser, main, parse
 from elasticzero.launcher.local import Fault, most_nodes, parse_fault
-from elasticzero.launcher.options import RUN_OPTIONS, check_numbers, parse_nnodes, parse_nproc
+from elasticzero.launcher.option_values import check_numbers, parse_nnodes, parse_nproc
+from elasticzero.launcher.options import RUN_OPTIONS
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -91,6 +92,8 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3 is wanted"),
         ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is wanted"),
+        ("ELASTICZERO_CHECKPOINT_EVERY", "often", "a whole number is wanted"),
+        ("ELASTICZERO_SETTLE", "soon", "a number is wanted"),
     ],
 )
 def test_a_value_from_the_environment_is_checked(
@@ -108,20 +111,54 @@ def test_a_value_from_the_environment_is_checked(
     assert done.stderr == f"error: {variable}={value}: {wanted}\n"
 
 
+@pytest.mark.parametrize("words", [["--strategy", "zero2", "t.py"], ["--help"]])
+def test_a_bad_value_in_the_environment_that_nobody_asks_for_does_no_harm(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ELASTICZERO_STRATEGY", "zero9")
+    if words == ["--help"]:
+        with pytest.raises(SystemExit) as ended:
+            parse(["run", *words])
+        assert ended.value.code == 0
+        assert "--strategy {ddp,zero1,zero2,zero3}" in capsys.readouterr().out
+    else:
+        assert parse(["run", *words]).strategy == "zero2"
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_an_empty_variable_is_none(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ELASTICZERO_ETCD", "")
+    monkeypatch.setenv("ELASTICZERO_JOB", "")
+    with pytest.raises(SystemExit) as ended:
+        parse([command])
+    assert ended.value.code == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        "error: --etcd HOST:PORT (or ELASTICZERO_ETCD) and --job ID (or ELASTICZERO_JOB) are "
+        f"wanted\nsee: elasticzero {command} --help\n"
+    )
+
+
 def test_a_word_after_the_command_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a job's name, of a command that has nothing to do with the variable."""
     monkeypatch.setenv("ELASTICZERO_STRATEGY", "zero9")
     assert parse(["status", "--etcd", "h:1", "--job", "run"]).job == "run"
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("--quick status --etcd h:1 --job j", "elasticzero status"),
+        ("checkpoint inspect --quick .", "elasticzero checkpoint inspect"),
+    ],
+)
 def test_an_unknown_option_leads_to_the_help_of_its_command(
-    capsys: pytest.CaptureFixture[str],
+    words: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(["--quick", "status", "--etcd", "h:1", "--job", "j"])
-    assert capsys.readouterr().err == (
-        "error: unknown option --quick\nsee: elasticzero status --help\n"
-    )
+        parse(words.split())
+    assert capsys.readouterr().err == f"error: unknown option --quick\nsee: {command} --help\n"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher import cli, options
+from elasticzero.launcher import cli, option_values, options
 
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 FOLDERS = ("base", "overlays/example")
@@ -111,9 +111,9 @@ def test_the_agent_understands_its_command_line(
     assert args.host == "10.1.2.3"
     assert args.checkpoint_dir == f"/checkpoints/{args.job}"
     assert args.http_port == options.DEFAULT_HTTP_PORT
-    least, most = options.parse_nnodes(args.nnodes)
+    least, most = option_values.parse_nnodes(args.nnodes)
     assert least < most
-    assert options.check_name(args.node_name, "--node-name").endswith("001122334455")
+    assert option_values.check_name(args.node_name, "--node-name").endswith("001122334455")
 
 
 def test_the_image_is_this_version(agent: Manifest, root: Path) -> None:
@@ -128,7 +128,7 @@ def test_every_variable_is_one_of_the_launchers(agent: Manifest) -> None:
 
 
 def test_nodes_and_pods_are_as_many(job: Manifest, agent: Manifest) -> None:
-    _, most = options.parse_nnodes(environment(agent)[f"{PREFIX}NNODES"])
+    _, most = option_values.parse_nnodes(environment(agent)[f"{PREFIX}NNODES"])
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == most
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}

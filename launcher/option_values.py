@@ -1,0 +1,168 @@
+"""What the words of options may say: checked here, each with an error that names the option."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticzero.checkpoint.retention import Keep
+from elasticzero.errors import UserError
+from elasticzero.launcher.etcd_access import Access, asked_for, parse_endpoint, read_certificates
+from elasticzero.launcher.job_token import check_given
+from elasticzero.launcher.secret import TOKEN, Secret, read_secret
+
+UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def endpoints_of(args: argparse.Namespace) -> list[str]:
+    """The etcd endpoints given, none if none was."""
+    return [part.strip() for part in args.etcd.split(",")] if args.etcd else []
+
+
+def check_access(args: argparse.Namespace) -> Access:
+    """How etcd is approached; raises `UserError` where files, user or password are not in order."""
+    access = asked_for(
+        cacert=args.etcd_cacert,
+        cert=args.etcd_cert,
+        key=args.etcd_key,
+        user=args.etcd_user,
+        password_file=args.etcd_password_file,
+        environment=os.environ,
+    )
+    endpoints = [parse_endpoint(text, access) for text in endpoints_of(args)]
+    if not endpoints and access != Access():
+        raise UserError(
+            "certificates, user and password are for an etcd that is given by --etcd HOST:PORT"
+        )
+    if any(endpoint.tls for endpoint in endpoints):
+        read_certificates(access)
+    return access
+
+
+def given_token(args: argparse.Namespace) -> Secret | None:
+    """The job's token, if one was given; raises `UserError`."""
+    return check_given(read_secret("--token-file", args.token_file, TOKEN, os.environ))
+
+
+def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
+    """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    if not match:
+        raise UserError(f"{what} {text}: a number or MIN:MAX is wanted, such as 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UserError(f"{what} {text}: MIN must be at least 1 and not above MAX")
+    return least, most
+
+
+def parse_nproc(text: str) -> int:
+    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
+    value = str(text)
+    if value in ("auto", "gpu"):
+        gpus = len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
+        if gpus == 0 and value == "gpu":
+            raise UserError(
+                "--nproc-per-node gpu: this node has no NVIDIA GPU; use cpu or a number"
+            )
+        return gpus or 1
+    if value == "cpu":
+        return os.cpu_count() or 1
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
+    return int(value)
+
+
+def check_script(script: str, is_module: bool) -> str:
+    """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
+    if is_module:
+        top = script.partition(".")[0]
+        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if found is None and top not in sys.builtin_module_names:
+            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
+        return script
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise UserError(f"the training script {path} does not exist")
+    return str(path)
+
+
+def check_name(text: str, what: str) -> str:
+    """A name that is safe in keys and paths."""
+    if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
+        raise UserError(
+            f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
+        )
+    return text
+
+
+def _count(flag: str, text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
+    return None if text is None else int(text)
+
+
+def _snapshot_every(text: str) -> int | None:
+    """Steps, or None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
+    return int(text)
+
+
+def _hang_timeout(text: str) -> float | None:
+    """Seconds, or None for auto."""
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"--hang-timeout {text}: seconds, 0 or auto is wanted")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What options that are more than a number say."""
+
+    keep: Keep
+    snapshot_every: int | None
+    """Steps; None: auto."""
+    hang_timeout_s: float | None
+    """None: auto; 0: never."""
+
+
+def check_numbers(args: argparse.Namespace) -> Numbers:
+    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
+    if not args.grace >= 0:
+        raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
+    if args.lease_ttl < 2:
+        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
+    if args.checkpoint_dir is None:
+        idle = {
+            "--checkpoint-every": args.checkpoint_every > 0,
+            "--keep": keep.last is not None,
+            "--strict-checkpoint": args.strict_checkpoint,
+        }
+        for flag, given in idle.items():
+            if given:
+                raise UserError(
+                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
+                )
+    return Numbers(
+        keep=keep,
+        snapshot_every=_snapshot_every(args.snapshot_every),
+        hang_timeout_s=_hang_timeout(args.hang_timeout),
+    )
