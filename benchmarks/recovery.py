@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--lease-ttl", type=int, default=5, metavar="S", help="of the nodes")
     parser.add_argument("--rest", type=float, default=30.0, metavar="S", help="of training at rest")
     parser.add_argument(
-        "--pairs", type=int, default=15, help="of blocks of steps, for the overhead"
+        "--pairs", type=int, default=40, help="of blocks of steps, for the overhead"
     )
     parser.add_argument(
         "--record", action="store_true", help="write benchmarks/results and docs/performance.md"

@@ -119,15 +119,17 @@ class Report:
         if not self.overheads:
             return ""
         lines = [
-            "| a training step | without | without, ms | with, ms | wanted | overhead | |",
-            "|---|---|---|---|---|---|---|",
+            "| a training step | without | without, ms | with, ms | wanted | overhead | 95 % | |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for found in self.overheads:
+            low, high = found.likely
             bare_ms = statistics.median(found.bare_s) * 1000
             own_ms = statistics.median(found.own_s) * 1000
             lines.append(
                 f"| {found.strategy} | {found.bare} | {bare_ms:.1f} | {own_ms:.1f} "
                 f"| ≤ {MOST_SHARE * 100:g} % | {found.share * 100:+.1f} % "
+                f"| {low * 100:+.1f} to {high * 100:+.1f} % "
                 f"| {verdict(found.share <= MOST_SHARE)} |"
             )
         return "\n".join(lines)
