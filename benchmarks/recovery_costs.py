@@ -57,7 +57,7 @@ class Overhead:
         """Where the share lies with 95 %, for all that this machine's noise lets one say."""
         drawn, shares = random.Random(0), self.shares
         means = sorted(middle_mean(drawn.choices(shares, k=len(shares))) for _ in range(2000))
-        return means[49], means[1949]
+        return means[49], means[-50]
 
 
 def middle_mean(values: Sequence[float]) -> float:

@@ -103,7 +103,8 @@ class Captures:
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
-        if self._ledger.saving is None:  # it may have waited for a disk
+        ledger = self._ledger
+        if ledger.saving is None and ledger.copying == self._cost.measuring:  # beside no checkpoint
             self._cost.stepped(seconds)
 
     def word(self, flags: int) -> Word:
@@ -197,8 +198,7 @@ class Captures:
             self._unkept = copy.step
             captured, size = replace(captured, direct=True, manifest=written), 0
         seconds = time.monotonic() - began_s
-        if not checkpoint:
-            self._cost.captured(seconds)
+        self._cost.captured(None if checkpoint else seconds)
         self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
             self._saved_step = self._handed = copy.step

@@ -19,8 +19,8 @@ from elasticzero.data import GlobalBatch, MicroBatch, Order, Plan, Position, mic
 from elasticzero.errors import UserError
 
 PR_SET_PDEATHSIG = 1
-_AHEAD = 64
-"""Micro-batches whose samples are looked up at once."""
+_AHEAD_SAMPLES, _AHEAD = 4096, 64
+"""Samples that are looked up at once, and micro-batches, but one of any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,9 @@ class Walk:
         order: Order = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             spans = (part.positions for batch, _ in batches for part in self.parts(batch))
-            while some := list(islice(spans, _AHEAD)):
+            for first in spans:
+                ahead = min(_AHEAD, _AHEAD_SAMPLES // max(1, len(first)))
+                some = [first, *islice(spans, max(0, ahead - 1))]
                 each_P = [np.arange(span.start, span.stop, dtype=np.uint64) for span in some]
                 indices_P = order.at(epoch, np.concatenate(each_P))
                 ends = np.cumsum([len(positions_P) for positions_P in each_P])
@@ -158,9 +160,9 @@ class Progress:
         self.part, self.backward, self.stepped = part, False, False
         self.data_wait_s += waited_s
 
-    def excuse(self, seconds: float) -> None:
-        """So much of the global batch's time was not spent on its step."""
-        self.began_s += seconds
+    def excuse(self, since_s: float) -> None:
+        """The time since then was not spent on the global batch's step."""
+        self.began_s += time.monotonic() - max(since_s, self.began_s)
 
     def weigh(self, weight: float | None) -> None:
         """The script gave this weight for the micro-batch, or none; raises `UserError` where it is

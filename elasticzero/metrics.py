@@ -55,7 +55,7 @@ class Metrics:
         per_worker = ("local_rank",)
         self.step = self._gauge("step", "Optimizer steps applied since the start.", per_worker)
         self.step_seconds = self._histogram(
-            "step_seconds", "Seconds from one boundary to the next.", _STEP_BUCKETS_S, per_worker
+            "step_seconds", "Seconds of a step, without busy sections.", _STEP_BUCKETS_S, per_worker
         )
         self.data_wait_seconds = self._histogram(
             "data_wait_seconds", "Seconds a step waited for its batch.", _STEP_BUCKETS_S, per_worker

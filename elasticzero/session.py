@@ -346,10 +346,12 @@ class Session:
         may lie in each other.
         """
         began_s = time.monotonic()
-        with self._link.busy(doing):
-            yield
-        if not self._link.is_busy:
-            self._progress.excuse(time.monotonic() - began_s)
+        try:
+            with self._link.busy(doing):
+                yield
+        finally:
+            if not self._link.is_busy:
+                self._progress.excuse(began_s)
 
     def _prepared(self, call: str) -> Boundary:
         at = self._generation.boundary

@@ -18,6 +18,7 @@ MOST_STEPS = 1000
 FIRST_STEPS = 16
 """The longest one before `SURE_COSTS` snapshots were measured."""
 SURE_COSTS = 3
+"""So many must be known before one of them may be a mistake."""
 _RECENT_COSTS = 7
 _RECENT_STEPS = 20
 
@@ -50,8 +51,14 @@ class SnapshotCost:
         """A snapshot's usual cost; 0 before one is known."""
         return statistics.median(self._costs_s) if self._costs_s else 0.0
 
-    def captured(self, stall_s: float) -> None:
-        """Training waited so long for a snapshot's copy, which is in flight from now on."""
+    @property
+    def measuring(self) -> bool:
+        """A snapshot is in flight."""
+        return self._stall_s is not None
+
+    def captured(self, stall_s: float | None) -> None:
+        """Training waited so long for a snapshot's copy, which is in flight from now on; None: for
+        a checkpoint, to which a snapshot in flight gives way, and nothing is measured."""
         self._stall_s, self._beside_s = stall_s, []
 
     def stepped(self, seconds: float) -> None:
@@ -59,11 +66,18 @@ class SnapshotCost:
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
     def landed(self) -> None:
-        """No snapshot is in flight any more, whatever became of it."""
+        """No snapshot is in flight any more.
+
+        Steps that were no slower beside it tell what a step usually takes: where snapshots follow
+        each other without a gap, no others would.
+        """
         if self._stall_s is None:
             return
-        slower_s = sum(seconds - self.step_s for seconds in self._beside_s) if self._steps_s else 0
-        self._costs_s.append(self._stall_s + max(0.0, slower_s))
+        slower_s = sum(self._beside_s) - len(self._beside_s) * self.step_s
+        if slower_s <= 0.0 or not self._steps_s:
+            self._steps_s.extend(self._beside_s)
+            slower_s = 0.0
+        self._costs_s.append(self._stall_s + slower_s)
         self._stall_s = None
 
     def wished(self) -> int:

@@ -316,9 +316,9 @@ class Connection:
         what = "check that etcd runs and is in reach"
         if _NO_SPACE in detail:
             what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
+        why = f"{code.name.lower()}: {detail}"
         return CallFailed(
-            f"etcd at {self.endpoints[index]}: no {operation} ({code.name.lower()}: {detail}); "
-            f"{what}",
+            f"etcd at {self.endpoints[index]}: no {operation} ({why}); {what}",
             code,
             detail,
         )

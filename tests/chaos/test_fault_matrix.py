@@ -48,9 +48,13 @@ def play(
     job: str,
     networks: Networks | None,
     seed: int = 0,
+    epochs_a_cell: int = 3,
 ) -> None:
-    """Train on one job through all these cells, and compare with an undisturbed run."""
-    epochs = 2 * len(cells) + 1
+    """Train on one job through all these cells, and compare with an undisturbed run.
+
+    epochs_a_cell: long enough for nodes to start meanwhile, on a busy machine too.
+    """
+    epochs = epochs_a_cell * len(cells) + 1
     checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
     holds.mkdir()
     nodes, save_every = SHAPES[shape], str(SAVE_EVERY)
@@ -117,4 +121,4 @@ def test_a_drawn_sample(tmp_path: Path, job: str, request: pytest.FixtureRequest
     strategy, shape, cells = draw(seed, SAMPLE)
     cut = any(cell.fault == "cut" for cell in cells)
     networks = request.getfixturevalue("networks") if cut else None
-    play(strategy, shape, cells, tmp_path, job, networks, seed)
+    play(strategy, shape, cells, tmp_path, job, networks, seed, epochs_a_cell=2)

@@ -84,6 +84,27 @@ def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than
         assert cost.wished() == asked
 
 
+def test_steps_beside_snapshots_without_a_gap_between_them_count_where_no_slower() -> None:
+    """The first steps, here of 1 s, are slow: caches are cold and kernels are chosen."""
+    cost = SnapshotCost()
+    for _ in range(4):
+        cost.stepped(1.0)
+    for _ in range(12):
+        seen(cost, stall_s=0.002, beside_s=[0.12], quiet=0)
+    assert cost.step_s == pytest.approx(0.12)
+
+
+def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
+    cost = SnapshotCost()
+    cost.stepped(0.1)
+    cost.captured(0.5)
+    assert cost.measuring
+    cost.captured(None)
+    assert not cost.measuring
+    cost.landed()
+    assert cost.cost_s == 0.0
+
+
 def test_what_landed_without_having_been_in_flight_counts_for_nothing() -> None:
     cost = SnapshotCost()
     cost.stepped(0.1)
