@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recovery_trial import trial, wait_for
+from recovery_trial import GIVE_UP_S, trial, wait_for
 
 from elasticzero.launcher.local import children_of
 
 REST_STEP_S = 0.2
 """Steps of this length while the agents' cost is measured."""
+PAIR_S = 20.0
+"""Two blocks of steps take no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def overhead(strategy: str, endpoint: str, runs: Path, pairs: int) -> Overhead:
             t.look()
             return not t.cluster.running() or None
 
-        wait_for("the end of the training", ended)
+        wait_for("the end of the training", ended, GIVE_UP_S + pairs * PAIR_S)
     try:
         found = json.loads(out.read_text())
     except FileNotFoundError:

@@ -33,15 +33,15 @@ class Struck:
     """From SIGKILL of a worker until its own agent knew."""
 
 
-def wait_for(what: str, found: Callable[[], T | None]) -> T:
+def wait_for(what: str, found: Callable[[], T | None], give_up_s: float = GIVE_UP_S) -> T:
     """What `found` gives, once it gives something."""
-    deadline_s = time.monotonic() + GIVE_UP_S
+    deadline_s = time.monotonic() + give_up_s
     while time.monotonic() < deadline_s:
         value = found()
         if value is not None:
             return value
         time.sleep(0.01)
-    raise SystemExit(f"error: {what} did not happen within {GIVE_UP_S:g} s")
+    raise SystemExit(f"error: {what} did not happen within {give_up_s:g} s")
 
 
 @dataclass
