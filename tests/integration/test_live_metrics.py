@@ -35,8 +35,12 @@ def test_a_running_job_tells_its_state(
     words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
     words += [str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
-        told.wait_for_step(12)
         first = told.wait("rank 0", lambda: [n for n, e in told.told if e["event"] == "checkpoint"])
+        mine = (first[0], "step")
+        told.wait(
+            "its step 13",
+            lambda: any((n, e["event"]) == mine and e["step"] > 12 for n, e in told.told),
+        )
         serving = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
         port = serving[first[0]]
         text = get(port, "/metrics")

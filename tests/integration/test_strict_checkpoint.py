@@ -24,7 +24,7 @@ def run_local(tmp_path: Path, run: str, *words: str, epochs: int) -> tuple[int, 
     """Exit code and output of two nodes, from nothing to the end."""
     finished = subprocess.run(
         elasticzero(
-            *("local", "--nodes", "2", "--settle", "0.5", "--log-dir", str(tmp_path / run)),
+            *("local", "--nodes", "2", "--nnodes", "2:2", "--log-dir", str(tmp_path / run)),
             *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "7"),
             *("--job", run, *words, str(REGRESSION)),
             *("--epochs", str(epochs), "--global-batch", "48", "--pause", "0.03"),
@@ -65,6 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "checkpoints"
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["a flipped bit", "a file cut off"])
 def test_a_damaged_checkpoint_is_passed_over_or_ends_the_job(
     trained: Path, tmp_path: Path, how: str
