@@ -44,7 +44,6 @@ def add_commands(
         command = subparsers.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}."
         )
-        command.set_defaults(prog=command.prog)
         command.add_argument("--json", action="store_true", help="for scripts")
         if words is None or name in words:
             _add_options(command, name)

@@ -37,7 +37,6 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     for name, text in COMMANDS.items():
         with_arguments = name in ("run", "local")
         command = commands.add_parser(name, help=text, allow_abbrev=not with_arguments)
-        command.set_defaults(prog=command.prog)
         if words is None or name == named:
             _add_options(command, name, words)
     return parser

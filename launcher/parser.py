@@ -14,7 +14,8 @@ class Parser(argparse.ArgumentParser):
     """Errors in one line with the exit code of bad input.
 
     Defaults that may be wrong themselves, such as those from the environment, are looked at once
-    all words are understood: not for `--help`, and not where a flag goes before.
+    all words are understood: not for `--help`, and not where a flag goes before. What is parsed has
+    as its `prog` the innermost command that was named.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,6 +31,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
+        if not hasattr(found, "prog"):
+            found.prog = self.prog
         if self.complete is not None:
             self.complete(found)
         return found, unknown
