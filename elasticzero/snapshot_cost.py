@@ -34,12 +34,13 @@ class SnapshotCost:
     def __init__(self) -> None:
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        """Of those without a capture in flight."""
+        """Of those without a capture in flight, or no slower beside one."""
         self._stall_s: float | None = None
         """Of the snapshot in flight; None: none is."""
         self._beside_s: list[float] = []
         """The steps while it is."""
         self._wished = 0
+        """The interval last asked for, in steps."""
 
     @property
     def step_s(self) -> float:
