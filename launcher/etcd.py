@@ -2,7 +2,8 @@
 
 This file and the other launcher/etcd_*.py are the only ones that talk to etcd. Every request has a
 deadline. A read is tried again until then; a write is sent once, and when its outcome is not known
-it is looked up, never repeated.
+it is looked up, never repeated. No transaction only reads: older releases of etcd end with a panic
+when the client of such a one gives up (etcd-io/etcd #14110, #14891).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from elasticzero.launcher.etcd_streams import KeptLease, Keyspace, oldest_first
 from elasticzero.launcher.etcd_watches import Watch, Watches
 from elasticzero.launcher.quiet_grpc import grpc
 from elasticzero.launcher.store import (
-    MAX_OPERATIONS,
     Condition,
     Lease,
     LeaseLost,
@@ -68,7 +68,7 @@ class EtcdStore:
         self._timeouts = timeouts or Timeouts()
         self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
         self._keys = Keyspace(prefix)
-        self._watches = Watches(self._connection, self._keys, self._read_together)
+        self._watches = Watches(self._connection, self._keys, self._read)
         self._leases: dict[int, KeptLease] = {}
         self._lock = threading.Lock()
 
@@ -81,16 +81,7 @@ class EtcdStore:
         return self._connection.last_outage_end_s
 
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
-        first, end = self._keys.span(prefix)
-        request = rpc.RangeRequest(
-            key=first,
-            range_end=end,
-            limit=limit,
-            sort_order=rpc.RangeRequest.ASCEND,
-            sort_target=rpc.RangeRequest.CREATE,
-        )
-        response = self._retried("read", "Range", request)
-        return self._snapshot(response.header.revision, response.kvs)
+        return self._read(prefix, limit=limit)
 
     def count(self, prefix: str, revision: int) -> int:
         first, end = self._keys.span(prefix)
@@ -157,23 +148,19 @@ class EtcdStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_together(self, prefixes: Sequence[str], deadline_s: float) -> list[Snapshot]:
-        """What stands under each prefix, all of it at one revision where they are not too many."""
-        found: list[Snapshot] = []
-        for start in range(0, len(prefixes), MAX_OPERATIONS):
-            spans = map(self._keys.span, prefixes[start : start + MAX_OPERATIONS])
-            ranges = [rpc.RangeRequest(key=first, range_end=end) for first, end in spans]
-            request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=r) for r in ranges])
-            response = self._retried("read", "Txn", request, deadline_s)
-            found += [
-                self._snapshot(response.header.revision, part.response_range.kvs)
-                for part in response.responses
-            ]
-        return found
-
-    def _snapshot(self, revision: int, pairs: Sequence[Any]) -> Snapshot:
-        entries = {entry.key: entry for entry in map(self._keys.entry, pairs)}
-        return Snapshot(revision=revision, entries=oldest_first(entries))
+    def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> Snapshot:
+        """deadline_s: of each try, where that is not `request_s` too."""
+        first, end = self._keys.span(prefix)
+        request = rpc.RangeRequest(
+            key=first,
+            range_end=end,
+            limit=limit,
+            sort_order=rpc.RangeRequest.ASCEND,
+            sort_target=rpc.RangeRequest.CREATE,
+        )
+        response = self._retried("read", "Range", request, deadline_s)
+        entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
+        return Snapshot(revision=response.header.revision, entries=oldest_first(entries))
 
     def _retried(self, operation: str, method: str, request: Any, deadline_s: float = 0.0) -> Any:
         """The response, tried again while etcd is silent: every endpoint, and for `request_s`.
@@ -217,15 +204,16 @@ class EtcdStore:
         )
         if self._connection.closed.is_set():
             raise unknown from None
-        parts = [*puts, *deletes]
-        request = rpc.TxnRequest(success=[self._range(name) for name in parts])
+        until_s = time.monotonic() + self._timeouts.request_s / 2
+        revision, found = 0, {}
         try:
-            response = self._connection.call(
-                "read", "Txn", request, deadline_s=self._timeouts.request_s / 2
-            )
+            for name in [*puts, *deletes]:
+                left_s = max(0.001, until_s - time.monotonic())
+                request = self._range(name, revision)
+                response = self._connection.call("read", "Range", request, deadline_s=left_s)
+                revision, found[name] = revision or response.header.revision, response.kvs
         except CallFailed:
             raise unknown from None
-        found = dict(zip(parts, (r.response_range.kvs for r in response.responses), strict=True))
         revisions = set()
         for name, value in puts.items():
             if not found[name] or found[name][0].value != value:
@@ -233,7 +221,6 @@ class EtcdStore:
             revisions.add(found[name][0].mod_revision)
         if any(found[name] for name in deletes) or len(revisions) > 1:
             raise unknown from None
-        revision: int = response.header.revision
         return revisions.pop() if revisions else revision
 
     def _compares(self, condition: Condition) -> list[Any]:
@@ -255,9 +242,10 @@ class EtcdStore:
         key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
 
-    def _range(self, name: str) -> Any:
+    def _range(self, name: str, revision: int) -> Any:
+        """What stands there at that revision; 0: now."""
         key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
-        return rpc.RequestOp(request_range=rpc.RangeRequest(key=key, range_end=end))
+        return rpc.RangeRequest(key=key, range_end=end, revision=revision)
 
 
 def _names(puts: Mapping[str, bytes], deletes: Sequence[str]) -> str:

@@ -5,10 +5,9 @@ Invariant of a watch: what its callback was told last is the state at some revis
 the stream carries the changes from R + 1 on, or the prefix is about to be read again.
 
 A watch begins with the changes from now on; when etcd has said so, the prefix is read, and changes
-that the read had seen already are passed over. Watches that begin together are read by one request.
-After any error, and from time to time, all of them begin anew on a new stream. An answer that is
-slow is no such error: where a thousand agents ask at once, asking for everything again would make
-it slower still.
+that the read had seen already are passed over. After any error, and from time to time, all of them
+begin anew on a new stream. An answer that is slow is no such error: where a thousand agents ask at
+once, asking for everything again would make it slower still.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ log = logging.getLogger(__name__)
 
 _PUT = 0
 SLOW_READS = 4
-"""So often prefixes are read again before their stream is given up, with twice the time each."""
+"""So often a prefix is read again before its stream is given up, with twice the time each."""
 
-Read = Callable[[Sequence[str], float], Sequence[Snapshot]]
-"""Prefixes, and the seconds that may take, to what stands there at one revision."""
+Read = Callable[[str, float], Snapshot]
+"""A prefix, and the seconds that may take, to what stands there."""
 
 
 class Watch:
@@ -225,28 +224,27 @@ class Watches:
     def _read_begun(self, stream: _Stream) -> None:
         """Read and tell what has begun, once etcd has begun all that it was asked for.
 
-        The changes that came meanwhile are older than what is read.
+        The changes that came until then are older than what is read.
         """
         with self._lock:
             if stream.unanswered:
                 return
-        begun, stream.unread = [watch for watch in stream.unread if not watch.closed], []
-        if begun:
-            snapshots = self._read_patiently([watch.prefix for watch in begun])
-            for watch, snapshot in zip(begun, snapshots, strict=True):
-                watch.begin(snapshot)
+        begun, stream.unread = stream.unread, []
+        for watch in begun:
+            if not watch.closed:
+                watch.begin(self._read_patiently(watch.prefix))
 
-    def _read_patiently(self, prefixes: Sequence[str]) -> Sequence[Snapshot]:
+    def _read_patiently(self, prefix: str) -> Snapshot:
         deadline_s = self._connection.timeouts.request_s
         for failures in range(1, SLOW_READS):
             try:
-                return self._read(prefixes, deadline_s)
+                return self._read(prefix, deadline_s)
             except CallFailed as error:
                 if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
             self._connection.pause(failures)
             deadline_s *= 2
-        return self._read(prefixes, deadline_s)
+        return self._read(prefix, deadline_s)
 
     def _answered(self, stream: _Stream, response: Any) -> Watch | None:
         """The watch that etcd has begun, or refused, under the response's number; None: it was

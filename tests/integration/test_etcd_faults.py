@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,12 +178,12 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     watches = store._watches
     real_read, held, go = watches._read, threading.Event(), threading.Event()
 
-    def read_then_hang(prefixes: Sequence[str], deadline_s: float) -> Sequence[Snapshot]:
+    def read_then_hang(prefix: str, deadline_s: float) -> Snapshot:
         """The revision read is compacted away before it is told."""
-        snapshots = real_read(prefixes, deadline_s)
+        snapshot = real_read(prefix, deadline_s)
         held.set()
         assert go.wait(DEADLINE_S)
-        return snapshots
+        return snapshot
 
     watches._read = read_then_hang
     etcd.kill()
@@ -214,12 +214,12 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     real_read, stream = watches._read, watches._stream
     deadlines: list[float] = []
 
-    def read(prefixes: Sequence[str], deadline_s: float) -> Sequence[Snapshot]:
+    def read(prefix: str, deadline_s: float) -> Snapshot:
         deadlines.append(deadline_s)
         if len(deadlines) == 1:
             etcd.pause()
             slow.set()
-        return real_read(prefixes, deadline_s)
+        return real_read(prefix, deadline_s)
 
     watches._read = read
     store.watch("l/", more)
@@ -234,23 +234,32 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     more.until(has(l__a=b"1"))
 
 
-def test_watches_that_begin_together_are_read_by_one_request(etcd: EmbeddedEtcd) -> None:
-    seen: list[str] = []
+def test_etcd_outlives_reads_that_are_given_up(etcd: EmbeddedEtcd, connect: Connect) -> None:
+    """Releases before September 2022 panic where a transaction that only reads is given up."""
+    writer = connect()
+    for i in range(16):
+        writer.write({f"k/{i}/{j}": bytes(500) for j in range(100)})
+    given_up: list[str] = []
 
     def observe(operation: str, seconds: float, error: str | None) -> None:
-        seen.append(operation)
+        if operation == "read" and error == "deadline_exceeded":
+            given_up.append(error)
 
-    with EtcdStore([etcd.endpoint], job_prefix("j"), observe=observe) as store:
-        tolds = [Told() for _ in range(5)]
-        hold = threading.Event()
-        store.watch("first", lambda _: hold.wait(DEADLINE_S))
-        eventually(lambda: "read" in seen)
-        for name, told in zip("abcde", tolds, strict=True):
-            store.watch(name, told)
-        hold.set()
-        for told in tolds:
-            told.until(lambda _: True)
-        assert seen == ["read", "read"]
+    until_s = time.monotonic() + 3.0
+    with contextlib.ExitStack() as stack:
+        for i in range(12):
+            hasty = Timeouts(request_s=0.004 + 0.004 * i, backoff_s=0.001, backoff_max_s=0.01)
+            store = EtcdStore(
+                [etcd.endpoint], job_prefix("faults"), observe=observe, timeouts=hasty
+            )
+            stack.enter_context(store)
+            for _ in range(5):
+                store.watch("k/", Told())
+        while time.monotonic() < until_s:
+            time.sleep(0.05)
+            assert etcd._running().poll() is None, etcd.log_path.read_text()[-2000:]
+    assert len(given_up) > 10
+    assert len(writer.read("k/").entries) == 1600
 
 
 def test_a_watch_survives_a_callback_that_fails(
