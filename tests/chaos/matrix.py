@@ -29,6 +29,9 @@ STEPS = (
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SHAPES = {"3 nodes": (1, 1, 1), "5 workers": (2, 2, 1)}
 """By name: how many workers each node has."""
+SURVIVORS = ("forked", "kept")
+"""What the next generation does with the workers that live: forks them anew, or, with
+--keep-workers, lets their processes train on where nothing speaks against it."""
 LOSES_A_NODE = ("node", "leader", "drain")
 COMES_BACK = ("silent", "cut")
 COSTS_NOTHING = ("drain", "join", "etcd")
@@ -58,9 +61,10 @@ def cells_of(fault: str) -> list[Cell]:
 CELLS = tuple(cell for fault in FAULTS for cell in cells_of(fault))
 
 
-def draw(seed: int, count: int) -> tuple[str, str, list[Cell]]:
-    """A strategy, a shape, and cells for one job: the first while it forms, and then as many
-    different faults as there are, none at the same step as the one before."""
+def draw(seed: int, count: int) -> tuple[str, str, str, list[Cell]]:
+    """A strategy, a shape, what becomes of survivors, and cells for one job: the first while it
+    forms, and then as many different faults as there are, none at the same step as the one
+    before."""
     dice = random.Random(seed)
     strategy, shape = dice.choice(STRATEGIES), dice.choice(list(SHAPES))
     drawn = [dice.choice([cell for cell in CELLS if cell.step == "forming"])]
@@ -69,7 +73,7 @@ def draw(seed: int, count: int) -> tuple[str, str, list[Cell]]:
         left = [f for f in FAULTS if used.count(f) == min(map(used.count, FAULTS))]
         steps = [s for s in STEPS if s not in ("forming", drawn[-1].step)]
         drawn.append(dice.choice([Cell(f, s) for f, s in product(left, steps)]))
-    return strategy, shape, drawn
+    return strategy, shape, dice.choice(SURVIVORS), drawn
 
 
 def parse(text: str) -> list[Cell]:

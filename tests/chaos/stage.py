@@ -29,8 +29,11 @@ from tests.chaos.seen import Seen
 from tests.integration.clusters import Story
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 1.0
-CELL_S = 15.0
-"""Training lasts so long for each cell, or longer."""
+CELL_S = 20.0
+"""Training is slowed down so that it would last so long for each cell: the fewer steps are left,
+the slower, for nodes may take long to start."""
+END_S = 300.0
+"""Faults that cost nothing are over while most of the training is still to come."""
 NPROC = "ELASTICZERO_NPROC_PER_NODE"
 
 
@@ -47,10 +50,11 @@ class Stage:
         shape: str,
         holds: Path,
         steps: int,
+        cells: int,
         dice: random.Random,
     ) -> None:
         """told: runs all nodes of the shape but the last. holds: where the script looks. steps: of
-        the whole training."""
+        the whole training. cells: that will be played."""
         self.done: list[str] = []
         self._told, self._etcd, self._networks = told, etcd, networks
         self._seen = Seen(told, divided=strategy != "ddp")
@@ -59,6 +63,8 @@ class Stage:
         self._shape = SHAPES[shape]
         self._environment = dict(told.cluster.environment)
         self._cell: Cell | None = None
+        self._left = cells
+        self._pause_s = 0.0
         self._provoked: list[str] = []
         """Whose worker was killed, in order: a node whose workers fail in a row is set aside."""
         self._codes: dict[str, int] = {}
@@ -94,7 +100,7 @@ class Stage:
     def play(self, cell: Cell, left: int) -> None:
         """One fault, at one step; then the job has all its nodes again. left: cells after it."""
         self._cell = cell
-        self._pace(left + 1)
+        self._left = left
         joiner = self._joiner() if cell.fault == "join" else None
         self._wait("progress", lambda: self._seen.trains(set(self._seen.members), 0))
         nodes, members, before = self._told.cluster.nodes, self._seen.members, self._seen.generation
@@ -115,13 +121,11 @@ class Stage:
             hold.unlink()
         self._recover(cell, victim, struck, began_s, spares)
         self._check(cell, before, fruitless)
-        self._pace(left + 1)
         self._mend(cell, victim, spares)
 
     def finish(self) -> None:
         """Train to the end at full speed, and see that each node ends as it should."""
-        self._put("pause", "0")
-        found = self._told.wait_for_end()
+        found = self._told.wait_for_end(END_S)
         wanted = {name: self._codes.get(name, 0) for name in found}
         assert found == wanted, f"{self.done}: {found}\n{self._told.logs()}"
 
@@ -234,11 +238,14 @@ class Stage:
             ranks[name] = list(range(first, first + self._nproc[name]))
         return ranks
 
-    def _pace(self, cells: int) -> None:
-        """Slow the training down so much that it lasts for all these cells."""
+    def _pace(self) -> None:
+        """Slow the training down so much that it lasts for this cell and those after it."""
         steps = max(1, self._steps - self._told.step)
-        pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, cells * CELL_S / steps))
-        self._put("pause", f"{pause_s:.3f}")
+        wanted_s = (self._left + 1) * CELL_S / steps
+        pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, wanted_s))
+        if abs(pause_s - self._pause_s) > 0.1 * self._pause_s:
+            self._pause_s = pause_s
+            self._told.pause(pause_s)
 
     def _hold(self, place: str, generation: int, ranks: list[int]) -> None:
         self._put(f"{place}-{generation}", " ".join(map(str, ranks)))
@@ -253,7 +260,11 @@ class Stage:
         self._wait(f"all at {place}", lambda: all(mark.exists() for mark in marks))
 
     def _wait(self, what: str, so: Callable[[], Any], patience_s: float = 90.0) -> Any:
-        return self._seen.wait(f"{self._strategy}, {self._cell}: {what}", so, patience_s)
+        def seen() -> Any:
+            self._pace()
+            return so()
+
+        return self._seen.wait(f"{self._strategy}, {self._cell}: {what}", seen, patience_s)
 
     # Faults, and what comes of them.
 

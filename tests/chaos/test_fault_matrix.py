@@ -1,5 +1,6 @@
 """Each fault alone, at each step of the protocol, for each strategy; on three nodes of one worker,
-and with five workers, where not every rank is every other's neighbour.
+and with five workers, where not every rank is every other's neighbour; with survivors forked anew,
+and with survivors that keep their processes.
 
 make chaos                               # all cells; one job suffers a fault at each step in turn
 CHAOS_CELLS=leader@restoring python -m pytest -m chaos tests/chaos -k 'node and zero2 and 5'
@@ -19,7 +20,17 @@ import pytest
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.local import on_loopback
-from tests.chaos.matrix import CELLS, FAULTS, SHAPES, STRATEGIES, Cell, cells_of, draw, parse
+from tests.chaos.matrix import (
+    CELLS,
+    FAULTS,
+    SHAPES,
+    STRATEGIES,
+    SURVIVORS,
+    Cell,
+    cells_of,
+    draw,
+    parse,
+)
 from tests.chaos.networks import Networks, NoNetworks
 from tests.chaos.stage import NPROC, Stage
 from tests.integration.clusters import REGRESSION, story
@@ -43,6 +54,7 @@ def networks() -> Iterator[Networks]:
 def play(
     strategy: str,
     shape: str,
+    survivors: str,
     cells: list[Cell],
     tmp_path: Path,
     job: str,
@@ -59,6 +71,7 @@ def play(
     holds.mkdir()
     nodes, save_every = SHAPES[shape], str(SAVE_EVERY)
     words = ["--nnodes", f"1:{len(nodes)}", "--lease-ttl", "2", "--settle", "30"]
+    words += ["--keep-workers"] if survivors == "kept" else []
     words += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
     words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
     words += [str(REGRESSION), "--epochs", str(epochs), "--pause", "0.1"]
@@ -72,7 +85,7 @@ def play(
             tmp_path, etcd.endpoint, job, words, nodes=len(first), each=first, place=place
         ) as told,
     ):
-        dice = random.Random(f"{seed} {strategy} {shape} {cells}")
+        dice = random.Random(f"{seed} {strategy} {shape} {survivors} {cells}")
         stage = Stage(
             told,
             etcd,
@@ -81,6 +94,7 @@ def play(
             shape=shape,
             holds=holds,
             steps=steps_in(10, epochs),
+            cells=len(cells),
             dice=dice,
         )
         forming = cells[0].step == "forming"
@@ -90,11 +104,12 @@ def play(
         stage.finish()
     check_samples(told.lineage, told.directory(), epochs=epochs)
     check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
-    print(f"\n{strategy}, {shape}: {'; '.join(stage.done)}")
+    print(f"\n{strategy}, {shape}, {survivors}: {'; '.join(stage.done)}")
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("survivors", SURVIVORS)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,6 +117,7 @@ def test_a_fault_at_every_step(
     strategy: str,
     shape: str,
     fault: str,
+    survivors: str,
     tmp_path: Path,
     job: str,
     request: pytest.FixtureRequest,
@@ -111,14 +127,14 @@ def test_a_fault_at_every_step(
     if not cells:
         pytest.skip("none of the cells that CHAOS_CELLS names")
     networks = request.getfixturevalue("networks") if fault == "cut" else None
-    play(strategy, shape, cells, tmp_path, job, networks)
+    play(strategy, shape, survivors, cells, tmp_path, job, networks)
 
 
 @pytest.mark.timeout(300)
 def test_a_drawn_sample(tmp_path: Path, job: str, request: pytest.FixtureRequest) -> None:
     """As many cells as fit into `make test`."""
     seed = int(os.environ.get("CHAOS_SEED", SAMPLE_SEED))
-    strategy, shape, cells = draw(seed, SAMPLE)
+    strategy, shape, survivors, cells = draw(seed, SAMPLE)
     cut = any(cell.fault == "cut" for cell in cells)
     networks = request.getfixturevalue("networks") if cut else None
-    play(strategy, shape, cells, tmp_path, job, networks, seed, epochs_a_cell=2)
+    play(strategy, shape, survivors, cells, tmp_path, job, networks, seed, epochs_a_cell=2)

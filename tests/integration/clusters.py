@@ -28,6 +28,8 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 REGRESSION = SCRIPTS / "regression.py"
 PATIENCE_S = 90.0
 """A generous deadline: what has not happened by then is taken not to happen."""
+SETTLE_S = 6.0
+"""Nodes that are started at once may come so long after one another."""
 PROCESSES_EVERY_S = 0.25
 """So often a story looks which processes there are; it reads hundreds of files for that."""
 
@@ -68,13 +70,25 @@ class Story:
                 raise AssertionError(f"{what}: not within {patience_s:g} s\n{self.logs()}")
             time.sleep(0.02)
 
+    def pause(self, pause_s: float) -> None:
+        """Slow every step of the regression script by so much from now on, whatever its `--pause`
+        says: a node that is to come may take long to start."""
+        written = self.pause_file.with_suffix(".new")
+        written.write_text(str(pause_s))
+        written.rename(self.pause_file)
+
     def wait_for_step(self, step: int) -> None:
         self.wait(f"step {step}", lambda: self.step >= step)
 
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
-        """Exit codes by node."""
+        """Exit codes by node, after steps that nothing slows down."""
+        self.pause(0.0)
         self.wait("the end", lambda: not self.cluster.running(), patience_s)
         return {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+
+    @property
+    def pause_file(self) -> Path:
+        return self.cluster.log_dir / "pause"
 
     @property
     def step(self) -> int:
@@ -150,9 +164,12 @@ def story(
 
     each: what stands in the environment of each node besides. place: where each runs.
     """
-    common = ["--etcd", endpoint, "--http-port", "0", "--preemption", "none", *words]
-    shared = cluster_environment(nodes)
-    cluster = Cluster(common, job, tmp_path / "logs", shared, place=place)
+    common = ["--etcd", endpoint, "--http-port", "0", "--preemption", "none"]
+    common += ["--settle", str(SETTLE_S), *words]
+    log_dir = tmp_path / "logs"
+    log_dir.mkdir(exist_ok=True)
+    shared = {**cluster_environment(nodes), "TESTER_PAUSE_FILE": str(log_dir / "pause")}
+    cluster = Cluster(common, job, log_dir, shared, place=place)
     told = Story(cluster)
     try:
         for i in range(nodes):

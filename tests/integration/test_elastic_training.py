@@ -85,12 +85,13 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += ["--settle", "1", str(REGRESSION), "--pause", "0.2"]  # the newcomer needs seconds
+    words += [str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
         told.wait_for_step(5)
         told.cluster.drain(told.node(0))
         told.wait("the leaver's end", lambda: not told.node(0).running)
         told.wait_for_step(10)
+        told.pause(0.8)
         told.cluster.start_node()
         told.wait("the newcomer's world", lambda: told.generation >= 3)
         codes = told.wait_for_end()
@@ -124,7 +125,7 @@ def test_the_leader_may_die(
     tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--settle", "1", "--checkpoint-dir", str(checkpoints)]
+    words = ["--nnodes", "1:3", "--checkpoint-dir", str(checkpoints)]
     words += [str(REGRESSION), "--pause", "0.05"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
         told.wait_for_step(20)
@@ -142,7 +143,7 @@ def test_the_leader_may_die(
 def test_five_workers_all_notice_a_lost_one_within_a_second(
     tmp_path: Path, job: str, etcd: EmbeddedEtcd
 ) -> None:
-    words = ["--nnodes", "1:5", "--settle", "1", str(REGRESSION), "--pause", "0.1"]
+    words = ["--nnodes", "1:5", str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=5) as told:
         told.wait_for_step(5)
         told.cluster.kill_worker(told.node(3))

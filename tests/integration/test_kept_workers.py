@@ -14,7 +14,7 @@ from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
 rare = partial(pytest.param, marks=pytest.mark.chaos)
-KEEP = ["--keep-workers", "--settle", "1"]
+KEEP = ["--keep-workers"]
 
 
 def starts(told: Story, node: str) -> list[dict[str, Any]]:
@@ -35,6 +35,7 @@ def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
         told.cluster.drain(told.node(0))
         told.wait("the leaver's end", lambda: not told.node(0).running)
         told.wait_for_step(10)
+        told.pause(0.8)
         told.cluster.start_node()
         told.wait("the newcomer's world", lambda: starts(told, "node-2"))
         codes = told.wait_for_end()

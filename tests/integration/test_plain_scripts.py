@@ -17,7 +17,7 @@ def test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node(
     tmp_path: Path, job: str, etcd: EmbeddedEtcd
 ) -> None:
     checkpoint = tmp_path / "model.pt"
-    words = ["--nnodes", "1:2", "--settle", "1", str(SCRIPT), "--checkpoint", str(checkpoint)]
+    words = ["--nnodes", "1:2", str(SCRIPT), "--checkpoint", str(checkpoint)]
     words += ["--epochs", "20", "--samples", "8192"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
 

@@ -47,7 +47,7 @@ def test_a_run_behind_locks_survives_a_killed_node(
     server, client = authority.sign("etcd", LOOPBACK), authority.sign("agent")
     tls = Tls(cert=server.cert, key=server.key, ca=authority.cert, clients=True)
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--settle", "1", "--lease-ttl", "2", "--strategy", "zero2"]
+    words = ["--nnodes", "1:3", "--lease-ttl", "2", "--strategy", "zero2"]
     locks = ["--etcd-cacert", str(authority.cert), "--etcd-user", "trainer"]
     locks += ["--etcd-cert", str(client.cert), "--etcd-key", str(client.key)]
     words += [*locks, "--checkpoint-dir", str(checkpoints), "--snapshot-every", "3"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -39,6 +40,14 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+def pause(pause_s: float) -> float:
+    """Seconds that a step is to be slowed by: what a tester's file says, if there is one."""
+    try:
+        return float(Path(os.environ["TESTER_PAUSE_FILE"]).read_text())
+    except (KeyError, FileNotFoundError):
+        return pause_s
+
+
 class Holds:
     """Places where ranks wait while a tester wants them to: a file in `directory` that is named
     after the place and the generation lists the ranks."""
@@ -54,15 +63,6 @@ class Holds:
         while str(rank) in hold:
             time.sleep(0.01)
             hold = self._hold(place, generation)
-
-    def pause(self, pause_s: float) -> float:
-        """Seconds that a step is to be slowed by: what the file `pause` says, if it is there."""
-        if self._directory is None:
-            return pause_s
-        try:
-            return float((self._directory / "pause").read_text())
-        except FileNotFoundError:
-            return pause_s
 
     def _hold(self, place: str, generation: int) -> list[str]:
         assert self._directory is not None
@@ -117,7 +117,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             place = {"generation": session.generation, "step": seen + 1}
             trace = {**place, "samples": list(session.batch_indices)}
             print(json.dumps({"trace": trace}), flush=True)
-            time.sleep(holds.pause(options.pause))
+            time.sleep(pause(options.pause))
             holds.wait("step", session.generation, session.rank)
             if options.long_step == seen + 1 and session.generation == 1:
                 time.sleep(options.long)
@@ -130,6 +130,18 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             session.log(loss=loss.item())
             if options.slow_after is not None and session.step_count >= options.slow_after:
                 time.sleep(1.5 if session.rank == 0 and session.generation == 1 else 0.0)
+
+
+def wait_before_connecting(holds: Holds) -> None:
+    """Of each generation, where a kept process connects again too."""
+    connect = dist.init_process_group
+
+    def wait_and_connect(*args: Any, **options: Any) -> None:
+        generation = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        holds.wait("connect", generation, int(os.environ.get("RANK", "0")))
+        connect(*args, **options)
+
+    dist.init_process_group = wait_and_connect
 
 
 def refuse_shared_memory() -> None:
@@ -161,7 +173,7 @@ if __name__ == "__main__":
     time.sleep(chosen.slow_start)
     if chosen.no_memory:
         refuse_shared_memory()
-    generation = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    Holds(chosen.holds).wait("connect", generation, int(os.environ.get("RANK", "0")))
+    if chosen.holds:
+        wait_before_connecting(Holds(chosen.holds))
     ez.run(lambda session: train(session, chosen))
     time.sleep(chosen.linger if os.environ.get("RANK", "0") != "0" else 0.0)
