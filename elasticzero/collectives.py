@@ -13,23 +13,18 @@ import gc
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
-from elasticzero.errors import RetryError
+from elasticzero.meeting import Allow, Place, meet
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
-RETRY_CONNECT_S = 0.02
-PROBE_S = 2.0
-"""One try to reach rank 0's host."""
 RELEASE_S = 0.5
 """A group that is not gone by then hangs."""
 
@@ -39,22 +34,6 @@ and such a thread may wait for that lock to drop a finished operation: destroyin
 (seen with torch 2.13, one time in six). So none is, until the process ends."""
 
 CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where this process stands in the world, and how the world is reached."""
-
-    rank: int
-    world_size: int
-    local_rank: int = 0
-    master_address: str = "127.0.0.1"
-    master_port: int = 0
-    store_fd: int | None = None
-    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
-    token: str = ""
-    connect_timeout_s: float = 30.0
-    collective_timeout_s: float = 600.0
 
 
 class Groups:
@@ -126,30 +105,13 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cpu")
 
 
-def connect(place: Place, device: torch.device) -> Groups:
-    """Meet the other ranks at rank 0's store and set the groups up.
+def connect(place: Place, device: torch.device, allow: Allow = lambda limit_s: None) -> Groups:
+    """Meet the other ranks and set the groups up.
 
-    Raises `RetryError` when rank 0's host is not reached within `place.connect_timeout_s`; a peer
-    that goes away later is an error of torch's own. The caller bounds the whole by a watchdog:
-    torch's store can block far past its timeout.
+    Raises what `meet` raises; a peer that goes away later is an error of torch's own. allow: is
+    told how many seconds each part may take, for torch's store can block for ever.
     """
-    deadline_s = time.monotonic() + place.connect_timeout_s
-    timeout = timedelta(seconds=place.connect_timeout_s)
-    address, port = place.master_address, place.master_port
-    if place.store_fd is not None:
-        store = TCPStore(
-            address,
-            port,
-            place.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=place.store_fd,
-            use_libuv=True,
-        )
-    else:
-        _probe(address, port, deadline_s)
-        store = TCPStore(address, port, place.world_size, timeout=timeout, wait_for_workers=False)
+    store = meet(place, allow)
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -163,22 +125,7 @@ def connect(place: Place, device: torch.device) -> Groups:
     control = dist.new_group(backend="gloo")
     dist.all_reduce(torch.zeros(1, device=device))
     dist.all_reduce(torch.zeros(1), group=control)
-    return Groups(place, control, frozenset(_own_sockets(before, port)))
-
-
-def _probe(address: str, port: int, deadline_s: float) -> None:
-    """Wait until rank 0's store listens: a dead or silent host would block torch's store."""
-    while True:
-        left_s = deadline_s - time.monotonic()
-        try:
-            socket.create_connection((address, port), max(0.05, min(PROBE_S, left_s))).close()
-            return
-        except OSError as error:
-            if time.monotonic() + RETRY_CONNECT_S >= deadline_s:
-                raise RetryError(
-                    f"rank 0 at {address}:{port} was not reached in time: {error}"
-                ) from None
-        time.sleep(RETRY_CONNECT_S)
+    return Groups(place, control, frozenset(_own_sockets(before, place.master_port)))
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:

@@ -14,9 +14,10 @@ from types import FrameType
 import torch
 
 from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
-from elasticzero.collectives import Groups, Place, connect, device_of
+from elasticzero.collectives import Groups, connect, device_of
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.link import AgentLink, leave
+from elasticzero.meeting import Place
 from elasticzero.messages import Assignment, Attached, Failed
 
 SHARED_WAIT_S = 3.0
@@ -39,6 +40,7 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
         store_fd=a.store_fd,
         token=a.token,
         connect_timeout_s=a.connect_timeout_s,
+        start_timeout_s=a.start_timeout_s,
         collective_timeout_s=a.collective_timeout_s,
     )
     if link.alone:
@@ -49,11 +51,12 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     _leave_sigterm_to_the_agent()
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: leave(ExitCode.LEFT))
-    watchdog = _limit_connecting(link)
     device = device_of(place)
-    groups = connect(place, device)
-    watchdog.cancel()
-    return device, groups
+    watchdog = Watchdog(link)
+    try:
+        return device, connect(place, device, watchdog.allow)
+    finally:
+        watchdog.cancel()
 
 
 def _leave_sigterm_to_the_agent() -> None:
@@ -76,21 +79,30 @@ def _leave_sigterm_to_the_agent() -> None:
     signal.signal(signal.SIGTERM, pass_over)
 
 
-def _limit_connecting(link: AgentLink) -> threading.Timer:
-    """A watchdog that ends this process when it is not cancelled within the connect timeout:
-    torch's store can block for ever."""
-    limit_s = link.assignment.connect_timeout_s
+class Watchdog:
+    """Ends this process when something takes longer than it may: torch's store can block for
+    ever."""
 
-    def give_up() -> None:
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
+        self._timer: threading.Timer | None = None
+
+    def allow(self, limit_s: float) -> None:
+        """From now on the process has so many seconds, whatever it was allowed before."""
+        self.cancel()
+        self._timer = threading.Timer(limit_s, self._give_up, [limit_s])
+        self._timer.name, self._timer.daemon = "elasticzero-connect", True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self, limit_s: float) -> None:
         text = f"the process group was not set up within {limit_s:g} s"
-        link.send(Failed(step=0, blame="peer", message=text, traceback=""))
+        self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.LEFT)
-
-    timer = threading.Timer(limit_s, give_up)
-    timer.name, timer.daemon = "elasticzero-connect", True
-    timer.start()
-    return timer
 
 
 def agree_on_saving(link: AgentLink, groups: Groups) -> bool:

@@ -73,6 +73,10 @@ class Assignment:
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
     connect_timeout_s: float = 30.0
+    """For what needs no other rank's script: rank 0's host, and the process group of those that are
+    there."""
+    start_timeout_s: float = 300.0
+    """Until every rank's script has come to `elasticzero.run`."""
     collective_timeout_s: float = 600.0
     password: str = field(default="", repr=False)
     """The job's token, which other nodes' snapshots are read with."""

@@ -15,12 +15,15 @@ from elasticzero.messages import Assignment
 if TYPE_CHECKING:
     from elasticzero.launcher.agent import AgentOptions
 
+CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
+START_S, START_MAX_S = 300.0, 1800.0
+
 
 def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:
     """Of the workers of the node at `index` in the world's order. token: the job's."""
     member = world.members[index]
     first = world.first_rank(index)
-    connect_s = min(10.0 * 2**world.fruitless, 300.0)
+    connect_s, start_s = patience_s(world.fruitless)
     return [
         Assignment(
             job=options.job,
@@ -44,10 +47,17 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             snapshot_every=options.snapshot_every,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
+            start_timeout_s=start_s,
             keep=options.keep_workers,
         )
         for local_rank in range(member.nproc)
     ]
+
+
+def patience_s(fruitless: int) -> tuple[float, float]:
+    """How long a worker waits for a host or a process group, and how long for the others' scripts;
+    twice as long after each generation that came to nothing."""
+    return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
 
 
 def post(world: World, index: int, token: Secret) -> Post:

@@ -44,6 +44,8 @@ class Pace:
     log: Path
     ask: Callable[[], None]
     """Have it asked where it is."""
+    starting: bool = True
+    """Its script has not called `elasticzero.run` yet; a plain one never does."""
     expected: bool = False
     """It is to train: it obeys requests, and has not said that it is at an end."""
     step: int = 0
@@ -100,6 +102,7 @@ class HangWatch:
     def seen(self, now_s: float) -> dict[str, Any]:
         """The fields of `Workers` that tell of progress."""
         paces = [pace for pace in self._paces.values() if pace.expected]
+        alive = [pace for pace in self._paces.values() if pace.expected or pace.starting]
         due = [pace for pace in paces if not pace.busy]
         silent = [now_s - pace.progress_s for pace in due if pace.in_loop]
         before = [now_s - pace.progress_s for pace in due if not pace.in_loop]
@@ -107,7 +110,7 @@ class HangWatch:
         return {
             "silent_s": max(silent, default=0.0),
             "before_step_s": max(before, default=0.0),
-            "frozen_s": max((pace.frozen_s for pace in paces), default=0.0),
+            "frozen_s": max((pace.frozen_s for pace in alive), default=0.0),
             "stopped_s": max((pace.frozen_s for pace in self._paces.values()), default=0.0),
             "longest_step_s": max(self._steps_s, default=0.0),
             "look": look,
@@ -130,7 +133,7 @@ class HangWatch:
             case Busy():
                 pace.busy = message.doing is not None
             case Attached():
-                pace.expected = True
+                pace.starting, pace.expected = False, True
             case Finished() | Stopping() | Failed():
                 pace.expected = False
             case Restored():
@@ -173,7 +176,8 @@ class HangWatch:
                 ask=pace.ask,
             )
             for pace in self._paces.values()
-            if pace.expected and (not pace.busy or pace.frozen_since_s is not None)
+            if (pace.expected and not pace.busy)
+            or ((pace.expected or pace.starting) and pace.frozen_since_s is not None)
         ]
         self._look, self._judged = StallLook(subjects, now_s, py_spy=find_py_spy()), False
 

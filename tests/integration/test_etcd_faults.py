@@ -247,18 +247,19 @@ def test_etcd_outlives_reads_that_are_given_up(etcd: EmbeddedEtcd, connect: Conn
 
     until_s = time.monotonic() + 3.0
     with contextlib.ExitStack() as stack:
+        stores = []
         for i in range(12):
-            hasty = Timeouts(request_s=0.004 + 0.004 * i, backoff_s=0.001, backoff_max_s=0.01)
-            store = EtcdStore(
-                [etcd.endpoint], job_prefix("faults"), observe=observe, timeouts=hasty
-            )
-            stack.enter_context(store)
-            for _ in range(5):
-                store.watch("k/", Told())
-        while time.monotonic() < until_s:
+            hasty = Timeouts(request_s=0.004 + 0.002 * i, backoff_s=0.001, backoff_max_s=0.01)
+            address, prefix = [etcd.endpoint], job_prefix("faults")
+            store = EtcdStore(address, prefix, observe=observe, timeouts=hasty)
+            stores.append(stack.enter_context(store))
+        while time.monotonic() < until_s or len(given_up) <= 10:
+            watches = [store.watch("k/", Told()) for store in stores for _ in range(5)]
             time.sleep(0.05)
+            for watch in watches:
+                watch.close()
             assert etcd._running().poll() is None, etcd.log_path.read_text()[-2000:]
-    assert len(given_up) > 10
+            assert time.monotonic() < until_s + DEADLINE_S, given_up
     assert len(writer.read("k/").entries) == 1600
 
 

@@ -13,10 +13,11 @@ import pytest
 from torch import Tensor
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from tests.integration.clusters import SCRIPTS, Story, story
+from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
 HANGING = SCRIPTS / "hanging.py"
+PLAIN = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 TIMEOUT_S = 4
 
 
@@ -65,6 +66,28 @@ def test_a_stopped_process_and_a_dead_loop_are_replaced_and_a_busy_one_is_not(
     assert told.lineage.recomputed <= 2
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "checkpoints", reference)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("script", ["import", "plain"])
+def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
+    script: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    """Its script imports what it needs, or never says anything: it is written for torchrun."""
+    given = ["--nnodes", "1:2", "--lease-ttl", "2", "--hang-timeout", str(TIMEOUT_S)]
+    if script == "import":
+        given += [str(REGRESSION), "--slow-start", "4", "--slow-rank", "1"]
+    else:
+        given += [str(PLAIN), "--checkpoint", str(tmp_path / "model.pt"), "--epochs", "8"]
+    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+        last = world_of(told, 1)["members"][-1]
+        workers = told.wait("a worker", lambda: told.cluster.workers_of(told.cluster.nodes[last]))
+        os.kill(workers[0], signal.SIGSTOP)
+        stopped = world_of(told, 2)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s before its first step; it is stopped by a "
+    assert re.match(found, stopped["reason"]), stopped
 
 
 @pytest.mark.timeout(150)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from elasticzero.launcher.assigning import CONNECT_S
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.local import children_of
 from elasticzero.launcher.runner import snapshot_directory
@@ -125,6 +126,47 @@ def test_a_drain_loses_nothing_where_ranks_are_slow(
     assert sorted(codes.values()) == [0, 0, 75], told.logs()
     assert told.lineage.recomputed == 0, told.logs()
     assert told.generation == 2
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_rank_0_may_start_later_than_a_process_group_may_take(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    words += ["--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "0"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        codes = told.wait_for_end()
+        (late,) = {world["members"][0] for world in told.of("world")}
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 1
+    (other,) = set(told.cluster.nodes) - {late}
+    assert "was not reached for 10 s" in (told.directory() / other / "0.log").read_text()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("survivor", ["kept", pytest.param("forked", marks=pytest.mark.chaos)])
+def test_a_newcomer_may_start_later_than_a_process_group_may_take(
+    survivor: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), "--settle", "0"]
+    words += ["--keep-workers"] if survivor == "kept" else []
+    words += [str(REGRESSION), "--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+        told.pause(0.8)
+        told.wait_for_step(5)
+        told.cluster.start_node()
+        told.wait("the newcomer's world", lambda: told.generation == 2)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 2 and told.lineage.recomputed == 0
+    log = (told.directory() / "node-0" / "0.log").read_text()
+    assert "the scripts of ranks 1 have not come" in log
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 

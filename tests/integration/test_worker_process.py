@@ -236,11 +236,35 @@ def test_a_peer_that_never_comes_is_waited_for_in_vain_only_so_long(
     pool: Pool, tmp_path: Path
 ) -> None:
     told = {"strategy": "ddp", "steps": 4}
-    running = pool.start(SCRIPT, [json.dumps(told)], 1, of=2, connect_timeout_s=0.5)
+    running = pool.start(SCRIPT, [json.dumps(told)], 1, of=2, start_timeout_s=0.5)
     running.until(running.ended, 20)
     worker = running.workers[0]
     assert worker.exit_code == 75
-    assert worker.last(Failed).blame == "peer"
+    failed = worker.last(Failed)
+    assert failed.blame == "peer" and failed.message.startswith("1 of 2 ranks were there")
+
+
+def test_a_host_that_refuses_is_waited_for_and_a_silent_one_is_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    told = json.dumps({"strategy": "ddp", "steps": 4})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        alone = {"rank": 1, "master_port": port, "connect_timeout_s": 0.3, "start_timeout_s": 1.5}
+        refused = pool.start(SCRIPT, [told], 1, of=2, **alone)
+        refused.until(refused.ended, 20)
+        taken.listen(0)
+        with socket.create_connection(("127.0.0.1", port)):  # no room for another
+            silent = pool.start(SCRIPT, [told], 1, of=2, **(alone | {"start_timeout_s": 60.0}))
+            silent.until(silent.ended, 20)
+    for running in (refused, silent):
+        (worker,) = running.workers
+        assert worker.exit_code == 75
+        failed = worker.last(Failed)
+        assert failed.blame == "peer"
+        assert failed.message.startswith(f"rank 0 at 127.0.0.1:{port} was not reached in time")
+    assert "refused" in refused.workers[0].last(Failed).message
 
 
 def test_growth_at_the_last_boundary_leaves_nothing_to_do_but_the_end(
@@ -295,7 +319,7 @@ def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, d
 def test_checkpoints_are_written_on_the_way_and_a_run_goes_on_from_them(
     pool: Pool, tmp_path: Path
 ) -> None:
-    told = {"strategy": "zero3", "steps": 10, "clip": 0.5}
+    told = {"strategy": "zero3", "steps": 10, "clip": 0.5, "pause": 0.3}
     given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 4}
     start(pool, tmp_path, 2, told, **given).finish()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -24,8 +24,9 @@ from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
 from elasticzero.checkpoint.writer import write_checkpoint
-from elasticzero.collectives import Groups, Place, connect
+from elasticzero.collectives import Groups, connect
 from elasticzero.data import Position
+from elasticzero.meeting import Place
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.spans import STRATEGIES
 from elasticzero.state import NamedModel, SmallState

@@ -165,12 +165,14 @@ if __name__ == "__main__":
     parser.add_argument("--long-step", type=int)
     parser.add_argument("--long", type=float, default=8.0)
     parser.add_argument("--slow-start", type=float, default=0.0)
+    parser.add_argument("--slow-rank", help="the only one that starts slowly")
     parser.add_argument("--linger", type=float, default=0.0)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--holds")
     parser.add_argument("--save-every", type=int, default=0)
     chosen = parser.parse_args()
-    time.sleep(chosen.slow_start)
+    if chosen.slow_rank in (None, os.environ.get("RANK")):
+        time.sleep(chosen.slow_start)
     if chosen.no_memory:
         refuse_shared_memory()
     if chosen.holds:
