@@ -19,9 +19,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elasticzero.meeting import Allow, Place, meet
+from elasticzero.meeting import Place
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
@@ -105,13 +105,12 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cpu")
 
 
-def connect(place: Place, device: torch.device, allow: Allow = lambda limit_s: None) -> Groups:
-    """Meet the other ranks and set the groups up.
+def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
+    """Set up the groups of the ranks that have met at this store.
 
-    Raises what `meet` raises; a peer that goes away later is an error of torch's own. allow: is
-    told how many seconds each part may take, for torch's store can block for ever.
+    A peer that goes away is an error of torch's own. The caller bounds it by a watchdog: torch's
+    store can block far past its timeout.
     """
-    store = meet(place, allow)
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
         torch.cuda.set_device(device)

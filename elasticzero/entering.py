@@ -17,7 +17,7 @@ from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
 from elasticzero.collectives import Groups, connect, device_of
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.link import AgentLink, leave
-from elasticzero.meeting import Place
+from elasticzero.meeting import Place, meet
 from elasticzero.messages import Assignment, Attached, Failed
 
 SHARED_WAIT_S = 3.0
@@ -51,10 +51,13 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     _leave_sigterm_to_the_agent()
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: leave(ExitCode.LEFT))
-    device = device_of(place)
     watchdog = Watchdog(link)
+    watchdog.allow(place.connect_timeout_s)
     try:
-        return device, connect(place, device, watchdog.allow)
+        device = device_of(place)
+        with link.busy("meeting the other ranks"):
+            store = meet(place, watchdog.allow)
+        return device, connect(place, device, store)
     finally:
         watchdog.cancel()
 
@@ -99,7 +102,7 @@ class Watchdog:
             self._timer.cancel()
 
     def _give_up(self, limit_s: float) -> None:
-        text = f"the process group was not set up within {limit_s:g} s"
+        text = f"the other ranks were not met, or no process group set up, within {limit_s:g} s"
         self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.LEFT)

@@ -21,6 +21,7 @@ from torch.distributed import DistStoreError
 from elasticzero.errors import RetryError
 
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
+LOOK_MAX_S = 0.2
 PROBE_S = 2.0
 """One try to reach rank 0's host."""
 TOLD_AFTER_S = 10.0
@@ -52,7 +53,7 @@ class Place:
     collective_timeout_s: float = 600.0
 
 
-def meet(place: Place, allow: Allow) -> TCPStore:
+def meet(place: Place, allow: Allow = lambda limit_s: None) -> TCPStore:
     """Rank 0's store, where every rank has said by now that it is there.
 
     Raises `RetryError` when rank 0's host is not reached within `place.connect_timeout_s`, and when
@@ -61,11 +62,19 @@ def meet(place: Place, allow: Allow) -> TCPStore:
     """
     deadline_s = time.monotonic() + place.start_timeout_s
     if place.store_fd is None:
+        allow(place.start_timeout_s + place.connect_timeout_s)
         _reach(place, deadline_s)
     allow(place.connect_timeout_s)
     store = _store(place)
     allow(max(0.0, deadline_s - time.monotonic()) + place.connect_timeout_s)
-    _wait_for_all(place, store, deadline_s)
+    here = PrefixStore(f"{place.token}/here", store)
+    here.set(str(place.rank), "1")
+    if here.add("count", 1) == place.world_size:
+        here.set("all", "1")
+    elif place.rank == 0:
+        _look_for_all(place, here, deadline_s)
+    else:
+        _wait_for_all(place, here, deadline_s)
     allow(place.connect_timeout_s)
     return store
 
@@ -97,14 +106,12 @@ def _reach(place: Place, deadline_s: float) -> None:
     told = False
     while True:
         left_s = seen_s + place.connect_timeout_s - time.monotonic()
-        try:
-            socket.create_connection((host, port), max(0.05, min(PROBE_S, left_s))).close()
+        problem = _knock(host, port, max(0.05, min(PROBE_S, left_s)))
+        if problem is None:
             return
-        except ConnectionRefusedError as error:
-            problem: OSError = error
-            seen_s = now_s = time.monotonic()
-        except OSError as error:
-            problem, now_s = error, time.monotonic()
+        now_s = time.monotonic()
+        if isinstance(problem, ConnectionRefusedError):
+            seen_s = now_s
         waited_s = now_s - began_s
         pause_s = max(RETRY_S, min(RETRY_MAX_S, waited_s / 10))
         if now_s + pause_s >= min(seen_s + place.connect_timeout_s, deadline_s):
@@ -118,32 +125,49 @@ def _reach(place: Place, deadline_s: float) -> None:
         time.sleep(pause_s)
 
 
-def _wait_for_all(place: Place, store: TCPStore, deadline_s: float) -> None:
-    here = PrefixStore(f"{place.token}/here", store)
-    here.set(str(place.rank), "1")
-    if here.add("count", 1) == place.world_size:
-        here.set("all", "1")
-        return
-    told: list[int] = []
-    while True:
-        left_s = deadline_s - time.monotonic()
-        try:
-            here.wait(["all"], timedelta(seconds=max(0.01, min(TOLD_AFTER_S, left_s))))
-            return
-        except DistStoreError:
-            if time.monotonic() >= deadline_s:
-                raise RetryError(
-                    f"{here.add('count', 0)} of {place.world_size} ranks were there after "
-                    f"{place.start_timeout_s:g} s; the scripts of the others have not come to "
-                    "elasticzero.run"
-                ) from None
-        if place.rank == 0:
+def _knock(host: str, port: int, limit_s: float) -> OSError | None:
+    """Why nothing is reached there; of the errors of several addresses a refusal counts."""
+    try:
+        socket.create_connection((host, port), limit_s, all_errors=True).close()
+    except OSError as error:
+        return error
+    except ExceptionGroup as group:
+        errors = [error for error in group.exceptions if isinstance(error, OSError)]
+        return min(errors, key=lambda error: not isinstance(error, ConnectionRefusedError))
+    return None
+
+
+def _wait_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
+    """By one wait, for torch warns of each that ends in vain."""
+    try:
+        left_s = max(0.01, deadline_s - time.monotonic())
+        here.wait(["all"], timedelta(seconds=left_s))
+    except DistStoreError:
+        raise RetryError(
+            f"{here.add('count', 0)} of {place.world_size} ranks were there after "
+            f"{place.start_timeout_s:g} s; the log of rank 0 names the others"
+        ) from None
+
+
+def _look_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
+    """On rank 0, whose own store this is: it looks again and again, and tells for whom it waits."""
+    began_s = time.monotonic()
+    tell_s, told = TOLD_AFTER_S, ""
+    while not here.check(["all"]):
+        now_s = time.monotonic()
+        waited_s = now_s - began_s
+        if now_s >= deadline_s or waited_s >= tell_s:
+            tell_s *= 2
             missing = [r for r in range(place.world_size) if not here.check([str(r)])]
-            if missing and missing != told:
-                told = missing
-                names = ", ".join(map(str, missing[:RANKS_SHOWN]))
-                more = ", ..." if len(missing) > RANKS_SHOWN else ""
-                _tell(f"the scripts of ranks {names}{more} have not come to elasticzero.run yet")
+            names = ", ".join(map(str, missing[:RANKS_SHOWN]))
+            names += ", ..." if len(missing) > RANKS_SHOWN else ""
+            text = f"not at elasticzero.run after {waited_s:.0f} s: rank {names}"
+            if now_s >= deadline_s:
+                raise RetryError(text)
+            if missing and names != told:
+                told = names
+                _tell(text)
+        time.sleep(max(0.001, min(LOOK_MAX_S, waited_s / 20)))
 
 
 def _tell(text: str) -> None:

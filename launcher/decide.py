@@ -21,7 +21,8 @@ Rules of every agent, the first that applies:
      it holds of it, and stay until that is done.
  A7  all workers finished: report `finished`.
  A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
-     stop at a boundary; workers that cannot be asked are stopped by the alarm.
+     stop at a boundary; workers that cannot be asked, or that start slowly and so are at no step
+     yet, are stopped by the alarm.
  A9  all workers have restored: report `restored`.
  A10 leaving by a deadline, and what is left is only enough to hand the state over: wait for the
      running step no longer, raise the alarm; in a round, kill this node's workers that do not stop

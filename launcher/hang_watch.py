@@ -62,6 +62,13 @@ class Pace:
     frozen_s: float = 0.0
     """From the first to the last time that it was seen so."""
 
+    @property
+    def silent_since_s(self) -> float:
+        """Before it has said anything: since it was stopped, the one thing that is looked for."""
+        if self.starting and self.frozen_since_s is not None:
+            return self.frozen_since_s
+        return self.progress_s
+
     def look(self, now_s: float) -> None:
         """See whether a signal has stopped it."""
         if self.over or process_state(self.pid) != "T":
@@ -171,9 +178,10 @@ class HangWatch:
                 pid=pace.pid,
                 log=pace.log,
                 step=pace.step,
-                silent_since_s=pace.progress_s,
+                silent_since_s=pace.silent_since_s,
                 due_s=due_s(limit_s, in_loop=pace.in_loop),
                 ask=pace.ask,
+                mute=pace.starting,
             )
             for pace in self._paces.values()
             if (pace.expected and not pace.busy)
@@ -197,6 +205,9 @@ class HangWatch:
             return []
         self._judged = True
         silences = self._look.findings(now_s)
+        if self._look.subjects and not silences:
+            self._look = None  # they come on, so the next that does not is looked at again
+            return []
         found = [blame(silence) for silence in silences]
         self.deaf |= {silence.rank for silence in silences if silence.deaf}
         self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}

@@ -5,7 +5,8 @@ Pure. Rules:
      within STEPS_LONG times the longest of the last steps, but not before FLOOR_S.
  P2  Before the first step of a generation, and out of the loop, FIRST_STEP_S are allowed.
  P3  In a `session.busy(…)` section no step is due.
- P4  A process that a signal has stopped is due as in P1, whatever it was at.
+ P4  A process that a signal has stopped is due as in P1, whatever it was at, until its training is
+     over: also one that is in a busy section, one whose script is starting, and a plain script's.
  P5  A worker that is stopped is to blame; so is one past its time that does not answer, or is in
      code of its own. One that is in a collective, or uses a GPU, may wait for a peer, on this node
      or another, that is busy or to blame: it is not. If every node says so of all its workers, they

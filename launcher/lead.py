@@ -237,13 +237,17 @@ def _makes_steps(view: View, after_s: float, now_s: float, limits: Limits) -> bo
 
 
 def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str) -> Decision:
-    """A graceful change: by the control word where the workers have one, else by the alarm."""
+    """A graceful change: by the control word where the workers have one, else by the alarm.
+
+    Workers that start slowly are not waited for: until all have their state in place no step is
+    made, so an alarm costs none.
+    """
     workers = view.workers
+    if workers.running and (workers.plain or workers.late):
+        alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
+        return Decision((RaiseAlarm(alarm),), reason)
     if workers.asked & flags == flags:
         return wait(f"{reason}: waiting for the next boundary")
     if workers.attached:
         return Decision((Ask(flags),), reason)
-    if workers.running == 0 or not workers.plain:
-        return wait(f"{reason}: the workers are starting")
-    alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
-    return Decision((RaiseAlarm(alarm),), reason)
+    return wait(f"{reason}: the workers are starting")

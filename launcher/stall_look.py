@@ -87,6 +87,8 @@ class Subject:
     """Seconds of silence after which it is past its time."""
     ask: Callable[[], None]
     """Have it asked where it is."""
+    mute: bool = False
+    """It does not listen yet, so nothing follows from its silence but where a signal stopped it."""
     located: Located | None = None
     state: str = ""
     wait: str = ""
@@ -167,7 +169,8 @@ class StallLook:
 
     def _begin_dump(self, subject: Subject, now_s: float) -> None:
         subject.state, subject.wait = process_state(subject.pid), kernel_wait(subject.pid)
-        if subject.moved or subject.state in ("", "Z"):
+        runs = subject.state in ("", "Z") or (subject.mute and subject.state != "T")
+        if subject.moved or runs:
             subject.moved = subject.dumped = True
             return
         answer = subject.located

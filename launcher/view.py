@@ -94,6 +94,8 @@ class Workers:
     """All said that their state is in place."""
     plain: bool = False
     """None called `elasticzero.run` for so long that the script is taken for a plain one."""
+    late: bool = False
+    """Not all said that their state is in place, so long after they were started."""
     saving: int = 0
     """Processes alive that are out of the loop, and may be writing their snapshot."""
     finished: bool = False
@@ -117,7 +119,8 @@ class Workers:
     before_step_s: float = 0.0
     """The same before the first step of the generation, and out of the loop over batches."""
     frozen_s: float = 0.0
-    """Longest time that one of them has been seen stopped by a signal, where steps are due."""
+    """Longest time that one of them has been seen stopped by a signal, until its training is
+    over."""
     stopped_s: float = 0.0
     """The same, whatever it was at."""
     longest_step_s: float = 0.0

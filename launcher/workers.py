@@ -33,8 +33,9 @@ from elasticzero.messages import (
 )
 
 MAX_TRACEBACK = 4000
-PLAIN_AFTER_S = 5.0
-"""A worker that has not called `elasticzero.run` by then is taken for a plain script."""
+LATE_AFTER_S = 5.0
+"""Workers that have not their state in place by then start slowly; those that have not even called
+`elasticzero.run` are taken for a plain script."""
 UNASKED_GRACE_S = 2.0
 """A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
 
@@ -99,15 +100,17 @@ class Gang:
     def view(self, now_s: float) -> Workers:
         """What `decide` sees."""
         workers = self.workers
-        plain = now_s - self.started_s >= PLAIN_AFTER_S
+        late = now_s - self.started_s >= LATE_AFTER_S
+        restored = all(worker.restored for worker in workers)
         running = sum(worker.at_work for worker in workers)
         left = all(w.stopping is not None and w.failed is None for w in workers)
         return replace(
             self._view,
             running=running,
             attached=all(worker.attached for worker in workers),
-            restored=all(worker.restored for worker in workers),
-            plain=plain and not any(worker.attached for worker in workers),
+            restored=restored,
+            plain=late and not any(worker.attached for worker in workers),
+            late=late and not restored,
             saving=sum(w.at_work and w.stopping is not None for w in workers),
             finished=running == 0 and all(worker.finished for worker in workers),
             at_boundary=bool(workers) and left and self._view.aborted_s is None,

@@ -166,7 +166,26 @@ def test_a_newcomer_may_start_later_than_a_process_group_may_take(
     assert set(codes.values()) == {0}, told.logs()
     assert told.generation == 2 and told.lineage.recomputed == 0
     log = (told.directory() / "node-0" / "0.log").read_text()
-    assert "the scripts of ranks 1 have not come" in log
+    assert "not at elasticzero.run after 10 s: rank 1" in log
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_node_told_to_leave_waits_for_nobody_whose_script_starts_slowly(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    words += ["--slow-start", "600", "--slow-rank", "1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait("the first world", lambda: len(told.of("started")) == 2)
+        leaver = told.cluster.nodes[told.of("world")[0]["members"][0]]
+        told.cluster.drain(leaver)
+        codes = told.wait_for_end()
+    assert codes.pop(leaver.name) == 75
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 2
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 

@@ -26,7 +26,7 @@ from elasticzero.checkpoint.reader import open_step
 from elasticzero.checkpoint.writer import write_checkpoint
 from elasticzero.collectives import Groups, connect
 from elasticzero.data import Position
-from elasticzero.meeting import Place
+from elasticzero.meeting import Place, meet
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.spans import STRATEGIES
 from elasticzero.state import NamedModel, SmallState
@@ -35,7 +35,7 @@ from tests.integration.training_exact import Model, Samples, groups, squares
 STEPS = 2
 
 
-def meet(rank: int, world_size: int, port: int) -> Groups:
+def joined(rank: int, world_size: int, port: int) -> Groups:
     store_fd = None
     if rank == 0:
         store = socket.socket()
@@ -45,7 +45,7 @@ def meet(rank: int, world_size: int, port: int) -> Groups:
     place = Place(
         rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="matrix"
     )
-    return connect(place, torch.device("cpu"))
+    return connect(place, torch.device("cpu"), meet(place))
 
 
 def build(
@@ -152,14 +152,14 @@ def main(options: dict[str, Any]) -> None:
     for world_size in worlds:
         port = next(ports)
         if rank < world_size:
-            group = meet(rank, world_size, port)
+            group = joined(rank, world_size, port)
             for name in STRATEGIES:
                 save(name, rank, world_size, directory, dtype)
             group.close()
     for world_size in worlds:
         port = next(ports)
         if rank < world_size:
-            group = meet(rank, world_size, port)
+            group = joined(rank, world_size, port)
             for name in STRATEGIES:
                 for source in STRATEGIES:
                     for wrote in worlds:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.launcher.hangs import STOPPED_S
 from elasticzero.launcher.view import Workers
+from elasticzero.launcher.workers import LATE_AFTER_S
 from elasticzero.launcher.world import BLAME_ORDER, Failure, World
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE
 from tests.simulation.hanging import Hanging
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 LONG_SECTION_S = 4.0
 """A worker in a long kernel hears an abort so late."""
+SLOW_SHARE = 0.25
+"""Of scripts that start slowly, where some do."""
 WAITS_S = 0.5
 """Without a step for so long workers wait for one; no step takes so long."""
 
@@ -48,9 +51,13 @@ class Gang:
         """Whether hangs are looked for within the time of a schedule."""
         self._viewed: tuple[object, Workers] = (None, Workers())
         """What there was to be seen last, and the view of it."""
-        connect_s = self.cluster.plan.connect_s * 2.0**world.fruitless
+        plan, random = self.cluster.plan, self.cluster.random
+        self._patience = 2.0**world.fruitless
+        self._began_s = self.cluster.timeline.now_s
         for worker in self.workers:
-            self.cluster.later(0.05, 0.3, self._attach, worker, connect_s)
+            slow = plan.slow_start_s and random.random() < SLOW_SHARE
+            more_s = random.uniform(0.0, plan.slow_start_s) if slow else 0.0
+            self.cluster.later(0.05 + more_s, 0.3 + more_s, self._attach, worker)
 
     def wake(self) -> None:
         self.agent.wake()
@@ -72,7 +79,9 @@ class Gang:
             left &= worker.stopping and not worker.failed
             if self._heard_step or worker.finished:
                 heard = max(heard, worker.step)
-        known = (running, saving, restored, finished, left, heard, self._attached, self.flags)
+        late = self.cluster.timeline.now_s - self._began_s >= LATE_AFTER_S
+        attached, flags = self._attached, self.flags
+        known = (running, saving, restored, finished, left, heard, attached, flags, late)
         told = (self._heard_s, self.aborted_s, self.killed, self.failure)
         if self._viewed[0] != (known, told):
             self._viewed = ((known, told), self._view(known))
@@ -85,12 +94,14 @@ class Gang:
             seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
         return replace(view, **seen)
 
-    def _view(self, known: tuple[int, int, bool, bool, bool, int, int, int]) -> Workers:
-        running, saving, restored, finished, left, heard, attached, asked = known
+    def _view(self, known: tuple[int, int, bool, bool, bool, int, int, int, bool]) -> Workers:
+        running, saving, restored, finished, left, heard, attached, asked, late = known
         return Workers(
             generation=self.generation,
             running=running,
             attached=attached == len(self.workers),
+            plain=late and not attached,
+            late=late and not restored,
             restored=restored,
             saving=saving,
             finished=running == 0 and finished,
@@ -168,11 +179,11 @@ class Gang:
 
     # -- a worker's life
 
-    def _attach(self, worker: Worker, connect_s: float) -> None:
+    def _attach(self, worker: Worker) -> None:
         if not worker.alive:
             return
         if worker.deaf:
-            self.cluster.later(0.1, 0.3, self._attach, worker, connect_s)
+            self.cluster.later(0.1, 0.3, self._attach, worker)
             return
         self._attached += 1
         self.progress(worker)
@@ -181,11 +192,32 @@ class Gang:
             self._end(worker)
             return
         worker.phase = "connecting"
-        self.cluster.timeline.after(connect_s, self._too_late, worker)
+        start_s = self.cluster.plan.start_s * self._patience
+        self.cluster.timeline.after(start_s, self._too_late, worker)
+        self._reach(worker, self.cluster.timeline.now_s + self._connect_s)
+
+    @property
+    def _connect_s(self) -> float:
+        return self.cluster.plan.connect_s * self._patience
+
+    def _reach(self, worker: Worker, until_s: float) -> None:
+        """Come to rank 0's store, unless this machine or rank 0's is cut off for too long."""
+        if worker.phase != "connecting":
+            return
+        if not self.group.reaches(worker):
+            if self.cluster.timeline.now_s >= until_s:
+                self._too_late(worker)
+            else:
+                self.cluster.later(0.1, 0.3, self._reach, worker, until_s)
+            return
         self.group.connect(worker)
 
+    def all_are_there(self, worker: Worker) -> None:
+        """Every rank has come to the store: now the process group is set up."""
+        self.cluster.timeline.after(self._connect_s, self._too_late, worker)
+
     def _too_late(self, worker: Worker) -> None:
-        """The process group was not set up in time."""
+        """Not all came, or the process group was not set up, in time."""
         if worker.phase == "connecting" and not worker.deaf:
             failure = Failure(rank=worker.rank, blame="peer", message="not set up in time")
             worker.failed = True

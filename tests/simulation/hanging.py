@@ -42,6 +42,10 @@ class Hanging:
         due = ("connecting", "restoring", "training")
         return [w for w in self._gang.workers if w.phase in due and not w.finished]
 
+    def _watched(self) -> list[Worker]:
+        """Those, and the ones whose scripts are still starting."""
+        return [*self._expected(), *(w for w in self._gang.workers if w.phase == "starting")]
+
     def moved(self) -> None:
         """A worker shows progress, or is at an end: what a look found is so no more."""
         if self._look == "over":
@@ -71,7 +75,7 @@ class Hanging:
         return {
             "silent_s": longest_s if in_loop else 0.0,
             "before_step_s": 0.0 if in_loop else longest_s,
-            "frozen_s": max(map(self.frozen_s, expected), default=0.0),
+            "frozen_s": max(map(self.frozen_s, self._watched()), default=0.0),
             "stopped_s": max(map(self.frozen_s, gang.workers), default=0.0),
             "look": self._look,
             "stalled": self._stalled,
@@ -80,7 +84,10 @@ class Hanging:
     def look_into(self, limit_s: float | None) -> None:
         """Find out where those are that make no step."""
         cluster = self._gang.cluster
-        subjects = [w for w in self._expected() if not w.busy or w.hang == "stopped"]
+        expected = self._expected()
+        subjects = [
+            w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
+        ]
         self._look = "open"
         silent = any(w.hang in ("stopped", "locked") for w in subjects)
         takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
@@ -95,11 +102,11 @@ class Hanging:
             return
         now_s, in_loop = gang.cluster.timeline.now_s, gang.group.stepped_s is not None
         self._look = "over"
-        expected = self._expected()
+        expected, watched = self._expected(), self._watched()
         found, guilty = [], False
         for worker in subjects:
             progress_s = self._progress_s(worker)
-            if worker not in expected or progress_s > began_s:
+            if worker not in watched or progress_s > began_s:
                 continue
             silence = Silence(
                 rank=worker.rank,
@@ -109,6 +116,8 @@ class Hanging:
                 state="T" if worker.hang == "stopped" else "S",
                 located=_located(worker),
             )
+            if worker not in expected and silence.state != "T":
+                continue
             if silence.deaf:
                 self.deaf.add(worker.rank)
             failure = blame(silence)

@@ -64,6 +64,10 @@ class Fault:
     """How long it lasts, where it does."""
 
 
+SLOW_START_S = 8.0
+"""Longer than a process group may take, and long enough to be taken for a plain script."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One schedule."""
@@ -80,6 +84,11 @@ class Plan:
     checkpoint_every: int = 0
     storage: bool = True
     connect_s: float = 3.0
+    """What a process group may take when all are there."""
+    start_s: float = 60.0
+    """For so long those that are there wait for the others' scripts."""
+    slow_start_s: float = 0.0
+    """One script in four takes up to so much longer to start."""
     crash_at: int = 0
     """The script fails at this step, each time; 0: never."""
     crash_rank: int = 0
@@ -145,6 +154,7 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         crash_rank=random.randint(0, 3),
         trouble=random.choice([0.0, 0.002, 0.01, 0.03]),
         poll_s=random.choice([0.5, 1.0, 2.0]),
+        slow_start_s=random.choice([0.0, 0.0, 0.0, 0.0, SLOW_START_S]),
         faults=faults,
     )
 

@@ -120,7 +120,15 @@ class Group:
         """A worker has come; when all are there and in reach of each other they restore."""
         self.cluster.rules.connects(self, worker)
         self.workers[worker.rank] = worker
+        if len(self.workers) == self.size:
+            for each in self.workers.values():
+                each.gang.all_are_there(each)
         self.look_again()
+
+    def reaches(self, worker: Worker) -> bool:
+        """Whether nothing lies between its machine and rank 0's."""
+        here, first = worker.gang.host, self.cluster.hosts[self.world.members[0].node]
+        return here is first or not (here.dark or first.dark)
 
     def look_again(self) -> None:
         """Something may be in reach again."""
@@ -213,6 +221,8 @@ class Group:
         host = cause.gang.host
         if cause.rank not in self.workers or host.silent or host.dark:
             return
+        if cause.rank and len(self.workers) < self.size:
+            return  # so far the others are connected to rank 0's store alone
         first, self.broken = not self.broken, True
         if not first:
             return
