@@ -40,6 +40,7 @@ def measure(nodes: int) -> dict[str, float]:
         storage=False,
         connect_s=60.0,
         trouble=0.0,
+        long_kernels=False,
         poll_s=0.25,
         apart_s=0.0,
     )

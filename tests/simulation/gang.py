@@ -135,7 +135,7 @@ class Gang:
             self._tell_abort(worker)
 
     def _tell_abort(self, worker: Worker) -> None:
-        busy = self.cluster.random.random() < 0.03
+        busy = self.cluster.random.random() < 0.03 and self.cluster.plan.long_kernels
         delay_s = LONG_SECTION_S if busy else self.cluster.random.uniform(0.001, 0.02)
         delay_s = max(delay_s, worker.long_until_s - self.cluster.timeline.now_s)
         self.cluster.timeline.after(delay_s, self.abort, worker)

@@ -89,6 +89,8 @@ class Plan:
     """For so long those that are there wait for the others' scripts."""
     slow_start_s: float = 0.0
     """One script in four takes up to so much longer to start."""
+    long_kernels: bool = True
+    """Some workers are in one when they are to hear of something, and hear of it late."""
     crash_at: int = 0
     """The script fails at this step, each time; 0: never."""
     crash_rank: int = 0

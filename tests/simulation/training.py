@@ -237,7 +237,7 @@ class Group:
             if nearly_done and not self._stalled and random.random() < 0.5:
                 worker.step = following
                 self.cluster.rules.stepped_alone(self, worker)
-            late = random.random() < 0.05
+            late = random.random() < 0.05 and plan.long_kernels
             delay_s = random.uniform(0.2, 2.0) if late else random.uniform(0.002, 0.06)
             worker.long_until_s = now_s + delay_s if late else 0.0
             self.cluster.timeline.after(delay_s, self.notice, worker)
