@@ -65,8 +65,9 @@ class Stage:
         self._cell: Cell | None = None
         self._left = cells
         self._pause_s = 0.0
-        self._provoked: list[str] = []
-        """Whose worker was killed, in order: a node whose workers fail in a row is set aside."""
+        self._struck: list[str] = []
+        """Whose worker was killed or frozen, in order: a node whose workers fail in a row is set
+        aside."""
         self._codes: dict[str, int] = {}
         """Of nodes that do not stay to the end."""
 
@@ -107,7 +108,7 @@ class Stage:
         choices = {"leader": members[:1], "node": members[1:]}.get(cell.fault, members)
         victim = joiner or nodes[self._dice.choice(choices)]
         others = [name for name in members if name != victim.name]
-        other = nodes[min(others, key=self._last_provoked)]
+        other = nodes[min(others, key=self._last_struck)]
         spares = self._stopped(self._nproc[victim.name]) if cell.fault in LOSES_A_NODE else []
         fruitless = self._fruitless()
         self._reach(cell, before, victim, other)
@@ -270,14 +271,16 @@ class Stage:
 
     def _provoke(self, node: Node) -> None:
         """End a generation by the least that does: one worker, whose state others have."""
-        self._provoked.append(node.name)
+        self._struck.append(node.name)
         self._told.cluster.kill_worker(node)
 
-    def _last_provoked(self, name: str) -> int:
-        return max((i for i, node in enumerate(self._provoked) if node == name), default=-1)
+    def _last_struck(self, name: str) -> int:
+        return max((i for i, node in enumerate(self._struck) if node == name), default=-1)
 
     def _strike(self, cell: Cell, victim: Node) -> None:
         cluster = self._told.cluster
+        if cell.fault in ("worker", "freeze"):
+            self._struck.append(victim.name)
         match cell.fault:
             case "worker":
                 cluster.kill_worker(victim)
