@@ -95,6 +95,8 @@ class HangWatch:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
     _look: StallLook | None = None
     _judged: bool = False
+    _limit_s: float | None = None
+    """Of the last look."""
     _stalled: Failure | None = None
     _frozen_looked_s: float = 0.0
 
@@ -121,8 +123,15 @@ class HangWatch:
             "stopped_s": max((pace.frozen_s for pace in self._paces.values()), default=0.0),
             "longest_step_s": max(self._steps_s, default=0.0),
             "look": look,
-            "stalled": self._stalled,
+            "stalled": self._stalled if self._all_due(now_s) else None,
         }
+
+    def _all_due(self, now_s: float) -> bool:
+        """Whether each worker is past its own time: one that was busy until just now is on its
+        way, and with it those that waited for it."""
+        paces = [pace for pace in self._paces.values() if pace.expected]
+        limits = [due_s(self._limit_s, in_loop=pace.in_loop) for pace in paces]
+        return all(now_s - p.progress_s >= due for p, due in zip(paces, limits, strict=True))
 
     def note(self, rank: int, message: Message, now_s: float) -> None:
         """Take in what a worker said."""
@@ -188,6 +197,7 @@ class HangWatch:
             or ((pace.expected or pace.starting) and pace.frozen_since_s is not None)
         ]
         self._look, self._judged = StallLook(subjects, now_s, py_spy=find_py_spy()), False
+        self._limit_s = limit_s
 
     @property
     def stopped(self) -> set[int]:

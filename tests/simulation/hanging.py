@@ -30,6 +30,7 @@ class Hanging:
         self._gang = gang
         self._look: Literal["none", "open", "over"] = "none"
         self._stalled: Failure | None = None
+        self._limit_s: float | None = None
         self.deaf: set[int] = set()
         """Ranks that could not obey, as a look has found."""
 
@@ -78,8 +79,13 @@ class Hanging:
             "frozen_s": max(map(self.frozen_s, self._watched()), default=0.0),
             "stopped_s": max(map(self.frozen_s, gang.workers), default=0.0),
             "look": self._look,
-            "stalled": self._stalled,
+            "stalled": self._stalled if self._all_due(now_s) else None,
         }
+
+    def _all_due(self, now_s: float) -> bool:
+        """See `HangWatch._all_due`."""
+        limit_s = due_s(self._limit_s, in_loop=self._gang.group.stepped_s is not None)
+        return all(now_s - self._progress_s(worker) >= limit_s for worker in self._expected())
 
     def look_into(self, limit_s: float | None) -> None:
         """Find out where those are that make no step."""
@@ -88,7 +94,7 @@ class Hanging:
         subjects = [
             w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
         ]
-        self._look = "open"
+        self._look, self._limit_s = "open", limit_s
         silent = any(w.hang in ("stopped", "locked") for w in subjects)
         takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
         if cluster.random.random() < 0.05:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from elasticzero.launcher.view import Limits
@@ -64,6 +64,7 @@ class Fault:
     """How long it lasts, where it does."""
 
 
+SLOW_SHARE = 0.2
 SLOW_START_S = 8.0
 """Longer than a process group may take, and long enough to be taken for a plain script."""
 
@@ -140,7 +141,7 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
     lasts_s = 1.5 + max((f.at_s + f.seconds for f in faults), default=0.0)
     steps = max(10, int(lasts_s * random.uniform(0.5, 1.3) / step_s))
     storage = random.random() < 0.8
-    return Plan(
+    plan = Plan(
         seed=seed,
         nodes=count,
         limits=limits,
@@ -156,9 +157,12 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         crash_rank=random.randint(0, 3),
         trouble=random.choice([0.0, 0.002, 0.01, 0.03]),
         poll_s=random.choice([0.5, 1.0, 2.0]),
-        slow_start_s=random.choice([0.0, 0.0, 0.0, 0.0, SLOW_START_S]),
         faults=faults,
     )
+    if random.random() >= SLOW_SHARE:
+        return plan
+    patient = replace(limits, handover_s=limits.handover_s + SLOW_START_S)
+    return replace(plan, slow_start_s=SLOW_START_S, limits=patient)
 
 
 def _stranded(random: Random, count: int, least: int) -> tuple[Fault, ...]:
