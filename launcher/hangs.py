@@ -9,8 +9,8 @@ Pure. Rules:
      over: also one that is in a busy section, one whose script is starting, and a plain script's.
  P5  A worker that is stopped is to blame; so is one past its time that does not answer, or is in
      code of its own. One that is in a collective, or uses a GPU, may wait for a peer, on this node
-     or another, that is busy or to blame: it is not. If every node says so of all its workers, they
-     wait for each other.
+     or another, that is busy or to blame: it is not. If every node says so of all its workers, each
+     past its own time, they wait for each other.
  P6  After the alarm those that could not obey are killed at once; the others are told to stop, and
      killed HANG_STOP_S later. So it is where a worker is to blame here and the alarm is of another
      failure.
