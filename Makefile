@@ -6,9 +6,13 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Tests run at a time, on two cores: those of clusters wait for a third of their time.
 JOBS ?= 3
+GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
+  elastic_training.py kept_workers.py memory_tier.py one_process.py \
+  plain_scripts.py::test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node \
+  torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check bench chaos tools clean
+.PHONY: help demo test check bench chaos gpu tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -40,6 +44,13 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (a
 
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
+
+# Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
+gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+	  || { echo "error: $(RUN) has no torch that sees a GPU; name one with make gpu RUN=/path/to/python" >&2; exit 1; }
+	PYTHONPATH=$(CURDIR)/tests/gpu:$(CURDIR):$$PYTHONPATH NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_SOCKET_IFNAME=lo \
+	  $(RUN) -m pytest -ra -q -p no:cacheprovider -n $(JOBS) --dist loadfile $(GPU_TESTS)
 
 tools: # programs that some tests run, from Debian's packages where they are missing
 	@.ci/tools

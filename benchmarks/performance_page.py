@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from datetime import date
@@ -29,10 +30,19 @@ def machine(*packages: str) -> dict[str, object]:
             platform.machine(),
         ),
         "memory_bytes": int(memory[memory.index("MemTotal:") + 1]) << 10,
+        "gpu": gpu(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
     }
+
+
+def gpu() -> str | None:
+    """The first GPU that programs started here see."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0] or None
 
 
 def about_in_words(about: Mapping[str, object], commit: str) -> str:
@@ -41,7 +51,7 @@ def about_in_words(about: Mapping[str, object], commit: str) -> str:
     assert isinstance(size, int)
     return (
         f"{date.today()}, commit {commit}: {about['processor']}, {about['cores']} cores, "
-        f"{size >> 30} GiB, Linux {about['kernel']}"
+        f"{size >> 30} GiB, {about['gpu'] or 'no GPU'}, Linux {about['kernel']}"
     )
 
 
@@ -49,7 +59,7 @@ def present_commit() -> str:
     done = subprocess.run(
         ["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def record(name: str, document: Mapping[str, Any]) -> Path:

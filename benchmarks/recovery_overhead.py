@@ -38,6 +38,13 @@ def adam(parameters: object) -> torch.optim.Optimizer:
 Step = Callable[[Tensor, Tensor], None]
 
 
+def now_s() -> float:
+    """Once what the GPU was given is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
 def plain(model: nn.Module) -> Step:
     """A step of a model that communicates by itself."""
     optimizer = adam(model.parameters())
@@ -52,11 +59,12 @@ def plain(model: nn.Module) -> Step:
 
 def bare(name: str, session: ez.Session) -> tuple[str, Step]:
     """The same strategy without a session: torch's own where torch has it."""
-    model = network()
+    model = network().to(session.device)
     if name == "ddp":
-        return "torch DDP", plain(DistributedDataParallel(model))
+        own = [session.device.index] if session.device.type == "cuda" else None
+        return "torch DDP", plain(DistributedDataParallel(model, device_ids=own))
     if name == "zero3":
-        mesh = init_device_mesh("cpu", (session.world_size,))
+        mesh = init_device_mesh(session.device.type, (session.world_size,))
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -93,21 +101,21 @@ def train(session: ez.Session, pairs: int, out: Path) -> None:
 
     def bare_block() -> float:
         loader = iter(DataLoader(data, batch_size=part, sampler=sampler))
-        began_s = time.monotonic()
+        began_s = now_s()
         for _ in range(BLOCK):
-            step(*next(loader))
-        return (time.monotonic() - began_s) / BLOCK
+            step(*(tensor.to(session.device) for tensor in next(loader)))
+        return (now_s() - began_s) / BLOCK
 
     own_s: list[float] = []
     bare_s: list[float] = []
-    began_s = time.monotonic()
+    began_s = now_s()
     steps = BLOCK * (pairs + 2)
     for x, y in session.batches(data, global_batch=GLOBAL_BATCH, steps=steps):
         if session.step_count and session.step_count % BLOCK == 0:
-            own_s.append((time.monotonic() - began_s) / BLOCK)
+            own_s.append((now_s() - began_s) / BLOCK)
             with session.busy("steps without ElasticZero"):
                 bare_s.append(bare_block())
-            began_s = time.monotonic()
+            began_s = now_s()
         session.backward(nn.functional.mse_loss(model(x), y))
         session.step()
     if session.rank == 0:  # the first block warms up

@@ -143,10 +143,11 @@ class Report:
         """Write the dated result, and put the tables in docs/performance.md."""
         commit, about = present_commit(), machine("torch")
         document = {"commit": commit, "machine": about, **asdict(self)}
-        path = record(f"recovery-{date.today()}", document)
+        where = "recovery gpu" if about["gpu"] else "recovery"
+        path = record(f"{where.replace(' ', '-')}-{date.today()}", document)
         words = (
             f"{about_in_words(about, commit)}, torch {about['torch']}; medians of {self.rounds} "
             f"rounds, lease TTL {self.lease_ttl_s} s."
         )
-        publish("recovery", f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        publish(where, f"```\n{self.command}\n```\n\n{words}\n\n{self}")
         print(f"recorded in {path} and {PERFORMANCE}")

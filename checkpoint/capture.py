@@ -6,8 +6,10 @@ checksummed or written to storage here. Sealing it, and copying it on, is the ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,14 +107,13 @@ class SnapshotWriter:
             self._side_stream().synchronize()
 
     def _bytes_of(self, slot: Slot) -> torch.Tensor:
-        """The slot's memory as a tensor; pinned where there is a GPU."""
+        """The slot's memory as a tensor; pinned where there is a GPU, and the system lets it be."""
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:
             if known is not None:
                 _unpin(known)
             known = torch.frombuffer(slot.view(), dtype=torch.uint8)
-            if torch.cuda.is_initialized():
-                torch.cuda.cudart().cudaHostRegister(known.data_ptr(), known.numel(), 0)
+            _pin(known)
             self._memory[slot] = known
         return known
 
@@ -124,6 +125,21 @@ class SnapshotWriter:
         return self._stream
 
 
+def _pin(memory: torch.Tensor) -> None:
+    if torch.cuda.is_initialized():
+        start, size = memory.data_ptr(), memory.numel()
+        _apart(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
+
+
 def _unpin(memory: torch.Tensor) -> None:
     if torch.cuda.is_initialized():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        start = memory.data_ptr()
+        _apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
+
+
+def _apart(call: Callable[[], Any]) -> None:
+    """In a thread of its own: CUDA keeps the error of a call that failed (of memory on a disk's
+    file system, say), and gives it to the next kernel that this thread starts."""
+    thread = threading.Thread(target=call, name="elasticzero-pin", daemon=True)
+    thread.start()
+    thread.join()

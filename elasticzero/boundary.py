@@ -5,7 +5,7 @@ what is due is captured; and the end of a generation is found here.
 from __future__ import annotations
 
 from elasticzero.captures import Captures
-from elasticzero.collectives import ControlWord, broadcast
+from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
 from elasticzero.link import AgentLink, GenerationEnded
@@ -27,7 +27,7 @@ class Boundary:
     def __init__(
         self,
         link: AgentLink,
-        control: ControlWord,
+        groups: Groups | None,
         strategy: Strategy,
         small: SmallState,
         captures: Captures,
@@ -48,7 +48,8 @@ class Boundary:
         self._applied = False
         """A step was, since the last boundary."""
         self._link = link
-        self._control = control
+        self._groups = groups
+        self._control = ControlWord(groups)
 
     def restore(self) -> int:
         """Put the state in place that the assignment says; returns the bytes read."""
@@ -68,10 +69,18 @@ class Boundary:
 
     def apply(self) -> None:
         """Have the optimizer take its step: the state is torn until the next boundary."""
+        self._confirm()  # the gradients
         self._link.change(self._tear)
         self.strategy.apply()
+        if not self.strategy.replicated:
+            self._confirm()  # the parameters that other ranks have stepped
         self._applied = True
         self.step += 1
+
+    def _confirm(self) -> None:
+        """What collectives gave is right; raises, as they do, where a peer is gone."""
+        if self._groups is not None:
+            self._groups.confirm()
 
     def _tear(self) -> None:
         self.clean = False
@@ -120,10 +129,10 @@ class Boundary:
         state in it keeps one rank's, and of a divided one rank 0's are kept.
         """
         buffers = self.small.buffers
-        if self._link.assignment.world_size == 1 or not buffers or self._link.aborted is not None:
+        if self._groups is None or not buffers or self._link.aborted is not None:
             return None
         try:
-            broadcast(buffers)
+            self._groups.broadcast(buffers)
         except RuntimeError as error:
             if not is_peer_error(error) and self._link.aborted is None:
                 raise

@@ -4,7 +4,8 @@ ranks take over from rank 0 or agree on by the control word.
 Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
 noticed only by the ranks that are connected to it in the running collective. Shutting the group's
 own TCP connections does both, so whoever notices first shuts them and all others notice within
-milliseconds.
+milliseconds. NCCL has an abort, after which its collectives end with any values: what they gave
+counts only once it is confirmed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from elasticzero import nccl
+from elasticzero.errors import UserError
 from elasticzero.meeting import Place
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
 RELEASE_S = 0.5
 """A group that is not gone by then hangs."""
+LOOK_S = 0.1
+"""So often NCCL is asked for errors."""
 
 _kept: list[dist.ProcessGroup] = []
 """Groups that were closed. Gloo's destructor joins its threads while it holds Python's global lock,
@@ -39,25 +44,58 @@ CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
 class Groups:
     """The process groups of one generation: the default one for tensors, a CPU one for control."""
 
-    def __init__(self, place: Place, control: dist.ProcessGroup, sockets: frozenset[str]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        sockets: frozenset[str],
+    ) -> None:
         self.place = place
         self.control = control
         self._sockets = sockets
-        self._shut = False
+        self._shut = threading.Event()
+        self._on_gpu = device.type == "cuda"
+        self._aborting: threading.Thread | None = None
+        if self._on_gpu:
+            threading.Thread(target=self._look, name="elasticzero-nccl", daemon=True).start()
 
     def shut(self) -> None:
         """Break every connection of this generation's groups, in any state; from any thread.
 
-        A collective that runs here or in a peer raises at once.
+        A collective that runs here or in a peer ends at once: gloo's with an error, NCCL's as if it
+        were done, which `confirm` finds out.
         """
-        if self._shut:
+        if self._shut.is_set():
             return
-        self._shut = True
+        self._shut.set()
         for name, fd in socket_fds():
             if name in self._sockets:
                 _shut_down(fd)
-        if torch.cuda.is_initialized():
-            _abort_nccl()
+        if self._on_gpu:
+            self._aborting = threading.Thread(
+                target=nccl.abort, name="elasticzero-abort", daemon=True
+            )
+            self._aborting.start()
+
+    def _look(self) -> None:
+        """NCCL says nothing to who waits for the GPU."""
+        while not self._shut.wait(LOOK_S):
+            if nccl.failed():
+                self.shut()
+
+    def confirm(self) -> None:
+        """Wait until the GPU has done what it was given; raise if the groups were shut before.
+
+        What collectives gave may be used for good only after this. Gloo's raise by themselves.
+        """
+        if not self._on_gpu or self.place.world_size == 1:
+            return
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
+        if self._shut.is_set():
+            raise dist.DistBackendError("nccl: the connections to the other ranks are closed")
 
     def greatest(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; all call this together."""
@@ -67,8 +105,42 @@ class Groups:
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control)
         return int(word.item())
 
+    def sum(self, table: torch.Tensor) -> torch.Tensor:
+        """The sum of the tensors that the ranks give, on the CPU; all call this together."""
+        if self.place.world_size > 1:
+            dist.all_reduce(table, group=self.control)
+        return table
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
+        these changes."""
+        if self.place.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        with torch.no_grad():
+            flat = {
+                dtype: torch.cat([tensor.detach().reshape(-1) for tensor in same])
+                for dtype, same in by_dtype.items()
+            }
+            for values in flat.values():
+                dist.broadcast(values.view(torch.uint8), 0)
+            self.confirm()
+            for dtype, same in by_dtype.items():
+                parts = flat[dtype].split([tensor.numel() for tensor in same])
+                for tensor, part in zip(same, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def let_go(self) -> None:
+        """Nothing runs on them any more, when this returns."""
+        self._shut.set()
+        if self._aborting is not None:
+            self._aborting.join()
+
     def close(self) -> None:
         """Give the groups up; call once nothing runs on them."""
+        self.let_go()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
             _kept.extend([dist.group.WORLD, self.control])
@@ -89,6 +161,7 @@ def release(groups: Groups) -> bool:
     the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
     """
     last = [dist.group.WORLD, groups.control]
+    groups.let_go()
     del groups.control
     dist.destroy_process_group()
     gc.collect()
@@ -99,10 +172,20 @@ def release(groups: Groups) -> bool:
 
 
 def device_of(place: Place) -> torch.device:
-    """This worker's own GPU where there are any, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    """This worker's own GPU where there are any, else the CPU.
+
+    Raises `UserError` where there are too few, unless NCCL is told that ranks may share one.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if place.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise UserError(
+            f"worker {place.local_rank} of this node has no GPU of its own, for there are {count}: "
+            f"give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
+            "CPU"
+        )
+    return torch.device("cuda", place.local_rank % count)
 
 
 def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
@@ -113,6 +196,7 @@ def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
     """
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
+        nccl.leave_aborts_to_us()
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -124,7 +208,9 @@ def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
     control = dist.new_group(backend="gloo")
     dist.all_reduce(torch.zeros(1, device=device))
     dist.all_reduce(torch.zeros(1), group=control)
-    return Groups(place, control, frozenset(_own_sockets(before, place.master_port)))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Groups(place, device, control, frozenset(_own_sockets(before, place.master_port)))
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:
@@ -153,37 +239,15 @@ def _shut_down(fd: int) -> None:
         copy.shutdown(socket.SHUT_RDWR)
 
 
-def _abort_nccl() -> None:
-    """NCCL has a real abort, which wakes its collectives."""
-    with suppress(RuntimeError, ValueError, AttributeError):
-        group = dist.distributed_c10d._get_default_group()
-        group._get_backend(torch.device("cuda")).abort()
-
-
-def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every rank the tensors of rank 0, one operation a dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors.values():
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    with torch.no_grad():
-        for same in by_dtype.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            dist.broadcast(flat.view(torch.uint8), 0)
-            start = 0
-            for tensor in same:
-                values = flat[start : start + tensor.numel()]
-                tensor.copy_(values.view(tensor.shape))
-                start += tensor.numel()
-
-
 class ControlWord:
     """What all ranks know alike at the same boundary: started at one, read at the next.
 
     One small all_reduce(MAX) a step, which nobody waits for while it runs.
     """
 
-    def __init__(self, world: Groups | None) -> None:
-        self._group = world.control if world is not None and world.place.world_size > 1 else None
+    def __init__(self, groups: Groups | None) -> None:
+        many = groups is not None and groups.place.world_size > 1
+        self._group = groups.control if groups is not None and many else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def exchange(self, mine: Word, *, last: bool = False) -> Word | None:

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.collectives import broadcast
+from elasticzero.collectives import Groups
 from elasticzero.data import dealt
 from elasticzero.errors import UserError
 from elasticzero.loader import Reading, length_of
@@ -25,16 +24,16 @@ def evaluate(
     reading: Reading,
     fn: EvaluationFn,
     batch_size: int,
-    place: tuple[int, int],
+    groups: Groups | None,
     check: Callable[[], None],
 ) -> Result:
     """The mean over all samples of what `fn` gives as the mean of a batch.
 
     Batches follow from the dataset and `batch_size` alone; each is computed by one rank, and the
-    sums are made in their order in float64. place: (rank, world size). check: raises when the
-    generation is over.
+    sums are made in their order in float64. groups: None for one process alone. check: raises when
+    the generation is over.
     """
-    rank, world_size = place
+    rank, world_size = (0, 1) if groups is None else (groups.place.rank, groups.place.world_size)
     samples = length_of(reading.dataset)
     if samples < 1 or batch_size < 1:
         raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
@@ -58,7 +57,8 @@ def evaluate(
         if counts:
             table[index] = torch.tensor([_number(values[name]) for name in names]).double()
     assert table is not None and names is not None
-    table = _summed(table, world_size, reading.device)
+    if groups is not None:
+        table = groups.sum(table)  # every entry from the rank that has it: zero for all others
     sizes = [min((i + 1) * batch_size, samples) - i * batch_size for i in range(count)]
     means = {
         name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True)) / samples
@@ -76,17 +76,10 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _summed(table: Tensor, world_size: int, device: torch.device) -> Tensor:
-    """Every entry from the rank that has it: all others have zero there."""
-    if world_size == 1:
-        return table
-    table = table.to(device)
-    dist.all_reduce(table)
-    return table.cpu()
-
-
 @contextmanager
-def evaluating(model: nn.Module, buffers: Mapping[str, Tensor], world_size: int) -> Iterator[None]:
+def evaluating(
+    model: nn.Module, buffers: Mapping[str, Tensor], groups: Groups | None
+) -> Iterator[None]:
     """Eval mode without gradients; rank 0's buffers for all; everything put back afterwards."""
     modes = {module: module.training for module in model.modules()}
     own = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -96,8 +89,8 @@ def evaluating(model: nn.Module, buffers: Mapping[str, Tensor], world_size: int)
         stack.enter_context(torch.no_grad())
         try:
             model.eval()
-            if world_size > 1:
-                broadcast(buffers)
+            if groups is not None:
+                groups.broadcast(buffers)
             yield
         finally:
             for module, training in modes.items():

@@ -6,10 +6,9 @@ import time
 import traceback
 
 import torch
-import torch.distributed as dist
 
 from elasticzero.boundary import Boundary
-from elasticzero.collectives import ControlWord, Groups
+from elasticzero.collectives import Groups
 from elasticzero.entering import agree_on_saving, enter_world
 from elasticzero.link import AgentLink
 from elasticzero.messages import Finished
@@ -28,19 +27,19 @@ class Generation:
     def __init__(self, link: AgentLink) -> None:
         self.link = link
         self.device = torch.device("cpu")
-        self.control = ControlWord(None)
         self.saving = True
         """Checkpoints are written, where there is a directory for them."""
         self.boundary: Boundary | None = None
         """None before `session.prepare`."""
         self.began_s = self.entered_s = time.monotonic()
-        self._groups: Groups | None = None
+        self.groups: Groups | None = None
+        """None without an agent."""
 
     def enter(self) -> None:
         """Meet the other ranks."""
         self.device, groups = enter_world(self.link)
         if groups is not None:
-            self._groups, self.control = groups, ControlWord(groups)
+            self.groups = groups
             self.link.on_abort(lambda: self._give_up(groups))
             self.saving = agree_on_saving(self.link, groups)
         self.entered_s = time.monotonic()
@@ -53,15 +52,15 @@ class Generation:
             at.settle()
             with self.link.busy("writing the last checkpoint"):
                 at.captures.finish(at.copied())
-        if self.link.assignment.world_size > 1:
-            dist.all_reduce(torch.zeros(1, device=self.device))
+        if self.groups is not None:
+            self.groups.greatest(0)
         self.link.check()
         self.link.send(Finished(step=at.step if at is not None else 0))
 
     def close(self) -> None:
         """All ranks have finished; the script goes on alone."""
-        if self._groups is not None:
-            self._groups.close()
+        if self.groups is not None:
+            self.groups.close()
 
     def end(self, error: BaseException) -> Over:
         """Go through the stop protocol; returns where the process may be kept."""
@@ -69,7 +68,7 @@ class Generation:
         traceback.clear_frames(error.__traceback__)  # what the script held in them
         if self.boundary is not None:
             self.boundary.captures.close()
-        return Over(code, self._groups)
+        return Over(code, self.groups)
 
     def _give_up(self, groups: Groups) -> None:
         """The agent has ended the generation."""
@@ -78,7 +77,7 @@ class Generation:
 
     def _standing(self) -> Standing:
         """What the stop protocol is to say and save."""
-        shut = self._groups.shut if self._groups is not None else lambda: None
+        shut = self.groups.shut if self.groups is not None else lambda: None
         resume, at = self.link.assignment.resume, self.boundary
         if at is None or at.copy is None:
             bad_step = resume.step if resume.tier == "storage" else None

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
-from elasticzero.collectives import broadcast
 from elasticzero.data import Order, Plan
 from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
@@ -121,9 +119,9 @@ class Session:
             raise UserError("session.prepare was given a model without parameters")
         model.to(self.device)
         named = NamedModel(model)
-        if self.world_size > 1 and self._assignment.resume.tier == "fresh":
+        if generation.groups is not None and self._assignment.resume.tier == "fresh":
             every = {**named.parameters, **dict(model.named_buffers())}
-            broadcast({name: tensor.data for name, tensor in every.items()})
+            generation.groups.broadcast({name: tensor.data for name, tensor in every.items()})
         name = strategy or self._assignment.strategy
         setting = Setting(
             model=model,
@@ -140,7 +138,7 @@ class Session:
         captures = Captures(
             self._link, name, laid.share, replicated=laid.replicated, saving=generation.saving
         )
-        generation.boundary = Boundary(self._link, generation.control, laid, small, captures)
+        generation.boundary = Boundary(self._link, generation.groups, laid, small, captures)
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
@@ -301,10 +299,9 @@ class Session:
         total = self._progress.weights
         if total is None:
             return 1.0
-        if self.world_size > 1:
-            summed = torch.tensor([total], dtype=torch.float64, device=self.device)
-            dist.all_reduce(summed)
-            total = float(summed)
+        if self._generation.groups is not None:
+            own = torch.tensor([total], dtype=torch.float64)
+            total = float(self._generation.groups.sum(own))
         if total <= 0:
             raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
         return samples / total
@@ -325,12 +322,12 @@ class Session:
         """
         at = self._prepared("evaluate")
         reading = Reading(dataset=dataset, device=self.device, collate_fn=collate_fn)
-        place = (self.rank, self.world_size)
+        groups = self._generation.groups
         with (
             self.busy("evaluating"),
-            evaluating(at.strategy.model, at.small.buffers, self.world_size),
+            evaluating(at.strategy.model, at.small.buffers, groups),
         ):
-            return evaluate(reading, fn, batch_size, place, self._link.check)
+            return evaluate(reading, fn, batch_size, groups, self._link.check)
 
     def log(self, **scalars: float | Tensor) -> None:
         """Hand numbers to the agent's metrics and log, for the current step; without an agent

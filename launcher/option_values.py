@@ -64,10 +64,12 @@ def parse_nproc(text: str) -> int:
     """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
     value = str(text)
     if value in ("auto", "gpu"):
-        gpus = len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
+        devices = [d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()]
+        gpus = count_gpus(len(devices), os.environ.get("CUDA_VISIBLE_DEVICES"))
         if gpus == 0 and value == "gpu":
             raise UserError(
-                "--nproc-per-node gpu: this node has no NVIDIA GPU; use cpu or a number"
+                "--nproc-per-node gpu: this node has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides "
+                "them; use cpu or a number"
             )
         return gpus or 1
     if value == "cpu":
@@ -75,6 +77,21 @@ def parse_nproc(text: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
     return int(value)
+
+
+def count_gpus(devices: int, visible: str | None) -> int:
+    """The GPUs that CUDA shows a process, of so many. visible: CUDA_VISIBLE_DEVICES, a list of
+    numbers or names that ends at the first that is none."""
+    if visible is None or not devices:
+        return devices
+    shown = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        known = int(name) < devices if name.isdigit() else name.startswith(("GPU-", "MIG-"))
+        if not known:
+            break
+        shown += 1
+    return shown
 
 
 def check_script(script: str, is_module: bool) -> str:

@@ -14,7 +14,7 @@ import pytest
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli import build_parser, main, parse
 from elasticzero.launcher.local import Fault, most_nodes, parse_fault
-from elasticzero.launcher.option_values import check_numbers, parse_nnodes, parse_nproc
+from elasticzero.launcher.option_values import check_numbers, count_gpus, parse_nnodes, parse_nproc
 from elasticzero.launcher.options import RUN_OPTIONS
 
 
@@ -27,6 +27,24 @@ def test_nnodes(text: str, expected: tuple[int, int]) -> None:
 def test_bad_nnodes_name_the_option(text: str) -> None:
     with pytest.raises(UserError, match="--nnodes"):
         parse_nnodes(text)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("2", 1),
+        ("0,1, 3", 3),
+        ("0,-1,1", 1),
+        ("0,7,1", 1),
+        ("GPU-7f423230-785a,MIG-1", 2),
+        ("none", 0),
+    ],
+)
+def test_as_many_workers_as_cuda_shows_gpus(visible: str | None, count: int) -> None:
+    assert count_gpus(4, visible) == count
+    assert count_gpus(0, visible) == 0
 
 
 def test_nproc() -> None:

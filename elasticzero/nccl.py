@@ -1,0 +1,65 @@
+"""What is NCCL's own: its settings, its errors, and its abort.
+
+The GPU runs a collective while the script goes on. One whose peer has died never ends, and an
+aborted one ends like one that went well, with any values: what collectives gave counts only once
+it is known that nothing was aborted before they ended. So nobody but this package may abort.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Torch's own watchdog would abort at a peer's death, or end the process."""
+_DEFAULTS = {
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""When a peer dies torch writes records of collectives, for which a group's end waits 15 s, and
+after 8 minutes it ends the process; who wants that can."""
+
+
+def leave_aborts_to_us() -> None:
+    """Call before the first group of NCCL is made in this process."""
+    os.environ.update(_SETTINGS)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def failed() -> bool:
+    """Whether NCCL reports an error of any group: a peer's end, a network's.
+
+    False where torch cannot say (before 2.7).
+    """
+    with suppress(AttributeError):
+        for backend in _backends():
+            if backend.get_error().name != "SUCCESS":
+                return True
+    return False
+
+
+def abort() -> None:
+    """End every collective that runs, of the script's own groups too; from any thread.
+
+    They end within milliseconds; this takes up to a second, for NCCL's own threads look that seldom
+    whether they are to end (2.28).
+    """
+    for backend in _backends():
+        with suppress(RuntimeError):
+            backend.abort()
+
+
+def _backends() -> Iterator[Any]:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                yield backend

@@ -1,0 +1,68 @@
+"""One of two ranks of NCCL; argument: JSON with rank, port and what the other rank does.
+
+Rank 0 prints, as JSON, what it saw of a collective that rank 1 takes no part in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from elasticzero.collectives import Groups, connect, device_of
+from elasticzero.meeting import Place, meet
+
+ELEMENTS = 1 << 20
+
+
+def joined(rank: int, port: int) -> Groups:
+    store_fd = None
+    if rank == 0:
+        store = socket.socket()
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("127.0.0.1", port))
+        store_fd = store.detach()
+    place = Place(rank=rank, world_size=2, master_port=port, store_fd=store_fd, token="pair")
+    return connect(place, device_of(place), meet(place))
+
+
+def summed() -> torch.Tensor:
+    values = torch.ones(ELEMENTS, device="cuda")
+    dist.all_reduce(values)
+    return values + 0
+
+
+def main(rank: int, port: int, other: str) -> None:
+    groups = joined(rank, port)
+    for _ in range(3):
+        assert summed().eq(2).all()
+    groups.greatest(0)  # one rank's end of a collective is not the other's
+    if rank == 1:
+        if other == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("left out", flush=True)
+        time.sleep(60)
+    alone = summed()
+    if other == "waits":
+        threading.Timer(0.5, groups.shut).start()
+    began_s = time.monotonic()
+    error = ""
+    try:
+        groups.confirm()
+    except dist.DistBackendError as raised:
+        error = str(raised)
+    took_s = time.monotonic() - began_s
+    right = bool(alone.eq(2).all())
+    print(json.dumps({"error": error, "took_s": took_s, "right": right}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
