@@ -123,6 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     limits = Limits(
         min_nodes=least,
         max_nodes=most,
+        spares=given.spares,
         strategy=args.strategy,
         max_restarts=args.max_restarts,
         strict_checkpoint=args.strict_checkpoint,

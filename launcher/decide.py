@@ -9,7 +9,7 @@ Rules of every agent, the first that applies:
  A2  `world` gives this registration a place in a newer generation: start its workers.
  A3  `world` does not name this registration: stop the workers; if leaving, go once the others have
      their state; otherwise wait, as a spare. The oldest spare writes the next world when nobody
-     whom `world` names has been registered for a TTL.
+     whom `world` names has been registered for a TTL. Who is one too many for --spares leaves, too.
  A4  a worker failed: raise the alarm. The workers are past their time to make a step (`hangs`):
      look where they are and dump their stacks; one found to blame has failed; if none is, say
      `stalled` until a step is made.
@@ -132,7 +132,7 @@ def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
         return Decision((KillWorkers(reason),), reason)
-    if not view.leaving:
+    if not (view.leaving or view.surplus):
         return take_over(view, world, now_s, limits)
     needed = world.resume.tier == "ram" and any(
         source.node == view.me.node for source in world.resume.sources
@@ -141,6 +141,9 @@ def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision
     unread = any(m.node not in read for m in world.members)
     if needed and unread and _waited_s(view, view.outside_s, now_s) < limits.handover_s:
         return wait("serving this node's snapshots until the others have read them")
+    if view.surplus and not view.leaving:
+        reason = f"left: there are {limits.max_nodes} nodes, and {limits.spares} wait (--spares)"
+        return Decision((Leave(ExitCode.LEFT),), reason)
     return Decision((Leave(ExitCode.LEFT),), "left: the others have what this node held")
 
 

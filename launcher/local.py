@@ -214,6 +214,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "snapshot_every",
         "keep",
         "keep_every",
+        "spares",
         "max_restarts",
         "hang_timeout",
         "etcd_cacert",

@@ -28,7 +28,7 @@ from elasticzero.launcher.observe import (
 )
 from elasticzero.launcher.storage_look import Seen
 from elasticzero.launcher.store import Entry, Store
-from elasticzero.launcher.view import Limits, StoreHealth, View, Workers
+from elasticzero.launcher.view import Limits, StoreHealth, View, Workers, steered
 from elasticzero.launcher.world import Holding, Member, Report, World
 
 LOOK_AGAIN_S = 1.0
@@ -47,6 +47,9 @@ QUIET_S = 30.0
 QUIET_STAGGER_S = 0.5
 """Until then one after another begins, a TTL after the last step."""
 MEMORY_AGAIN_S = 0.25
+SURPLUS_TTLS = 2.0
+"""A node asks whether it is one too many after so many TTLs outside the world: a lost node whose
+place it could take is told of by then."""
 STANDBY = 3
 """So many first members watch the registrations, to act if those before them are gone."""
 
@@ -109,6 +112,8 @@ class Lookout:
         """Not before then; None: that is not known yet."""
         self._oldest: Entry | None = None
         """The oldest registration, as far as is known."""
+        self._surplus: tuple[int, bool] | None = None
+        """How many may be here, and whether as many were before this node; it stays so."""
 
     def begin(self, now_s: float) -> None:
         """The node is registered: the time to wait for others counts from now."""
@@ -167,6 +172,8 @@ class Lookout:
             bad_steps=tuple(sorted(self.bad_steps)),
             token=self._next_token(generation + 1),
         )
+        if outside and limits.spares is not None:
+            view = replace(view, surplus=self._is_surplus(view, now_s, limits))
         leads = is_leader(view) or (outside and view.oldest)
         if leads and (world is None or opened or outside):
             seen = self._storage(view)
@@ -252,6 +259,23 @@ class Lookout:
                 entries = self._store.read(MEMBERS, limit=1).entries
                 self._oldest = next(iter(entries.values()), None)
         return self._prefix_of_oldest(node)
+
+    def _is_surplus(self, view: View, now_s: float, limits: Limits) -> bool:
+        """Whether MAX nodes and all spares that may wait are here, of those who came before.
+
+        The store is asked once for each MAX, when a node lost before this one came is gone.
+        """
+        limits = steered(limits, view.control)
+        room = limits.max_nodes + (limits.spares or 0)
+        outside_s = now_s - (view.outside_s if view.outside_s is not None else now_s)
+        if outside_s < SURPLUS_TTLS * limits.lease_ttl_s:
+            return False
+        if self._surplus is None or self._surplus[0] != room:
+            with suppress(StoreUnavailable):
+                first = self._store.read(MEMBERS, limit=room).entries
+                mine = f"{MEMBERS}{view.me.node}"
+                self._surplus = (room, len(first) == room and mine not in first)
+        return self._surplus is not None and self._surplus == (room, True)
 
     def _came_before_me(self) -> int:
         """How many were registered when this node did, as far as the store knows."""

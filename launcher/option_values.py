@@ -123,6 +123,12 @@ def _count(flag: str, text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
+def _spares(text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"--spares {text}: a number of nodes, 0 or more, is wanted")
+    return None if text is None else int(text)
+
+
 def _snapshot_every(text: str) -> int | None:
     """Steps, or None for auto."""
     if text == "auto":
@@ -149,6 +155,8 @@ def _hang_timeout(text: str) -> float | None:
 class Numbers:
     """What options that are more than a number say."""
 
+    spares: int | None
+    """Nodes; None: any number."""
     keep: Keep
     snapshot_every: int | None
     """Steps; None: auto."""
@@ -179,6 +187,7 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
                     f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
                 )
     return Numbers(
+        spares=_spares(args.spares),
         keep=keep,
         snapshot_every=_snapshot_every(args.snapshot_every),
         hang_timeout_s=_hang_timeout(args.hang_timeout),

@@ -129,6 +129,11 @@ RUN_OPTIONS = (
         metavar="N",
     ),
     Option(
+        ("--spares",),
+        "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
+        metavar="N",
+    ),
+    Option(
         ("--max-restarts",),
         "failures in a row without progress before giving up",
         3,

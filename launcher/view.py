@@ -27,6 +27,8 @@ class Limits:
 
     min_nodes: int
     max_nodes: int
+    spares: int | None = None
+    """Nodes beyond `max_nodes` that may wait; None: all that come."""
     strategy: str = "ddp"
     max_restarts: int = 3
     """Failures in a row without progress after which the job is given up."""
@@ -157,6 +159,8 @@ class View:
     """When this agent first saw that world."""
     outside_s: float | None = None
     """Since when `world` does not name this registration."""
+    surplus: bool = False
+    """MAX nodes and as many spares as may wait were registered before this one, and stay."""
     alarm: Alarm | None = None
     alarm_s: float | None = None
     """When this agent first saw the alarm: from then on everybody was asked who is alive."""

@@ -178,3 +178,23 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
             os.kill(agent, signal.SIGCONT)
         row = next(line for line in shown if line.startswith(bad))
         assert "set aside after 3 failures" in row and row.count("?") == 3, shown
+
+
+def test_of_the_nodes_beyond_max_as_many_wait_as_spares_allows(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    words = ["--nnodes", "1:1", "--spares", "1", "--lease-ttl", "2", str(REGRESSION)]
+    words += ["--pause", "0.2", "--epochs", "6"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+        told.wait("a world", lambda: told.of("world"))
+        (trains,) = members(told)
+        gone = told.wait(
+            "one node's end",
+            lambda: [n for n in told.cluster.nodes.values() if not n.running],
+        )
+        assert [node.process.returncode for node in gone] == [75]
+        assert "left: there are 1 nodes, and 1 wait (--spares)" in gone[0].log.read_text()
+        (spare,) = {node.name for node in told.cluster.running()} - {trains}
+        told.cluster.kill_node(told.cluster.nodes[trains])
+        told.wait("the spare's world", lambda: members(told) == [spare])
+        assert told.wait_for_end()[spare] == 0

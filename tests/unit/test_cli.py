@@ -224,6 +224,7 @@ def test_all_commands_are_there() -> None:
         (["--keep", "2"], "--keep needs --checkpoint-dir"),
         (["--strict-checkpoint"], "--strict-checkpoint needs --checkpoint-dir"),
         (["--keep", "0"], "--keep 0"),
+        (["--spares", "-1"], "--spares -1: a number of nodes"),
         (["--keep", "-1"], "--keep -1: a whole number, 1 or more"),
         (["--keep-every", "5"], "--keep-every"),
         (["--snapshot-every", "x"], "--snapshot-every x"),

@@ -186,6 +186,8 @@ TABLE = [
     ("leaving, still read", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
     ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [Leave(ExitCode.LEFT)]),
     ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=30.0), [Leave(ExitCode.LEFT)]),
+    ("one too many", v(AT_REST, me=C, workers=STOPPED, surplus=True), [Leave(ExitCode.LEFT)]),
+    ("one too many, still read", v(AT_REST, me=C, workers=STOPPED, surplus=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
     # A3: the whole world is gone
     ("all gone: the oldest spare takes over", SPARE, [WriteWorld]),
     ("all gone, not the oldest", v(SPARE, oldest=False), []),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership, bound_socket
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.observe import MEMBERS, Observer
+from elasticzero.launcher.observe import MEMBERS, WORLD, Observer
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Snapshot
 from elasticzero.launcher.view import Limits, View, Workers
-from elasticzero.launcher.world import Member
+from elasticzero.launcher.world import Member, World, to_bytes
+from elasticzero.messages import Resume
 from tests.watching import DEADLINE_S
 
 LIMITS = Limits(min_nodes=9, max_nodes=9)
@@ -43,13 +45,15 @@ class Node:
         self.lookout = Lookout(self.store, observer, self.membership, Nothing(), look)
         assert self.membership.register()
 
-    def look(self, after_s: float = 2.0) -> View:
+    def look(self, after_s: float = 2.0, limits: Limits = LIMITS) -> View:
         self._now_s += after_s
-        return self.lookout.view(Workers(), False, self._now_s, LIMITS)
+        return self.lookout.view(Workers(), False, self._now_s, limits)
 
-    def look_until(self, so: Callable[[View], bool]) -> View:
+    def look_until(
+        self, so: Callable[[View], bool], after_s: float = 2.0, limits: Limits = LIMITS
+    ) -> View:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not so(view := self.look()):
+        while not so(view := self.look(after_s, limits)):
             assert time.monotonic() < deadline_s, "never came to be"
             self._changed.wait(0.01)
             self._changed.clear()
@@ -115,6 +119,35 @@ def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:
     assert second.look().oldest
     first.close()
     second.close()
+
+
+def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_of() -> None:
+    server = MemoryServer(time.monotonic)
+    nodes = [Node(name, server) for name in "dcba"]
+    limits = Limits(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
+    members = tuple(node.membership.me for node in nodes[:2])
+    document = World(
+        generation=1,
+        token="t",
+        members=members,
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="test",
+    )
+    nodes[0].store.write({WORLD: to_bytes(document)})
+    for node in nodes:
+        node.look_until(lambda v: v.world is not None, 0.0, limits)
+    seen = [node.look(9.0, limits).surplus for node in nodes]
+    assert seen == [False] * 4
+    seen = [node.look(2.0, limits).surplus for node in nodes]
+    assert seen == [False, False, False, True]
+    asked = nodes[2].store.looks
+    more = replace(limits, max_nodes=3)
+    assert [node.look(2.0, limits).surplus for node in nodes] == seen
+    assert nodes[2].store.looks == asked
+    assert not any(node.look(2.0, more).surplus for node in nodes)
+    for node in nodes:
+        node.close()
 
 
 def test_a_store_that_is_away_is_asked_again() -> None:

@@ -1,0 +1,48 @@
+"""Which device a worker gets, and what torch is told of NCCL; no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from elasticzero import nccl
+from elasticzero.collectives import device_of
+from elasticzero.errors import UserError
+from elasticzero.meeting import Place
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+
+
+def worker(local_rank: int) -> Place:
+    return Place(rank=local_rank, world_size=4, local_rank=local_rank)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    return monkeypatch
+
+
+def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
+    assert [device_of(worker(rank)).index for rank in (0, 1)] == [0, 1]
+    with pytest.raises(UserError, match="worker 2 of this node has no GPU .* --nproc-per-node 2"):
+        device_of(worker(2))
+    two_gpus.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert device_of(worker(2)).index == 0
+
+
+def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(worker(3)).type == "cpu"
+
+
+def test_nobody_else_aborts_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {HANDLING: "3", DUMP: "1"})
+    nccl.leave_aborts_to_us()
+    assert os.environ[HANDLING] == "0"
+    assert os.environ[DUMP] == "1"  # a matter of taste
