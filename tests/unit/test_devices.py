@@ -30,7 +30,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
     assert [device_of(worker(rank)).index for rank in (0, 1)] == [0, 1]
-    with pytest.raises(UserError, match="worker 2 of this node has no GPU .* --nproc-per-node 2"):
+    with pytest.raises(UserError, match=r"worker 2 of this node has no GPU .* --nproc-per-node 2"):
         device_of(worker(2))
     two_gpus.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert device_of(worker(2)).index == 0
