@@ -31,6 +31,8 @@ class SnapshotWriter:
         self._store = SnapshotStore(root)
         self._slots = Slots(root, f"worker-{local_rank}")
         self._memory: dict[Slot, torch.Tensor] = {}
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        """The worker's own; another thread's is the first of the machine until it says so."""
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, size: int) -> None:
@@ -83,7 +85,7 @@ class SnapshotWriter:
 
     def close(self) -> None:
         for memory in self._memory.values():
-            _unpin(memory)
+            self._unpin(memory)
         self._memory.clear()
         self._slots.close()
 
@@ -111,35 +113,39 @@ class SnapshotWriter:
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:
             if known is not None:
-                _unpin(known)
+                self._unpin(known)
             known = torch.frombuffer(slot.view(), dtype=torch.uint8)
-            _pin(known)
+            self._pin(known)
             self._memory[slot] = known
         return known
 
     def _side_stream(self) -> torch.cuda.Stream:
         """A stream on which copies wait for the training's work, and for nothing that follows."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream = torch.cuda.Stream(self._gpu)
+        self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
         return self._stream
 
-
-def _pin(memory: torch.Tensor) -> None:
-    if torch.cuda.is_initialized():
+    def _pin(self, memory: torch.Tensor) -> None:
         start, size = memory.data_ptr(), memory.numel()
-        _apart(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
+        self._apart(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
 
-
-def _unpin(memory: torch.Tensor) -> None:
-    if torch.cuda.is_initialized():
+    def _unpin(self, memory: torch.Tensor) -> None:
         start = memory.data_ptr()
-        _apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
+        self._apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
 
+    def _apart(self, call: Callable[[], Any]) -> None:
+        """Where there is a GPU, and in a thread of its own: CUDA keeps the error of a call that
+        failed (of memory on a disk's file system, say), and gives it to the next kernel that this
+        thread starts."""
+        gpu = self._gpu
+        if gpu is None:
+            return
 
-def _apart(call: Callable[[], Any]) -> None:
-    """In a thread of its own: CUDA keeps the error of a call that failed (of memory on a disk's
-    file system, say), and gives it to the next kernel that this thread starts."""
-    thread = threading.Thread(target=call, name="elasticzero-pin", daemon=True)
-    thread.start()
-    thread.join()
+        def on_own_gpu() -> None:
+            torch.cuda.set_device(gpu)
+            call()
+
+        thread = threading.Thread(target=on_own_gpu, name="elasticzero-pin", daemon=True)
+        thread.start()
+        thread.join()

@@ -72,8 +72,6 @@ class Boundary:
         self._confirm()  # the gradients
         self._link.change(self._tear)
         self.strategy.apply()
-        if not self.strategy.replicated:
-            self._confirm()  # the parameters that other ranks have stepped
         self._applied = True
         self.step += 1
 
@@ -100,6 +98,8 @@ class Boundary:
         applied, self._applied = self._applied, False
         lost = None
         if applied:
+            if self.small.tracked or not self.strategy.replicated:
+                self._confirm()  # parameters of other ranks, what the script made of collectives
             self.position = self.next_position
             lost = self._sync_buffers()
         self.copy = self.small.capture(self.step, self.position)
@@ -112,6 +112,8 @@ class Boundary:
             self.captures.heard(word)
             if word.flags:
                 self.captures.agreed_to_stop()
+                if self._groups is not None and self._groups.on_gpu:
+                    self._groups.greatest(0)  # what this rank had still to send has come
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
         every = self._link.assignment.checkpoint_every

@@ -14,6 +14,7 @@ import gc
 import os
 import socket
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -23,13 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero import nccl
-from elasticzero.errors import UserError
+from elasticzero.data import mixed
+from elasticzero.errors import OperatorError
 from elasticzero.meeting import Place
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
 RELEASE_S = 0.5
 """A group that is not gone by then hangs."""
+CLOSED = "nccl: the connections to the other ranks are closed"
 LOOK_S = 0.1
 """So often NCCL is asked for errors."""
 
@@ -54,11 +57,23 @@ class Groups:
         self.place = place
         self.control = control
         self._sockets = sockets
+        self._device = device
         self._shut = threading.Event()
-        self._on_gpu = device.type == "cuda"
+        self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
-        if self._on_gpu:
+        self._confirmed = zlib.crc32(place.token.encode()) << 32
+        self.awaits_gpu = False
+        """The main thread does."""
+        if self.on_gpu:
             threading.Thread(target=self._look, name="elasticzero-nccl", daemon=True).start()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def is_shut(self) -> bool:
+        return self._shut.is_set()
 
     def shut(self) -> None:
         """Break every connection of this generation's groups, in any state; from any thread.
@@ -66,17 +81,17 @@ class Groups:
         A collective that runs here or in a peer ends at once: gloo's with an error, NCCL's as if it
         were done, which `confirm` finds out.
         """
-        if self._shut.is_set():
-            return
-        self._shut.set()
-        for name, fd in socket_fds():
-            if name in self._sockets:
-                _shut_down(fd)
-        if self._on_gpu:
-            self._aborting = threading.Thread(
-                target=nccl.abort, name="elasticzero-abort", daemon=True
-            )
-            self._aborting.start()
+        with self._shut_lock:
+            if self._shut.is_set():
+                return
+            self._shut.set()
+            for name, fd in socket_fds():
+                if name in self._sockets:
+                    _shut_down(fd)
+            if self.on_gpu:
+                abort = threading.Thread(target=nccl.abort, name="elasticzero-abort", daemon=True)
+                abort.start()
+                self._aborting = abort
 
     def _look(self) -> None:
         """NCCL says nothing to who waits for the GPU."""
@@ -85,17 +100,36 @@ class Groups:
                 self.shut()
 
     def confirm(self) -> None:
-        """Wait until the GPU has done what it was given; raise if the groups were shut before.
+        """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
+        were shut before. All call this together.
 
         What collectives gave may be used for good only after this. Gloo's raise by themselves.
         """
-        if not self._on_gpu or self.place.world_size == 1:
+        if not self.on_gpu or self.place.world_size == 1:
             return
-        done = torch.cuda.Event(blocking=True)
-        done.record()
-        done.synchronize()
-        if self._shut.is_set():
-            raise dist.DistBackendError("nccl: the connections to the other ranks are closed")
+        self.awaits_gpu = True
+        try:
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+            done.synchronize()
+            if self.is_shut:
+                raise dist.DistBackendError(CLOSED)
+            self.countersign()
+        finally:
+            self.awaits_gpu = False
+
+    def countersign(self) -> None:
+        """Raise unless every rank is here, and none aborts meanwhile.
+
+        Each gives the same number, which nobody has given before: where a rank gave none, or its
+        own got lost, what is left in some buffer stands for it, and the sum is another.
+        """
+        self._confirmed += 1
+        number = mixed(self._confirmed) >> 32
+        given = torch.full((1,), number, dtype=torch.int64, device=self._device)
+        dist.all_reduce(given)
+        if int(given.item()) != number * self.place.world_size or self.is_shut:
+            raise dist.DistBackendError(CLOSED)
 
     def greatest(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; all call this together."""
@@ -134,9 +168,11 @@ class Groups:
 
     def let_go(self) -> None:
         """Nothing runs on them any more, when this returns."""
-        self._shut.set()
-        if self._aborting is not None:
-            self._aborting.join()
+        with self._shut_lock:
+            self._shut.set()
+            aborting = self._aborting
+        if aborting is not None:
+            aborting.join()
 
     def close(self) -> None:
         """Give the groups up; call once nothing runs on them."""
@@ -174,13 +210,13 @@ def release(groups: Groups) -> bool:
 def device_of(place: Place) -> torch.device:
     """This worker's own GPU where there are any, else the CPU.
 
-    Raises `UserError` where there are too few, unless NCCL is told that ranks may share one.
+    Raises `OperatorError` where there are too few, unless NCCL is told that ranks may share one.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if place.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise UserError(
+        raise OperatorError(
             f"worker {place.local_rank} of this node has no GPU of its own, for there are {count}: "
             f"give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
             "CPU"

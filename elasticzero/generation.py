@@ -73,7 +73,7 @@ class Generation:
     def _give_up(self, groups: Groups) -> None:
         """The agent has ended the generation."""
         groups.shut()
-        rescue_if_stuck(self.link, self._standing)
+        rescue_if_stuck(self.link, self._standing, lambda: groups.awaits_gpu)
 
     def _standing(self) -> Standing:
         """What the stop protocol is to say and save."""
@@ -87,6 +87,7 @@ class Generation:
             step=at.step,
             clean=clean,
             complete=at.strategy.replicated,
+            misled=self.groups is not None and self.groups.on_gpu and self.groups.is_shut,
             save=at.snapshot if clean else None,
             shut=shut,
         )

@@ -1,13 +1,15 @@
 """What is NCCL's own: its settings, its errors, and its abort.
 
 The GPU runs a collective while the script goes on. One whose peer has died never ends, and an
-aborted one ends like one that went well, with any values: what collectives gave counts only once
-it is known that nothing was aborted before they ended. So nobody but this package may abort.
+aborted one ends like one that went well, with any values, at its neighbours too: what collectives
+gave counts only once it is known that no rank aborted before they ended. So nobody but this package
+may abort.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -52,9 +54,16 @@ def abort() -> None:
     They end within milliseconds; this takes up to a second, for NCCL's own threads look that seldom
     whether they are to end (2.28).
     """
-    for backend in _backends():
-        with suppress(RuntimeError):
-            backend.abort()
+    threads = [threading.Thread(target=_abort, args=(b,), daemon=True) for b in _backends()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):
+        backend.abort()
 
 
 def _backends() -> Iterator[Any]:

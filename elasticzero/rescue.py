@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.stopping import Standing, stop
 from elasticzero.whereabouts import main_thread
@@ -28,19 +26,20 @@ IDLE_SHARE = 0.2
 collective, which then raises."""
 
 
-def rescue_if_stuck(link: AgentLink, standing: Callable[[], Standing]) -> None:
+def rescue_if_stuck(
+    link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]
+) -> None:
     """Begin to watch the main thread: the agent has just ended the generation.
 
     standing: what there is to say and to save, once the main thread may change it no more.
+    excused: whether it waits for a GPU, which NCCL's abort lets go on.
     """
-    if torch.cuda.is_initialized():  # NCCL has a real abort, and a GPU's work is not seen here
-        return
-    thread = threading.Thread(target=_watch, args=(link, standing), daemon=True)
+    thread = threading.Thread(target=_watch, args=(link, standing, excused), daemon=True)
     thread.name = "elasticzero-rescue"
     thread.start()
 
 
-def _watch(link: AgentLink, standing: Callable[[], Standing]) -> None:
+def _watch(link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]) -> None:
     since_s, cpu_s = time.monotonic(), time.process_time()
     while time.monotonic() - since_s < STUCK_S:
         began_s = time.monotonic()
@@ -48,7 +47,7 @@ def _watch(link: AgentLink, standing: Callable[[], Standing]) -> None:
             return
         now_s, used_s = time.monotonic(), time.process_time()
         _, waits = main_thread()
-        if not waits or used_s - cpu_s > IDLE_SHARE * (now_s - began_s):
+        if not waits or excused() or used_s - cpu_s > IDLE_SHARE * (now_s - began_s):
             since_s = now_s
         cpu_s = used_s
     if link.take_the_end():

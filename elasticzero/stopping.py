@@ -48,6 +48,8 @@ class Standing:
     clean: bool = False
     complete: bool = False
     """This worker alone holds the whole state."""
+    misled: bool = False
+    """Collectives were aborted before, so that they may have given the script any values."""
     bad_step: int | None = None
     """The checkpoint it was to go on from, on storage."""
     save: Callable[[], Captured] | None = None
@@ -106,7 +108,7 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
     unread = (CheckpointDamaged, StorageError)
     message = Failed(
         step=standing.step,
-        blame=_blame(error, from_agent=from_agent),
+        blame=_blame(error, from_agent=from_agent, misled=standing.misled),
         message=one_line(error).removesuffix(ADVICE),
         traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
@@ -125,14 +127,16 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
     return 1, True
 
 
-def _blame(error: BaseException, *, from_agent: bool) -> Blame:
+def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
     if isinstance(error, UserError):
         return "user"
     if is_peer_error(error) or (from_agent and isinstance(error, RuntimeError)):
         return "peer"
-    return "environment" if isinstance(error, OperatorError) else "user"
+    if isinstance(error, OperatorError):
+        return "environment"
+    return "peer" if misled else "user"
 
 
 def _hand_over(link: AgentLink, reason: str, standing: Standing) -> bool:

@@ -112,8 +112,10 @@ class Lookout:
         """Not before then; None: that is not known yet."""
         self._oldest: Entry | None = None
         """The oldest registration, as far as is known."""
-        self._surplus: tuple[int, bool] | None = None
-        """How many may be here, and whether as many were before this node; it stays so."""
+        self._surplus: tuple[tuple[int, int], bool] | None = None
+        """How many may be here and this registration's revision, and whether as many came before;
+        for these two it stays so."""
+        self._look_for_room_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """The node is registered: the time to wait for others counts from now."""
@@ -235,7 +237,7 @@ class Lookout:
                 prefixes.add(self._look_for_oldest(view.me.node, now_s))
             if stands_by or late or (index is not None and _is_quiet(view, index, now_s, limits)):
                 prefixes.add(MEMBERS)
-            leaver = view.leaving and (index is None or in_round_s >= 0)
+            leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
             if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
@@ -267,15 +269,21 @@ class Lookout:
         """
         limits = steered(limits, view.control)
         room = limits.max_nodes + (limits.spares or 0)
-        outside_s = now_s - (view.outside_s if view.outside_s is not None else now_s)
-        if outside_s < SURPLUS_TTLS * limits.lease_ttl_s:
+        since_s = max(view.outside_s or now_s, view.store.well_since_s)
+        if now_s - since_s < SURPLUS_TTLS * limits.lease_ttl_s:
             return False
-        if self._surplus is None or self._surplus[0] != room:
+        case = (room, self._membership.revision)
+        known = self._surplus is not None and self._surplus[0] == case
+        if not known and now_s >= self._look_for_room_s:
+            self._look_for_room_s = now_s + LOOK_AGAIN_S
+            useless = {drain.node for drain in view.control.drain}  # they take nobody's place
+            useless |= {s.node for s in (view.world.strikes if view.world is not None else ())}
             with suppress(StoreUnavailable):
-                first = self._store.read(MEMBERS, limit=room).entries
-                mine = f"{MEMBERS}{view.me.node}"
-                self._surplus = (room, len(first) == room and mine not in first)
-        return self._surplus is not None and self._surplus == (room, True)
+                first = self._store.read(MEMBERS, limit=room + len(useless)).entries
+                before = [key.removeprefix(MEMBERS) for key in first]
+                ahead = sum(node not in useless for node in before)
+                self._surplus = (case, view.me.node not in before and ahead >= room)
+        return self._surplus == (case, True)
 
     def _came_before_me(self) -> int:
         """How many were registered when this node did, as far as the store knows."""

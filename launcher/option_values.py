@@ -81,14 +81,15 @@ def parse_nproc(text: str) -> int:
 
 def count_gpus(devices: int, visible: str | None) -> int:
     """The GPUs that CUDA shows a process, of so many. visible: CUDA_VISIBLE_DEVICES, a list of
-    numbers or names that ends at the first that is none."""
+    numbers or names that ends at the first that is none; of MIG instances one is shown."""
     if visible is None or not devices:
         return devices
     shown = 0
     for entry in visible.split(","):
         name = entry.strip()
-        known = int(name) < devices if name.isdigit() else name.startswith(("GPU-", "MIG-"))
-        if not known:
+        if name.startswith("MIG-"):
+            return 1
+        if not (int(name) < devices if name.isdigit() else name.startswith("GPU-")):
             break
         shown += 1
     return shown

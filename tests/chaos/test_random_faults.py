@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -43,16 +44,19 @@ def networks() -> Iterator[Networks | None]:
     made.close()
 
 
-def goodput(told: Story) -> float:
-    """The share of the time that went into steps that count, at the speed of an undisturbed one."""
-    steps = sorted({(e["generation"], e["step"]): e["time"] for e in told.of("step")}.items())
+def goodput(told: Story, until_s: float) -> float:
+    """The share of the time until then that went into steps that count, at the speed of an
+    undisturbed one."""
+    events = [e for e in told.of("step") if e["time"] <= until_s]
+    steps = sorted({(e["generation"], e["step"]): e["time"] for e in events}.items())
     gaps = [
         at_s - before_s
         for ((g, s), before_s), ((h, t), at_s) in pairwise(steps)
         if (h, t) == (g, s + 1)
     ]
     times = [at_s for _, at_s in steps]
-    return told.step * statistics.median(gaps) / (max(times) - min(times))
+    count = max(step for (_, step), _ in steps)
+    return count * statistics.median(gaps) / (max(times) - min(times))
 
 
 def play(
@@ -92,6 +96,7 @@ def play(
         strikes = Strikes(told, etcd, networks, dice, NODES)
         strikes.play(faults, mean_gap_s)
         strikes.finish()
+        struck_s = time.time()  # what is left is trained without pauses
         codes = told.wait_for_end(240.0 + 2 * steps_in(10, epochs) * STEP_S)
         told.look()
         tale = f"seed {seed}, {strategy}, {strikes.done}, codes {codes}"
@@ -103,7 +108,7 @@ def play(
     print(
         f"\nseed {seed}, {strategy}: {len(strikes.done)} faults ({counts}); {told.generation} "
         f"generations, {told.step} steps, {told.lineage.recomputed} recomputed, "
-        f"goodput {goodput(told):.1%}"
+        f"goodput {goodput(told, struck_s):.1%}"
     )
 
 

@@ -38,7 +38,8 @@ def test_bad_nnodes_name_the_option(text: str) -> None:
         ("0,1, 3", 3),
         ("0,-1,1", 1),
         ("0,7,1", 1),
-        ("GPU-7f423230-785a,MIG-1", 2),
+        ("GPU-7f423230-785a,1", 2),
+        ("MIG-1,MIG-2", 1),
         ("none", 0),
     ],
 )

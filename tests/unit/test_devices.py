@@ -1,15 +1,18 @@
-"""Which device a worker gets, and what torch is told of NCCL; no GPU is needed."""
+"""Which device a worker gets, what torch is told of NCCL, and when its collectives count; no GPU is
+needed."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elasticzero import nccl
-from elasticzero.collectives import device_of
-from elasticzero.errors import UserError
+from elasticzero.collectives import Groups, device_of
+from elasticzero.errors import OperatorError
 from elasticzero.meeting import Place
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -30,10 +33,45 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
     assert [device_of(worker(rank)).index for rank in (0, 1)] == [0, 1]
-    with pytest.raises(UserError, match=r"worker 2 of this node has no GPU .* --nproc-per-node 2"):
+    with pytest.raises(
+        OperatorError, match=r"worker 2 of this node has no GPU .* --nproc-per-node 2"
+    ):
         device_of(worker(2))
     two_gpus.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert device_of(worker(2)).index == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "shut", "right"),
+    [(3, False, True), (2, False, False), (0, False, False), (3, True, False)],
+)
+def test_every_rank_countersigns_or_none_goes_on(
+    monkeypatch: pytest.MonkeyPatch, given: int, shut: bool, right: bool
+) -> None:
+    """Of three ranks so many gave this time's number, and two the time before's."""
+    seen: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        own = int(tensor.item())
+        tensor.copy_(torch.tensor([given * own + (3 - given) * (seen[-1] if seen else own)]))
+        seen.append(own)
+        if shut:
+            groups.shut()
+
+    place = Place(rank=0, world_size=3, token="t")
+    control: Any = None
+    groups = Groups(place, torch.device("cpu"), control, frozenset())
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
+    groups.countersign()
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    seen.append(1)  # of another time
+    if right:
+        groups.countersign()
+        groups.countersign()
+        assert len(set(seen)) == len(seen)
+    else:
+        with pytest.raises(dist.DistBackendError, match="closed"):
+            groups.countersign()
 
 
 def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elasticzero.launcher.lookout import Lookout
@@ -14,7 +14,7 @@ from elasticzero.launcher.observe import MEMBERS, WORLD, Observer
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Snapshot
 from elasticzero.launcher.view import Limits, View, Workers
-from elasticzero.launcher.world import Member, World, to_bytes
+from elasticzero.launcher.world import Member, Strikes, World, to_bytes
 from elasticzero.messages import Resume
 from tests.watching import DEADLINE_S
 
@@ -37,7 +37,7 @@ class Node:
     def __init__(self, name: str, server: MemoryServer) -> None:
         self.store = CountingStore(server)
         self._changed = threading.Event()
-        self._now_s = 0.0
+        self._now_s = time.monotonic()
         observer = Observer(self.store, self._changed.set)
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
@@ -62,6 +62,20 @@ class Node:
     def close(self) -> None:
         self.membership.close()
         self.store.close()
+
+
+def world_of(nodes: Sequence[Node], strikes: tuple[Strikes, ...] = ()) -> None:
+    """These nodes write themselves a world."""
+    document = World(
+        generation=1,
+        token="t",
+        members=tuple(node.membership.me for node in nodes),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="test",
+        strikes=strikes,
+    )
+    nodes[0].store.write({WORLD: to_bytes(document)})
 
 
 class Nothing:
@@ -125,16 +139,7 @@ def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_o
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "dcba"]
     limits = Limits(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
-    members = tuple(node.membership.me for node in nodes[:2])
-    document = World(
-        generation=1,
-        token="t",
-        members=members,
-        strategy="ddp",
-        resume=Resume(tier="fresh"),
-        reason="test",
-    )
-    nodes[0].store.write({WORLD: to_bytes(document)})
+    world_of(nodes[:2])
     for node in nodes:
         node.look_until(lambda v: v.world is not None, 0.0, limits)
     seen = [node.look(9.0, limits).surplus for node in nodes]
@@ -146,6 +151,19 @@ def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_o
     assert [node.look(2.0, limits).surplus for node in nodes] == seen
     assert nodes[2].store.looks == asked
     assert not any(node.look(2.0, more).surplus for node in nodes)
+    for node in nodes:
+        node.close()
+
+
+def test_who_is_set_aside_takes_nobodys_place() -> None:
+    server = MemoryServer(time.monotonic)
+    nodes = [Node(name, server) for name in "cba"]
+    limits = Limits(min_nodes=1, max_nodes=2, spares=0, lease_ttl_s=5.0)
+    world_of(nodes[:1], strikes=(Strikes(node="b", count=4),))
+    for node in nodes:
+        node.look_until(lambda v: v.world is not None, 0.0, limits)
+        node.look(9.0, limits)
+    assert not any(node.look(2.0, limits).surplus for node in nodes)
     for node in nodes:
         node.close()
 
