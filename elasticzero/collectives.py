@@ -141,9 +141,12 @@ class Groups:
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors that the ranks give, on the CPU; all call this together."""
-        if self.place.world_size > 1:
-            dist.all_reduce(table, group=self.control)
-        return table
+        if self.place.world_size == 1:
+            return table
+        summed = table.to(self._device)
+        dist.all_reduce(summed)
+        self.confirm()
+        return summed.cpu()
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
