@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,21 +15,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from elasticzero.collectives import Groups, connect, device_of
-from elasticzero.meeting import Place, meet
+from tests.integration.training_matrix import joined
 
 ELEMENTS = 1 << 20
-
-
-def joined(rank: int, port: int) -> Groups:
-    store_fd = None
-    if rank == 0:
-        store = socket.socket()
-        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind(("127.0.0.1", port))
-        store_fd = store.detach()
-    place = Place(rank=rank, world_size=2, master_port=port, store_fd=store_fd, token="pair")
-    return connect(place, device_of(place), meet(place))
 
 
 def summed() -> torch.Tensor:
@@ -40,7 +27,7 @@ def summed() -> torch.Tensor:
 
 
 def main(rank: int, port: int, other: str) -> None:
-    groups = joined(rank, port)
+    groups = joined(rank, 2, port, on_gpu=True)
     for _ in range(3):
         assert summed().eq(2).all()
     groups.greatest(0)  # one rank's end of a collective is not the other's

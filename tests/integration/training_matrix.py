@@ -24,7 +24,7 @@ from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import open_step
 from elasticzero.checkpoint.writer import write_checkpoint
-from elasticzero.collectives import Groups, connect
+from elasticzero.collectives import Groups, connect, device_of
 from elasticzero.data import Position
 from elasticzero.meeting import Place, meet
 from elasticzero.parallel import Setting, Strategy, create
@@ -35,7 +35,8 @@ from tests.integration.training_exact import Model, Samples, groups, squares
 STEPS = 2
 
 
-def joined(rank: int, world_size: int, port: int) -> Groups:
+def joined(rank: int, world_size: int, port: int, *, on_gpu: bool = False) -> Groups:
+    """The groups of ranks that meet at this port of this machine."""
     store_fd = None
     if rank == 0:
         store = socket.socket()
@@ -45,7 +46,7 @@ def joined(rank: int, world_size: int, port: int) -> Groups:
     place = Place(
         rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="matrix"
     )
-    return connect(place, torch.device("cpu"), meet(place))
+    return connect(place, device_of(place) if on_gpu else torch.device("cpu"), meet(place))
 
 
 def build(
