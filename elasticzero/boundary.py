@@ -111,9 +111,9 @@ class Boundary:
         if word is not None:
             self.captures.heard(word)
             if word.flags:
+                if self._groups is not None:
+                    self._groups.part()
                 self.captures.agreed_to_stop()
-                if self._groups is not None and self._groups.on_gpu:
-                    self._groups.greatest(0)  # what this rank had still to send has come
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
         every = self._link.assignment.checkpoint_every

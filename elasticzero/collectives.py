@@ -58,22 +58,20 @@ class Groups:
         self.control = control
         self._sockets = sockets
         self._device = device
+        self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
         self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
         self._confirmed = zlib.crc32(place.token.encode()) << 32
         self.awaits_gpu = False
         """The main thread does."""
-        if self.on_gpu:
+        if self._on_gpu:
             threading.Thread(target=self._look, name="elasticzero-nccl", daemon=True).start()
 
     @property
-    def on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
-    def is_shut(self) -> bool:
-        return self._shut.is_set()
+    def misled(self) -> bool:
+        """Collectives were aborted here, so that they may have given the script any values."""
+        return self._on_gpu and self._shut.is_set()
 
     def shut(self) -> None:
         """Break every connection of this generation's groups, in any state; from any thread.
@@ -88,7 +86,7 @@ class Groups:
             for name, fd in socket_fds():
                 if name in self._sockets:
                     _shut_down(fd)
-            if self.on_gpu:
+            if self._on_gpu:
                 abort = threading.Thread(target=nccl.abort, name="elasticzero-abort", daemon=True)
                 abort.start()
                 self._aborting = abort
@@ -105,14 +103,14 @@ class Groups:
 
         What collectives gave may be used for good only after this. Gloo's raise by themselves.
         """
-        if not self.on_gpu or self.place.world_size == 1:
+        if not self._on_gpu or self.place.world_size == 1:
             return
         self.awaits_gpu = True
         try:
             done = torch.cuda.Event(blocking=True)
             done.record()
             done.synchronize()
-            if self.is_shut:
+            if self._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
             self.countersign()
         finally:
@@ -128,8 +126,14 @@ class Groups:
         number = mixed(self._confirmed) >> 32
         given = torch.full((1,), number, dtype=torch.int64, device=self._device)
         dist.all_reduce(given)
-        if int(given.item()) != number * self.place.world_size or self.is_shut:
+        if int(given.item()) != number * self.place.world_size or self._shut.is_set():
             raise dist.DistBackendError(CLOSED)
+
+    def part(self) -> None:
+        """Where all have agreed to stop, before this rank goes: what it had still to send to a
+        peer's GPU has come. Gloo's collectives leave nothing behind."""
+        if self._on_gpu:
+            self.greatest(0)
 
     def greatest(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; all call this together."""

@@ -87,7 +87,7 @@ class Generation:
             step=at.step,
             clean=clean,
             complete=at.strategy.replicated,
-            misled=self.groups is not None and self.groups.on_gpu and self.groups.is_shut,
+            misled=self.groups is not None and self.groups.misled,
             save=at.snapshot if clean else None,
             shut=shut,
         )

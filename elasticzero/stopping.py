@@ -49,7 +49,7 @@ class Standing:
     complete: bool = False
     """This worker alone holds the whole state."""
     misled: bool = False
-    """Collectives were aborted before, so that they may have given the script any values."""
+    """See `Groups.misled`."""
     bad_step: int | None = None
     """The checkpoint it was to go on from, on storage."""
     save: Callable[[], Captured] | None = None
