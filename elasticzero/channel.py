@@ -1,19 +1,29 @@
 """A line of messages between an agent and its worker: one JSON object a line, over a socket that
-the worker inherits."""
+the worker inherits.
+
+The agent need not wake for each: a worker rings for those that are not to wait until the agent
+looks anyway, which is several times a second.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
-from elasticzero.messages import Message
+from elasticzero.messages import Logged, Message, Stepped
 from elasticzero.records import decode, encode
 
 CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 """Environment variable that names the descriptor of the worker's end."""
+BELL_FD_VARIABLE = "ELASTICZERO_BELL_FD"
+"""The same for the end of a pipe that wakes the agent when something is written."""
+CAN_WAIT = (Stepped, Logged)
+"""What comes with every step."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
@@ -24,8 +34,10 @@ class ChannelClosed(Exception):
 class Channel:
     """One end of the socket; `send` may be called from any thread, `receive` from one."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, bell: int | None = None) -> None:
+        """bell: wakes the other end, which does not wait for this socket."""
         self._socket = sock
+        self._bell = bell
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
         self._fds: list[int] = []
@@ -40,6 +52,9 @@ class Channel:
                 self._socket.sendall(_line(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
+        if self._bell is not None and not isinstance(message, CAN_WAIT):
+            with suppress(OSError):  # full: it rings already; closed: the socket tells
+                os.write(self._bell, b"x")
 
     def hand(self, message: Message, fd: int | None, timeout_s: float) -> None:
         """`send`, with a descriptor, that waits so long for room; raises `ChannelClosed` too where

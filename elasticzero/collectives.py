@@ -1,5 +1,5 @@
 """The process group of one generation: set up under a deadline, torn down at once, and what all
-ranks take over from rank 0 or agree on by the control word.
+ranks take over from rank 0 or agree on.
 
 Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
 noticed only by the ranks that are connected to it in the running collective. Shutting the group's
@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero import nccl
+from elasticzero.agreement import Agreement, join
 from elasticzero.data import mixed
 from elasticzero.errors import OperatorError
 from elasticzero.meeting import Place
@@ -45,24 +46,26 @@ CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
 
 
 class Groups:
-    """The process groups of one generation: the default one for tensors, a CPU one for control."""
+    """What connects the ranks of one generation: the default group, for tensors, and the tree by
+    which they agree."""
 
     def __init__(
         self,
         place: Place,
         device: torch.device,
-        control: dist.ProcessGroup,
+        agreement: Agreement,
         sockets: frozenset[str],
     ) -> None:
         self.place = place
-        self.control = control
+        self.agreement = agreement
         self._sockets = sockets
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
         self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
-        self._confirmed = zlib.crc32(place.token.encode()) << 32
+        self._confirmed_to: int | None = None
+        self._number = zlib.crc32(place.token.encode()) << 32
         self.awaits_gpu = False
         """The main thread does."""
         if self._on_gpu:
@@ -99,11 +102,14 @@ class Groups:
 
     def confirm(self) -> None:
         """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
-        were shut before. All call this together.
+        were shut before. All call this together; where no collective was begun since the last time
+        nothing is asked.
 
         What collectives gave may be used for good only after this. Gloo's raise by themselves.
         """
         if not self._on_gpu or self.place.world_size == 1:
+            return
+        if self._confirmed_to is not None and self._confirmed_to == self._begun():
             return
         self.awaits_gpu = True
         try:
@@ -113,8 +119,17 @@ class Groups:
             if self._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
             self.countersign()
+            self._confirmed_to = self._begun()
         finally:
             self.awaits_gpu = False
+
+    def _begun(self) -> int | None:
+        """How many collectives this rank has begun, alike on all ranks; None: it is not known, for
+        the script has groups of its own. What is sent to one rank alone is not counted."""
+        default = dist.group.WORLD
+        if default is None or own_groups():
+            return None
+        return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
     def countersign(self) -> None:
         """Raise unless every rank is here, and none aborts meanwhile.
@@ -122,8 +137,8 @@ class Groups:
         Each gives the same number, which nobody has given before: where a rank gave none, or its
         own got lost, what is left in some buffer stands for it, and the sum is another.
         """
-        self._confirmed += 1
-        number = mixed(self._confirmed) >> 32
+        self._number += 1
+        number = mixed(self._number) >> 32
         given = torch.full((1,), number, dtype=torch.int64, device=self._device)
         dist.all_reduce(given)
         if int(given.item()) != number * self.place.world_size or self._shut.is_set():
@@ -133,15 +148,7 @@ class Groups:
         """Where all have agreed to stop, before this rank goes: what it had still to send to a
         peer's GPU has come. Gloo's collectives leave nothing behind."""
         if self._on_gpu:
-            self.greatest(0)
-
-    def greatest(self, number: int) -> int:
-        """The greatest of the numbers that the ranks give; all call this together."""
-        if self.place.world_size == 1:
-            return number
-        word = torch.tensor([number])
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control)
-        return int(word.item())
+            self.agreement.greatest(0)
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors that the ranks give, on the CPU; all call this together."""
@@ -180,32 +187,32 @@ class Groups:
             aborting = self._aborting
         if aborting is not None:
             aborting.join()
+        self.agreement.close()
 
     def close(self) -> None:
         """Give the groups up; call once nothing runs on them."""
         self.let_go()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
-            _kept.extend([dist.group.WORLD, self.control])
+            _kept.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
-def own_groups(groups: Groups) -> int:
-    """How many process groups the script has made besides `groups`."""
+def own_groups() -> int:
+    """How many process groups the script has made besides the default one."""
     known = dist.distributed_c10d._world.pg_map
-    return sum(group not in (dist.group.WORLD, groups.control) for group in known)
+    return sum(group is not dist.group.WORLD for group in known)
 
 
 def release(groups: Groups) -> bool:
-    """Destroy the groups of a generation that is over; False: an operation hangs in them.
+    """Destroy the group of a generation that is over; False: an operation hangs in it.
 
-    Nothing else may refer to them. Gloo's destructor waits for the operations of a group, of which
+    Nothing else may refer to it. Gloo's destructor waits for the operations of a group, of which
     one may hang for good (seen with torch 2.13: a send that a closed connection has swallowed). So
     the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
     """
-    last = [dist.group.WORLD, groups.control]
+    last = [dist.group.WORLD]
     groups.let_go()
-    del groups.control
     dist.destroy_process_group()
     gc.collect()
     thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
@@ -248,12 +255,11 @@ def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
         world_size=place.world_size,
         timeout=timedelta(seconds=place.collective_timeout_s),
     )
-    control = dist.new_group(backend="gloo")
     dist.all_reduce(torch.zeros(1, device=device))
-    dist.all_reduce(torch.zeros(1), group=control)
+    agreement = join(place, store)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return Groups(place, device, control, frozenset(_own_sockets(before, place.master_port)))
+    return Groups(place, device, agreement, frozenset(_own_sockets(before, place.master_port)))
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:
@@ -283,35 +289,25 @@ def _shut_down(fd: int) -> None:
 
 
 class ControlWord:
-    """What all ranks know alike at the same boundary: started at one, read at the next.
-
-    One small all_reduce(MAX) a step, which nobody waits for while it runs.
-    """
+    """What all ranks know alike at the same boundary: given at one, taken at the next."""
 
     def __init__(self, groups: Groups | None) -> None:
         many = groups is not None and groups.place.world_size > 1
-        self._group = groups.control if groups is not None and many else None
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._agreement = groups.agreement if groups is not None and many else None
+        self._given = False
 
     def exchange(self, mine: Word, *, last: bool = False) -> Word | None:
-        """What counts of all ranks' words of the boundary before this one, None at the first; sends
+        """What counts of all ranks' words of the boundary before this one, None at the first; gives
         this rank's.
 
-        last: no boundary follows, so nothing is sent.
+        last: no boundary follows, so nothing is given.
         """
-        if self._group is None:
+        if self._agreement is None:
             return mine
-        agreed: Word | None = None
-        if self._pending is not None:
-            numbers, work = self._pending
-            self._pending = None
-            work.wait()
-            agreed = _word(numbers.tolist())
-        if not last and not (agreed is not None and agreed.flags):
-            numbers = torch.tensor(_numbers(mine))
-            pending = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert pending is not None
-            self._pending = (numbers, pending)
+        agreed = _word(self._agreement.take()) if self._given else None
+        self._given = not last and not (agreed is not None and agreed.flags)
+        if self._given:
+            self._agreement.give(_numbers(mine))
         return agreed
 
 
@@ -322,7 +318,7 @@ def _numbers(word: Word) -> list[int]:
     return [*flags, *least, word.unkept, word.unsaved, word.every]
 
 
-def _word(numbers: list[int]) -> Word:
+def _word(numbers: Sequence[int]) -> Word:
     flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
     ready, kept, saved, unkept, unsaved, every = numbers[len(CONTROL_FLAGS) :]
     return Word(

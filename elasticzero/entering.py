@@ -39,6 +39,8 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
         master_port=a.master_port,
         store_fd=a.store_fd,
         token=a.token,
+        password=a.password,
+        host=a.host,
         connect_timeout_s=a.connect_timeout_s,
         start_timeout_s=a.start_timeout_s,
         collective_timeout_s=a.collective_timeout_s,
@@ -114,15 +116,15 @@ def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
     Returns whether checkpoints are written.
     """
     given = link.assignment
-    every = groups.greatest(given.checkpoint_every if given.rank == 0 else 0)
+    every = groups.agreement.greatest(given.checkpoint_every if given.rank == 0 else 0)
     wished = -1 if given.snapshot_every is None else given.snapshot_every
-    snapshots = groups.greatest(wished if given.rank == 0 else -1)
+    snapshots = groups.agreement.greatest(wished if given.rank == 0 else -1)
     link.assignment = replace(
         given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
     )
-    saving = not groups.greatest(int(given.checkpoint_dir is None))
+    saving = not groups.agreement.greatest(int(given.checkpoint_dir is None))
     if saving:
-        _check_shared(given, groups.greatest)
+        _check_shared(given, groups.agreement.greatest)
     elif given.checkpoint_dir is not None:
         print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
     return saving

@@ -53,7 +53,7 @@ class Generation:
             with self.link.busy("writing the last checkpoint"):
                 at.captures.finish(at.copied())
         if self.groups is not None:
-            self.groups.greatest(0)
+            self.groups.agreement.greatest(0)
         self.link.check()
         self.link.send(Finished(step=at.step if at is not None else 0))
 

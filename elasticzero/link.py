@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.errors import ExitCode, OperatorError
 from elasticzero.messages import (
     Abort,
@@ -97,7 +97,10 @@ class AgentLink:
             return cls(None, ALONE)
         fd = int(number)
         os.set_inheritable(fd, False)
-        channel = Channel(socket.socket(fileno=fd))
+        bell = os.environ.get(BELL_FD_VARIABLE)
+        if bell is not None:
+            os.set_inheritable(int(bell), False)
+        channel = Channel(socket.socket(fileno=fd), int(bell) if bell is not None else None)
         first = channel.receive()
         if not isinstance(first, Assignment):
             raise OperatorError(f"the agent began with {first!r} and not with an assignment")

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -45,6 +45,11 @@ class Place:
     store_fd: int | None = None
     """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
     token: str = ""
+    """Of the generation."""
+    password: str = field(default="", repr=False)
+    """The job's: who knows it belongs to it."""
+    host: str = "127.0.0.1"
+    """Where other ranks reach this one."""
     connect_timeout_s: float = 30.0
     """For what needs no other rank's script: rank 0's host, and the process group of those that are
     there."""

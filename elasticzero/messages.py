@@ -66,6 +66,8 @@ class Assignment:
     resume: Resume
     snapshot_root: str
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
+    host: str = "127.0.0.1"
+    """Where other nodes reach this one."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None
@@ -136,6 +138,8 @@ class Stepped:
     """Worker to agent: one global batch is applied."""
 
     step: int
+    at_s: float
+    """When, by the machine's monotonic clock: the agent hears of it later."""
     step_s: float
     data_wait_s: float
     samples: int

@@ -281,11 +281,13 @@ class Session:
         self._link.check()
         at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
         at.apply()
-        step_s = time.monotonic() - progress.began_s
+        now_s = time.monotonic()
+        step_s = now_s - progress.began_s
         at.captures.stepped(step_s)
         self._link.send(
             Stepped(
                 step=at.step,
+                at_s=now_s,
                 step_s=step_s,
                 data_wait_s=progress.data_wait_s,
                 samples=len(batch),

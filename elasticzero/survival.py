@@ -76,7 +76,7 @@ def survive(link: AgentLink, over: Over, origin: Origin) -> None:
 
 def _clear(groups: Groups, origin: Origin) -> Remains:
     """Drop what the generation has left, and look for what cannot be dropped."""
-    script_groups = own_groups(groups)
+    script_groups = own_groups()
     gc.collect()
     released = not script_groups and release(groups)
     cuda_error = _empty_gpu()

@@ -1,6 +1,6 @@
 """The agent of one node: observe, decide, act.
 
-One loop in one thread. Store threads and worker sockets only wake it; it gathers what is so into a
+One loop in one thread. Store threads and workers only wake it; it gathers what is so into a
 `View`, asks `decide`, and performs the actions. Every action may be lost or done twice without
 harm: reports and alarms are overwritten by equal ones, worlds are written under a condition.
 """
@@ -195,8 +195,7 @@ class Agent:
         gang = self._gang
         looking = gang is not None and gang.hangs.looking
         timeout_s = REST_S if idle and not decision.actions and not looking else BUSY_S
-        channels = [w.channel for w in gang.workers if w.running and not w.deaf] if gang else []
-        sources: list[Any] = [self._wake_read, self._server, *channels]
+        sources: list[Any] = [self._wake_read, self._server]
         readable = select.select(sources, [], [], timeout_s)[0]
         if self._wake_read in readable:
             with suppress(BlockingIOError):
@@ -316,7 +315,13 @@ class Agent:
         given = assignments(options, world, index, self._token)
         first = world.first_rank(index)
         self.saver.begin(post(world, index, self._token))
-        gang = Gang(self._server, world.generation, first_rank=first, started_s=now_s)
+        gang = Gang(
+            self._server,
+            world.generation,
+            bell=self._wake_write,
+            first_rank=first,
+            started_s=now_s,
+        )
         self._gang = gang
         end(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.telling.starting(world, index, now_s)

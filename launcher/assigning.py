@@ -39,6 +39,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             group_rank=index,
             master_address=world.members[0].host,
             master_port=world.members[0].store_port,
+            host=member.host,
             store_fd=None,
             strategy=world.strategy,
             resume=world.resume,

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elasticzero.channel import CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.errors import is_final, is_peer_error, one_line
 from elasticzero.messages import Failed
 from elasticzero.records import decode, encode
@@ -99,7 +99,7 @@ def _report_the_dead(sock: socket.socket) -> None:
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
-    """Fork a worker; fds: log, channel, and for rank 0 the store's bound socket."""
+    """Fork a worker; fds: log, channel, bell, and for rank 0 the store's bound socket."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -142,6 +142,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(launch.environment)
     os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
+    os.environ[BELL_FD_VARIABLE] = str(fds[2])
     sys.argv = [launch.target, *launch.arguments]
     code = 0
     try:

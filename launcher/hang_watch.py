@@ -142,6 +142,7 @@ class HangWatch:
                     self._look.located(rank, message)
                 return
             case Stepped():
+                now_s = max(pace.progress_s, message.at_s)
                 self._steps_s.append(now_s - pace.progress_s)
                 pace.step, pace.in_loop = message.step, True
             case Looped():

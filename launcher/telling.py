@@ -219,7 +219,8 @@ class Telling:
                         self.note("restored", generation=gang.generation, **_plain(message))
                 case Stepped():
                     if "restored" in self._marks:
-                        self._recovery("first_step", now_s - self._marks.pop("restored"))
+                        first_s = max(0.0, message.at_s - self._marks.pop("restored"))
+                        self._recovery("first_step", first_s)
                     self._metrics.observe_step(
                         local,
                         step=message.step,
@@ -231,8 +232,10 @@ class Telling:
                         self._last["step"] = message.step
                         self._last["total_steps"] = message.total or None
                         useful_s = max(0.0, message.step_s - message.data_wait_s)
-                        self._progress.stepped(message.step, useful_s, now_s)
-                        self.note("step", generation=gang.generation, **_plain(message))
+                        self._progress.stepped(message.step, useful_s, message.at_s)
+                        ago_s = time.monotonic() - message.at_s
+                        at = {"time": time.time() - ago_s, "generation": gang.generation}
+                        self.note("step", **_plain(message) | at)
                 case Logged():
                     if "loss" in message.scalars:
                         self._metrics.loss.labels(str(local)).set(message.scalars["loss"])

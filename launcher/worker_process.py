@@ -84,14 +84,20 @@ class Worker:
 
 
 def fork(
-    server: ForkServer, assignment: Assignment, launch: Launch, log_dir: Path, store_fd: int | None
+    server: ForkServer,
+    assignment: Assignment,
+    launch: Launch,
+    log_dir: Path,
+    bell: int,
+    store_fd: int | None,
 ) -> Worker:
-    """A new process. store_fd: rank 0's bound socket, for rank 0."""
+    """A new process. bell: what it writes to when the agent is to hear it at once; store_fd: rank
+    0's bound socket, for rank 0."""
     log = log_dir / f"{assignment.local_rank}.log"
     mine, theirs = socket.socketpair()
     log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     log_start = os.fstat(log_fd).st_size
-    fds = [log_fd, theirs.fileno()]
+    fds = [log_fd, theirs.fileno(), bell]
     if store_fd is not None:
         fds.append(store_fd)
     environment = launch.environment | torchrun_environment(assignment)
@@ -101,7 +107,7 @@ def fork(
         os.close(log_fd)
         theirs.close()
     channel = Channel(mine)
-    its_fd = numbers[2] if len(numbers) > 2 else None
+    its_fd = numbers[3] if len(numbers) > 3 else None
     with suppress(ChannelClosed):
         channel.send(replace(assignment, store_fd=its_fd))
     mine.setblocking(False)  # a worker that reads no more must not hold the agent up

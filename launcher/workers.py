@@ -56,6 +56,8 @@ class Gang:
 
     server: ForkServer
     generation: int
+    bell: int
+    """Descriptor of a pipe by which workers wake the agent."""
     workers: list[Worker] = field(default_factory=list)
     first_rank: int = 0
     started_s: float = 0.0
@@ -84,7 +86,7 @@ class Gang:
             if worker is not None:
                 self.kept += 1
             else:
-                worker = fork(self.server, assignment, launch, log_dir, mine)
+                worker = fork(self.server, assignment, launch, log_dir, self.bell, mine)
             self.workers.append(worker)
             ask = worker.ask_where
             self.hangs.add(Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask))
@@ -211,7 +213,7 @@ class Gang:
                 worker.restored = True
             case Stepped():
                 step = max(self._view.step, message.step)
-                self._view = replace(self._view, step=step, stepped_s=now_s)
+                self._view = replace(self._view, step=step, stepped_s=message.at_s)
             case Waiting():
                 worker.waiting = True
             case Finished():

@@ -30,12 +30,14 @@ def main(rank: int, port: int, other: str) -> None:
     groups = joined(rank, 2, port, on_gpu=True)
     for _ in range(3):
         assert summed().eq(2).all()
-    groups.greatest(0)  # one rank's end of a collective is not the other's
+    groups.confirm()
+    groups.agreement.greatest(0)  # one rank's end of a collective is not the other's
     if rank == 1:
         if other == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         print("left out", flush=True)
         time.sleep(60)
+    groups.confirm()  # nothing was begun since, so that nobody is asked
     alone = summed()
     if other == "waits":
         threading.Timer(0.5, groups.shut).start()

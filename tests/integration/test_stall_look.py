@@ -105,12 +105,15 @@ def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_p
     assert 'script.py", line 3' in play.log()
 
 
+def stepped(at_s: float) -> Stepped:
+    return Stepped(step=3, at_s=at_s, step_s=1.0, data_wait_s=0.0, samples=8)
+
+
 def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_path: Path) -> None:
     play = Play(server, tmp_path, "import time\ntime.sleep(600)\n")
     hangs, now_s = play.gang.hangs, time.monotonic()
-    step = Stepped(step=3, step_s=1.0, data_wait_s=0.0, samples=8)
     hangs.note(0, Attached(pid=play.gang.workers[0].pid), now_s - 101.0)
-    hangs.note(0, step, now_s - 100.0)
+    hangs.note(0, stepped(now_s - 100.0), now_s - 99.0)  # heard later
     assert hangs.seen(now_s)["silent_s"] == 100.0
     hangs.note(0, Busy(doing="evaluating"), now_s - 90.0)
     assert hangs.seen(now_s)["silent_s"] == 0.0
@@ -118,7 +121,7 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     assert hangs.seen(now_s)["silent_s"] == 50.0
     hangs.look_into(10.0, now_s)
     assert hangs.seen(now_s)["look"] == "open"
-    hangs.note(0, step, now_s)
+    hangs.note(0, stepped(now_s), now_s)
     until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
     assert not hangs.guilty
     play.gang.kill()
@@ -181,6 +184,6 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
 
 
 def test_seen_fits_what_decide_sees() -> None:
-    seen = Gang(None, 1).hangs.seen(0.0)  # type: ignore[arg-type]
+    seen = Gang(None, 1, 0).hangs.seen(0.0)  # type: ignore[arg-type]
     assert Workers(**seen) == Workers()
     assert Limits(min_nodes=1, max_nodes=1).hang_timeout_s is None

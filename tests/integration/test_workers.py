@@ -64,7 +64,8 @@ class Play:
         )
         self.logs = tmp_path / "logs"
         self.heard: list[Heard] = []
-        self.gang = Gang(server, 3, started_s=time.monotonic())
+        self.bell, rings = os.pipe2(os.O_NONBLOCK)
+        self.gang = Gang(server, 3, rings, started_s=time.monotonic())
         assignments = [assignment(rank, workers) for rank in range(workers)]
         self.gang.start(assignments, launch, self.logs, None)
 

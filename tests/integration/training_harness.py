@@ -142,12 +142,14 @@ class Pool:
         log = self.folder / f"{self._started}-{assignment.rank}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         mine, theirs = socket.socketpair()
-        fds = [log_fd, theirs.fileno()] + ([store.fileno()] if assignment.rank == 0 else [])
+        bell = os.open(os.devnull, os.O_WRONLY)  # the harness waits for the channels themselves
+        fds = [log_fd, theirs.fileno(), bell] + ([store.fileno()] if assignment.rank == 0 else [])
         pid, numbers = self._server.start(launch, fds)
         os.close(log_fd)
+        os.close(bell)
         theirs.close()
         channel = Channel(mine)
-        channel.send(replace(assignment, store_fd=numbers[2] if len(numbers) > 2 else None))
+        channel.send(replace(assignment, store_fd=numbers[3] if len(numbers) > 3 else None))
         return Worker(assignment.rank, assignment.node, pid, channel, log)
 
 

@@ -51,7 +51,7 @@ def test_a_message_arrives_as_it_was(ends, message) -> None:
 
 def test_many_messages_arrive_in_order(ends) -> None:
     a, b = ends
-    sent = [Stepped(step=s, step_s=0.1, data_wait_s=0.0, samples=8) for s in range(50)]
+    sent = [Stepped(step=s, at_s=0.5, step_s=0.1, data_wait_s=0.0, samples=8) for s in range(50)]
     for message in sent:
         a.send(message)
     assert [b.receive(1.0), b.receive(1.0)] == sent[:2]

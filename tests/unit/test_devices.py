@@ -59,8 +59,8 @@ def test_every_rank_countersigns_or_none_goes_on(
             groups.shut()
 
     place = Place(rank=0, world_size=3, token="t")
-    control: Any = None
-    groups = Groups(place, torch.device("cpu"), control, frozenset())
+    agreement: Any = None
+    groups = Groups(place, torch.device("cpu"), agreement, frozenset())
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
     groups.countersign()
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

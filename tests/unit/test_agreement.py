@@ -1,0 +1,183 @@
+"""How ranks agree: the tree, its messages, its connections' ends, and strangers at its door."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from elasticzero import agreement
+from elasticzero.agreement import LEAST, WIDTH, Agreement, join, relatives
+from elasticzero.errors import is_peer_error
+from elasticzero.meeting import Place
+
+SIZES = [1, 2, 3, 17, 18, 40]
+LIMIT_S = 20.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 6400])
+def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
+    below = [rank for each in range(size) for rank in relatives(each, size)[1]]
+    assert sorted(below) == list(range(1, size))
+    for rank in range(size):
+        above, others = relatives(rank, size)
+        assert all(relatives(other, size)[0] == rank for other in others)
+        steps = 0
+        while above is not None:
+            above, steps = relatives(above, size)[0], steps + 1
+        assert steps <= 4
+
+
+@contextmanager
+def met(size: int, **given: float) -> Iterator[tuple[dist.Store, Callable[[int], Agreement]]]:
+    """A store, and what joins a rank of this process."""
+    store = dist.HashStore()
+    plain = Place(rank=0, world_size=size, token="t", password="p", collective_timeout_s=5)
+
+    def join_rank(rank: int) -> Agreement:
+        return join(replace(plain, rank=rank, **given), store)  # type: ignore[arg-type]
+
+    yield store, join_rank
+
+
+@contextmanager
+def joined(size: int, **given: float) -> Iterator[tuple[list[Agreement], ThreadPoolExecutor]]:
+    with met(size, **given) as (_, join_rank), ThreadPoolExecutor(size) as pool:
+        ranks = list(pool.map(join_rank, range(size)))
+        try:
+            yield ranks, pool
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_take_the_greatest_of_each_number(size: int) -> None:
+    with joined(size) as (ranks, pool):
+        for turn in range(20):
+            given = [[(rank * 7 + turn) % size, -rank, LEAST + 1 + rank] for rank in range(size)]
+            for rank, numbers in zip(ranks, given, strict=True):
+                rank.give(numbers)
+            most = (*map(max, zip(*given, strict=True)), *[LEAST] * (WIDTH - 3))
+            assert list(pool.map(Agreement.take, ranks)) == [most] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_taken_later_is_what_was_given_then(size: int) -> None:
+    with joined(size) as (ranks, pool):
+        for rank in ranks:
+            rank.give([100])
+        own = zip(ranks, range(size), strict=True)
+        assert list(pool.map(lambda pair: pair[0].greatest(pair[1]), own)) == [size - 1] * size
+        for rank in ranks:
+            rank.give([200])
+        assert [rank.take()[0] for rank in ranks] == [100] * size
+        assert [found[0] for found in pool.map(Agreement.take, ranks)] == [200] * size
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (40, 0), (40, 1), (40, 39)])
+def test_a_lost_rank_is_an_error_for_every_other(size: int, lost: int) -> None:
+    with joined(size) as (ranks, pool):
+        ranks[lost].close()
+
+        def error(rank: Agreement) -> str:
+            with pytest.raises(dist.DistNetworkError) as raised:
+                rank.greatest(1)
+            assert is_peer_error(raised.value)
+            return str(raised.value)
+
+        others = [rank for rank in ranks if rank is not ranks[lost]]
+        found = list(pool.map(error, others))
+        assert all("could not agree" in text for text in found)
+        assert not any("timed out" in text for text in found)
+
+
+@pytest.mark.parametrize("size", [2, 18])
+def test_a_rank_that_gives_nothing_is_waited_for_so_long(size: int) -> None:
+    with joined(size, collective_timeout_s=0.3) as (ranks, pool):
+
+        def error(rank: Agreement) -> str:
+            with pytest.raises(dist.DistNetworkError) as raised:
+                rank.greatest(1)
+            return str(raised.value)
+
+        assert all("timed out" in text for text in pool.map(error, ranks[:-1]))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_nothing_of_it_is_left_after_its_end(given: bool) -> None:
+    threads = threading.active_count()
+    up, down = socket.socketpair()
+    top = Agreement(None, [down], LIMIT_S)
+    assert threading.active_count() > threads
+    if given:
+        top.give([1])  # and waits for the other
+    top.close()
+    top.close()
+    assert threading.active_count() == threads
+    assert down.fileno() == -1
+    assert up.recv(1) == b""
+    up.close()
+
+
+def _closed(connection: socket.socket) -> bool:
+    """By the other end, with bytes of ours unread or not."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n" + bytes(100), id="another protocol"),
+        pytest.param(b"", id="nothing, and goes"),
+        pytest.param(None, id="nothing, and stays"),
+        pytest.param(struct.pack("!32sI", bytes(32), 1), id="a wrong proof"),
+    ],
+)
+def test_a_stranger_is_refused_and_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch, says: bytes | None
+) -> None:
+    monkeypatch.setattr(agreement, "HELLO_S", 0.2)
+    with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool:
+        top = pool.submit(join_rank, 0)
+        host, port = store.get("t/tree/0").decode().split()
+        with socket.create_connection((host, int(port))) as stranger:
+            if says is not None:
+                stranger.sendall(says)
+                stranger.shutdown(socket.SHUT_WR)
+            ranks = [join_rank(1), top.result()]
+            for rank in ranks:
+                rank.give([1])
+            assert [rank.take()[0] for rank in ranks] == [1, 1]
+            stranger.settimeout(5)
+            assert _closed(stranger)
+        for rank in ranks:
+            rank.close()
+
+
+def test_the_rank_that_does_not_come_is_named() -> None:
+    with met(3, connect_timeout_s=0.3) as (_, join_rank), ThreadPoolExecutor(2) as pool:
+        top = pool.submit(join_rank, 0)
+        other = pool.submit(join_rank, 2)
+        with pytest.raises(dist.DistNetworkError, match=r"rank 1 did not connect: timed out"):
+            top.result()
+        other.result().close()
+
+
+def test_a_rank_above_that_is_not_reached_is_named() -> None:
+    with met(2, connect_timeout_s=1) as (store, join_rank):
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            port = gone.getsockname()[1]
+        store.set("t/tree/0", f"127.0.0.1 {port}")
+        with pytest.raises(dist.DistNetworkError, match=rf"rank 0 at .*:{port}: .*efused"):
+            join_rank(1)
