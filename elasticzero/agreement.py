@@ -6,8 +6,9 @@ and on cores that training fills its threads cost more than all else between two
 (docs/performance.md). A rank with others below it passes messages on in a thread, so that nobody
 waits for one that computes; a rank without needs none.
 
-What breaks a connection (a death, `Groups.shut`) is an error for every rank, at the latest when it
-waits for what was agreed.
+What breaks a connection (a death, `Groups.shut`) is an error for every rank, from then on and at
+the latest when it waits for what was agreed. There is no limit of time here: who is late and who
+hangs is for the agents to say, which shut the groups.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import queue
+import select
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
@@ -34,8 +37,9 @@ WIDTH = 9
 """Numbers in a message."""
 LEAST = -(1 << 63)
 """Says nothing: any number is greater."""
-HELLO_S = 2.0
-"""Who connects and does not say at once who it is, is a stranger."""
+SHARE = 0.5
+"""Of the time to connect, the rest of which the process group has."""
+STRANGER = -1
 
 _Numbers = tuple[int, ...]
 _MESSAGE = struct.Struct(f"!{WIDTH}q")
@@ -52,10 +56,9 @@ def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
 class Agreement:
     """One rank's part in the tree. Every rank gives and takes equally often, in one thread."""
 
-    def __init__(self, up: socket.socket | None, down: Sequence[socket.socket], timeout_s: float):
+    def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
         self._up = up
         self._down = tuple(down)
-        self._timeout_s = timeout_s
         self._given: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
         self._taken: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
         self._open = 0
@@ -67,18 +70,17 @@ class Agreement:
             thread = threading.Thread(target=self._pass_on, name="elasticzero-agree", daemon=True)
             thread.start()
             self._thread = thread
-        elif up is not None:
-            up.settimeout(timeout_s)
 
     def give(self, numbers: Sequence[int]) -> None:
-        """This rank's numbers, `WIDTH` of them at most; does not wait for other ranks."""
+        """This rank's numbers, `WIDTH` of them at most, of 64 bits; does not wait for others."""
         own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
+        message = _MESSAGE.pack(*own)
         self._open += 1
         if self._thread is not None or self._up is None:
             self._given.put(own)
             return
         try:
-            self._up.sendall(_MESSAGE.pack(*own))
+            self._up.sendall(message)
         except OSError as error:
             raise _broken(error) from None
 
@@ -86,7 +88,7 @@ class Agreement:
         """Of each number the greatest that the ranks gave, of what was given first and is not taken
         yet; waits for all of them.
 
-        Raises `DistNetworkError` when a connection is broken, or a rank gives nothing for too long.
+        Raises `DistNetworkError` when a connection is broken.
         """
         return self._early.popleft() if self._early else self._next()
 
@@ -101,25 +103,28 @@ class Agreement:
     def _next(self) -> _Numbers:
         self._open -= 1
         if self._thread is not None:
-            try:
-                found = self._taken.get(timeout=self._timeout_s)
-            except queue.Empty:
-                found = TimeoutError("timed out")
-        elif self._up is None:
-            found = self._given.get() or ()
-        else:
-            try:
-                found = _receive(self._up)
-            except OSError as error:
-                found = error
-        if isinstance(found, OSError):
-            raise _broken(found)
-        return found
+            found = self._taken.get()
+            if isinstance(found, OSError):
+                self._taken.put(found)  # it stays so
+                raise _broken(found)
+            return found
+        if self._up is None:
+            return self._given.get() or ()
+        try:
+            return _receive(self._up)
+        except OSError as error:
+            raise _broken(error) from None
+
+    def shut(self) -> None:
+        """Break the connections, in any state; from any thread."""
+        for connection in self._connections():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Nothing runs on it any more when this returns."""
         self._given.put(None)
-        self._break()
+        self.shut()
         if self._thread is not None:
             self._thread.join()
         for connection in self._connections():
@@ -129,7 +134,7 @@ class Agreement:
         """What comes from below and this rank's own goes up, what comes from above down."""
         try:
             while True:
-                below = [_receive(connection) for connection in self._down]
+                below = list(self._from_below())
                 own = self._given.get()
                 if own is None:
                     return
@@ -142,20 +147,26 @@ class Agreement:
                     connection.sendall(message)
                 self._taken.put(most)  # last: this process may end when it has it
         except OSError as error:
-            self._break()
+            self.shut()
             self._taken.put(error)
 
-    def _break(self) -> None:
-        for connection in self._connections():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+    def _from_below(self) -> Iterator[_Numbers]:
+        """A message of each rank below, whichever is the first to have one."""
+        missing = {connection.fileno(): connection for connection in self._down}
+        ready = select.poll()
+        for fd in missing:
+            ready.register(fd, select.POLLIN)
+        while missing:
+            for fd, _ in ready.poll():
+                ready.unregister(fd)
+                yield _receive(missing.pop(fd))
 
     def _connections(self) -> Iterable[socket.socket]:
         return self._down if self._up is None else (self._up, *self._down)
 
 
 def _receive(connection: socket.socket) -> _Numbers:
-    data = connection.recv(_MESSAGE.size, socket.MSG_WAITALL)
+    data = b""
     while len(data) < _MESSAGE.size:
         more = connection.recv(_MESSAGE.size - len(data))
         if not more:
@@ -171,78 +182,112 @@ def _broken(error: OSError) -> dist.DistNetworkError:
 def join(place: Place, store: Store) -> Agreement:
     """Connect to the rank above and to those below; all that have met at this store call it.
 
-    Raises `DistNetworkError` when one of them is not reached, or does not come, within
+    Raises `DistNetworkError` when one of them is not reached, or does not come, in time: half of
     `place.connect_timeout_s`.
     """
     above, below = relatives(place.rank, place.world_size)
+    limit_s = place.connect_timeout_s * SHARE
     tree = PrefixStore(f"{place.token}/tree", store)
     with ExitStack() as listening, ExitStack() as connections:
         if below:
             listener = listening.enter_context(_listen(len(below)))
             tree.set(str(place.rank), f"{place.host} {listener.getsockname()[1]}")
-        up = None if above is None else _connect(place, above, tree.get(str(above)).decode())
-        if up is not None:
+        up = None
+        if above is not None:
+            up = _connect(place, above, tree.get(str(above)).decode(), limit_s)
             connections.enter_context(up)
-        down = _accept(place, listener, set(below), connections) if below else []
+        down: list[socket.socket] = []
+        if below:
+            for connection in _accept(place, listener, set(below), limit_s):
+                down.append(connections.enter_context(connection))
         connections.pop_all()  # all are there: they stay open
-    return Agreement(up, down, place.collective_timeout_s)
+    return Agreement(up, down)
 
 
 def _listen(backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-        )
-    return socket.create_server(("", 0), backlog=backlog)
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+        return socket.create_server(("", 0), backlog=backlog)
+    except OSError as error:
+        raise _broken(error) from None
 
 
-def _connect(place: Place, above: int, address: str) -> socket.socket:
+def _connect(place: Place, above: int, address: str, limit_s: float) -> socket.socket:
     host, port = address.split()
     try:
-        up = socket.create_connection((host, int(port)), place.connect_timeout_s)
+        up = socket.create_connection((host, int(port)), limit_s)
         up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         up.sendall(_HELLO.pack(_proof(place), place.rank))
         up.settimeout(None)
     except OSError as error:
-        raise dist.DistNetworkError(f"rank {above} at {host}:{port}: {error}") from None
+        raise dist.DistNetworkError(
+            f"rank {above} is not reached at {host}:{port}: {error}; if {host} is not its node, "
+            "give that one --host"
+        ) from None
     return up
 
 
 def _accept(
-    place: Place, listener: socket.socket, missing: set[int], connections: ExitStack
-) -> list[socket.socket]:
-    """The connections of these ranks; a stranger's is closed."""
-    deadline_s = time.monotonic() + place.connect_timeout_s
-    down: list[socket.socket] = []
-    while missing:
-        listener.settimeout(max(0.01, deadline_s - time.monotonic()))
+    place: Place, listener: socket.socket, missing: set[int], limit_s: float
+) -> Iterator[socket.socket]:
+    """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
+    one that says nothing keeps nobody waiting."""
+    deadline_s = time.monotonic() + limit_s
+    listener.setblocking(False)
+    unknown: dict[socket.socket, bytearray] = {}
+    """Connections, and what has come of their hello."""
+    with selectors.DefaultSelector() as ready:
+        ready.register(listener, selectors.EVENT_READ)
         try:
-            connection = listener.accept()[0]
-        except OSError as error:
-            names = ", ".join(map(str, sorted(missing)))
-            raise dist.DistNetworkError(f"rank {names} did not connect: {error}") from None
-        rank = _hello(place, connection)
-        if rank not in missing:
-            connection.close()
-            continue
-        missing.remove(rank)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        down.append(connections.enter_context(connection))
-    return down
+            while missing:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    names = ", ".join(map(str, sorted(missing)))
+                    raise dist.DistNetworkError(f"rank {names} did not connect in {limit_s:g} s")
+                for key, _ in ready.select(left_s):
+                    if key.data is None:
+                        with suppress(OSError):  # it is gone again
+                            connection = listener.accept()[0]
+                            connection.setblocking(False)
+                            unknown[connection] = bytearray()
+                            ready.register(connection, selectors.EVENT_READ, connection)
+                        continue
+                    connection = key.data
+                    rank = _hello(place, connection, unknown[connection])
+                    if rank is None:
+                        continue
+                    ready.unregister(connection)
+                    if rank not in missing:
+                        continue
+                    missing.remove(rank)
+                    del unknown[connection]
+                    connection.setblocking(True)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    yield connection
+        finally:
+            for connection in unknown:
+                connection.close()
 
 
-def _hello(place: Place, connection: socket.socket) -> int | None:
-    """Which rank of this generation has connected; None: a stranger."""
-    connection.settimeout(HELLO_S)
+def _hello(place: Place, connection: socket.socket, data: bytearray) -> int | None:
+    """Which rank has said by now who it is, STRANGER if none of this generation has; None: not all
+    of it has come. data: what has."""
     try:
-        data = connection.recv(_HELLO.size)
-        while 0 < len(data) < _HELLO.size and (more := connection.recv(_HELLO.size - len(data))):
-            data += more
-        proof, rank = _HELLO.unpack(data)
-    except (OSError, struct.error):
+        more = connection.recv(_HELLO.size - len(data))
+    except BlockingIOError:
         return None
-    return int(rank) if hmac.compare_digest(proof, _proof(place)) else None
+    except OSError:
+        return STRANGER
+    data += more
+    if not more:
+        return STRANGER
+    if len(data) < _HELLO.size:
+        return None
+    proof, rank = _HELLO.unpack(data)
+    return int(rank) if hmac.compare_digest(proof, _proof(place)) else STRANGER
 
 
 def _proof(place: Place) -> bytes:

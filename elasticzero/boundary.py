@@ -80,6 +80,18 @@ class Boundary:
         if self._groups is not None:
             self._groups.confirm()
 
+    def _confirm_unless_untouched(self) -> RuntimeError | None:
+        """Parameters of other ranks and what the script made of collectives are right; else raises.
+        Where there is none of it, returns the error that tells of a peer's end."""
+        untouched = self._groups is not None and self._groups.untouched
+        try:
+            self._confirm()
+        except RuntimeError as error:
+            if not untouched or not is_peer_error(error):
+                raise
+            return error
+        return None
+
     def _tear(self) -> None:
         self.clean = False
 
@@ -99,9 +111,9 @@ class Boundary:
         lost = None
         if applied:
             if self.small.tracked or not self.strategy.replicated:
-                self._confirm()  # parameters of other ranks, what the script made of collectives
+                lost = self._confirm_unless_untouched()
             self.position = self.next_position
-            lost = self._sync_buffers()
+            lost = lost or self._sync_buffers()
         self.copy = self.small.capture(self.step, self.position)
         self.clean = True
         self._link.check()

@@ -23,7 +23,7 @@ CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 BELL_FD_VARIABLE = "ELASTICZERO_BELL_FD"
 """The same for the end of a pipe that wakes the agent when something is written."""
 CAN_WAIT = (Stepped, Logged)
-"""What comes with every step."""
+"""What comes with every step, while there is room for more."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
@@ -52,9 +52,13 @@ class Channel:
                 self._socket.sendall(_line(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
-        if self._bell is not None and not isinstance(message, CAN_WAIT):
+        if self._bell is not None and not (isinstance(message, CAN_WAIT) and self._has_room()):
             with suppress(OSError):  # full: it rings already; closed: the socket tells
                 os.write(self._bell, b"x")
+
+    def _has_room(self) -> bool:
+        """The kernel says so while not much is unread."""
+        return bool(select.select([], [self._socket], [], 0)[1])
 
     def hand(self, message: Message, fd: int | None, timeout_s: float) -> None:
         """`send`, with a descriptor, that waits so long for room; raises `ChannelClosed` too where

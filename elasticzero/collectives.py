@@ -86,6 +86,7 @@ class Groups:
             if self._shut.is_set():
                 return
             self._shut.set()
+            self.agreement.shut()
             for name, fd in socket_fds():
                 if name in self._sockets:
                     _shut_down(fd)
@@ -102,14 +103,11 @@ class Groups:
 
     def confirm(self) -> None:
         """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
-        were shut before. All call this together; where no collective was begun since the last time
-        nothing is asked.
+        were shut before. All call this together.
 
         What collectives gave may be used for good only after this. Gloo's raise by themselves.
         """
         if not self._on_gpu or self.place.world_size == 1:
-            return
-        if self._confirmed_to is not None and self._confirmed_to == self._begun():
             return
         self.awaits_gpu = True
         try:
@@ -123,9 +121,14 @@ class Groups:
         finally:
             self.awaits_gpu = False
 
+    @property
+    def untouched(self) -> bool:
+        """This rank has begun no collective since `confirm`: nothing it has can be of one that was
+        aborted. What is sent to one rank alone is no collective."""
+        return self._confirmed_to is not None and self._confirmed_to == self._begun()
+
     def _begun(self) -> int | None:
-        """How many collectives this rank has begun, alike on all ranks; None: it is not known, for
-        the script has groups of its own. What is sent to one rank alone is not counted."""
+        """How many collectives; None: the script has groups of its own, which are not looked at."""
         default = dist.group.WORLD
         if default is None or own_groups():
             return None

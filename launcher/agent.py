@@ -61,7 +61,7 @@ from elasticzero.messages import Captured, GiveUp, Kept, Message, Saved
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
-"""The loop looks at the clock so often when nothing happens."""
+"""The loop looks at the clock, and hears of steps, so often when nothing happens."""
 BUSY_S = 0.02
 """The same while a round is open or workers start."""
 LONG_ROUND_S = 5.0

@@ -156,7 +156,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
         code = _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         traceback.print_exc()
-        _tell(fds[1], error)
+        _tell(fds[1], fds[2], error)
         code = 1
     with suppress(BaseException):
         sys.stdout.flush()
@@ -180,7 +180,7 @@ def _run_exit_handlers() -> None:
         atexit._run_exitfuncs()
 
 
-def _tell(channel_fd: int, error: BaseException) -> None:
+def _tell(channel_fd: int, bell: int, error: BaseException) -> None:
     """Say to the agent what ended a script that `elasticzero.run` does not look after."""
     message = Failed(
         step=0,
@@ -190,7 +190,7 @@ def _tell(channel_fd: int, error: BaseException) -> None:
         final=is_final(error),
     )
     with suppress(ChannelClosed, OSError):
-        Channel(socket.socket(fileno=channel_fd)).send(message)
+        Channel(socket.socket(fileno=channel_fd), bell).send(message)
 
 
 class ForkServer:

@@ -213,7 +213,8 @@ class Gang:
                 worker.restored = True
             case Stepped():
                 step = max(self._view.step, message.step)
-                self._view = replace(self._view, step=step, stepped_s=message.at_s)
+                at_s = max(self._view.stepped_s, message.at_s)
+                self._view = replace(self._view, step=step, stepped_s=at_s)
             case Waiting():
                 worker.waiting = True
             case Finished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.local import is_alive
 from elasticzero.launcher.worker_process import worker_environment
 from elasticzero.launcher.workers import Gang, Heard
-from elasticzero.messages import Assignment, Failed, Resume
+from elasticzero.messages import Assignment, Failed, Resume, Stepped
 
 PATIENCE_S = 30.0
 
@@ -98,6 +99,37 @@ def test_a_plain_script_finishes(server: ForkServer, tmp_path: Path) -> None:
     assert play.gang.view(time.monotonic()).finished
     first = f"__main__ ['--lr', '3'] 1 2\nyes 2 {tmp_path}\n"
     assert play.log(1) == first
+
+
+def test_a_worker_rings_for_all_but_what_comes_with_every_step(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    code = """
+import time
+from elasticzero.link import AgentLink
+from elasticzero.messages import Attached, Logged, Stepped
+link = AgentLink.from_environment()
+link.send(Stepped(step=1, at_s=2.5, step_s=0.1, data_wait_s=0.0, samples=8))
+link.send(Logged(step=1, scalars={"loss": 0.5}))
+print("stepped", flush=True)
+time.sleep(1)
+link.send(Attached(pid=1))
+print("attached", flush=True)
+time.sleep(600)
+"""
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: "stepped" in play.log())
+    assert not rings(play.bell)
+    play.wait(lambda: "attached" in play.log())
+    assert rings(play.bell)
+    play.wait(lambda: len(play.heard) == 3)
+    assert isinstance(play.heard[0][1], Stepped) and play.heard[0][1].at_s == 2.5
+    play.gang.kill()
+    play.wait_for_end()
+
+
+def rings(bell: int) -> bool:
+    return bool(select.select([bell], [], [], 0)[0])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,6 @@ from elasticzero.errors import is_peer_error
 from elasticzero.meeting import Place
 
 SIZES = [1, 2, 3, 17, 18, 40]
-LIMIT_S = 20.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 6400])
@@ -39,7 +38,7 @@ def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
 def met(size: int, **given: float) -> Iterator[tuple[dist.Store, Callable[[int], Agreement]]]:
     """A store, and what joins a rank of this process."""
     store = dist.HashStore()
-    plain = Place(rank=0, world_size=size, token="t", password="p", collective_timeout_s=5)
+    plain = Place(rank=0, world_size=size, token="t", password="p")
 
     def join_rank(rank: int) -> Agreement:
         return join(replace(plain, rank=rank, **given), store)  # type: ignore[arg-type]
@@ -88,34 +87,21 @@ def test_a_lost_rank_is_an_error_for_every_other(size: int, lost: int) -> None:
         ranks[lost].close()
 
         def error(rank: Agreement) -> str:
-            with pytest.raises(dist.DistNetworkError) as raised:
-                rank.greatest(1)
-            assert is_peer_error(raised.value)
+            for _ in range(3):  # it stays so
+                with pytest.raises(dist.DistNetworkError) as raised:
+                    rank.greatest(1)
+                assert is_peer_error(raised.value)
             return str(raised.value)
 
         others = [rank for rank in ranks if rank is not ranks[lost]]
-        found = list(pool.map(error, others))
-        assert all("could not agree" in text for text in found)
-        assert not any("timed out" in text for text in found)
-
-
-@pytest.mark.parametrize("size", [2, 18])
-def test_a_rank_that_gives_nothing_is_waited_for_so_long(size: int) -> None:
-    with joined(size, collective_timeout_s=0.3) as (ranks, pool):
-
-        def error(rank: Agreement) -> str:
-            with pytest.raises(dist.DistNetworkError) as raised:
-                rank.greatest(1)
-            return str(raised.value)
-
-        assert all("timed out" in text for text in pool.map(error, ranks[:-1]))
+        assert all("could not agree" in text for text in pool.map(error, others))
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_of_it_is_left_after_its_end(given: bool) -> None:
     threads = threading.active_count()
     up, down = socket.socketpair()
-    top = Agreement(None, [down], LIMIT_S)
+    top = Agreement(None, [down])
     assert threading.active_count() > threads
     if given:
         top.give([1])  # and waits for the other
@@ -145,16 +131,16 @@ def _closed(connection: socket.socket) -> bool:
     ],
 )
 def test_a_stranger_is_refused_and_harms_nobody(
-    monkeypatch: pytest.MonkeyPatch, says: bytes | None
+    says: bytes | None,
 ) -> None:
-    monkeypatch.setattr(agreement, "HELLO_S", 0.2)
     with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()
         with socket.create_connection((host, int(port))) as stranger:
-            if says is not None:
-                stranger.sendall(says)
-                stranger.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # it may be shown the door by then
+                if says is not None:
+                    stranger.sendall(says)
+                    stranger.shutdown(socket.SHUT_WR)
             ranks = [join_rank(1), top.result()]
             for rank in ranks:
                 rank.give([1])
@@ -165,11 +151,41 @@ def test_a_stranger_is_refused_and_harms_nobody(
             rank.close()
 
 
+def test_a_child_that_computes_hides_no_dead_one() -> None:
+    with joined(3) as (ranks, pool):
+        top = pool.submit(ranks[0].greatest, 1)
+        ranks[2].close()  # while rank 1 gives nothing
+        with pytest.raises(dist.DistNetworkError):
+            top.result(timeout=20)
+
+
+def test_who_says_slowly_who_it_is_is_waited_for() -> None:
+    with met(3) as (store, join_rank), ThreadPoolExecutor(2) as pool:
+        top = pool.submit(join_rank, 0)
+        host, port = store.get("t/tree/0").decode().split()
+        hello = agreement._HELLO.pack(
+            agreement._proof(Place(rank=0, world_size=3, token="t", password="p")), 2
+        )
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(hello[:5])
+            other = join_rank(1)
+            slow.sendall(hello[5:])
+            top.result(timeout=20).close()
+        other.close()
+
+
+def test_a_number_that_is_too_great_is_refused_where_it_is_given() -> None:
+    with joined(2) as (ranks, _):
+        for rank in ranks:
+            with pytest.raises(struct.error):
+                rank.give([1 << 70])
+
+
 def test_the_rank_that_does_not_come_is_named() -> None:
     with met(3, connect_timeout_s=0.3) as (_, join_rank), ThreadPoolExecutor(2) as pool:
         top = pool.submit(join_rank, 0)
         other = pool.submit(join_rank, 2)
-        with pytest.raises(dist.DistNetworkError, match=r"rank 1 did not connect: timed out"):
+        with pytest.raises(dist.DistNetworkError, match=r"rank 1 did not connect in 0\.15 s"):
             top.result()
         other.result().close()
 
@@ -179,5 +195,5 @@ def test_a_rank_above_that_is_not_reached_is_named() -> None:
         with socket.create_server(("127.0.0.1", 0)) as gone:
             port = gone.getsockname()[1]
         store.set("t/tree/0", f"127.0.0.1 {port}")
-        with pytest.raises(dist.DistNetworkError, match=rf"rank 0 at .*:{port}: .*efused"):
+        with pytest.raises(dist.DistNetworkError, match=rf"rank 0 is not .*:{port}: .*efused"):
             join_rank(1)

@@ -4,13 +4,13 @@ needed."""
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from elasticzero import nccl
+from elasticzero.agreement import Agreement
 from elasticzero.collectives import Groups, device_of
 from elasticzero.errors import OperatorError
 from elasticzero.meeting import Place
@@ -59,8 +59,7 @@ def test_every_rank_countersigns_or_none_goes_on(
             groups.shut()
 
     place = Place(rank=0, world_size=3, token="t")
-    agreement: Any = None
-    groups = Groups(place, torch.device("cpu"), agreement, frozenset())
+    groups = Groups(place, torch.device("cpu"), Agreement(None, []), frozenset())
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
     groups.countersign()
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

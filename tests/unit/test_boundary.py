@@ -1,0 +1,70 @@
+"""What becomes of the state at a boundary where ranks do not confirm what collectives gave."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elasticzero.boundary import Boundary
+from elasticzero.captures import Captures
+from elasticzero.collectives import CLOSED
+from elasticzero.link import ALONE, AgentLink
+from elasticzero.meeting import Place
+from elasticzero.state import SmallState
+
+GONE = dist.DistBackendError(CLOSED)
+CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class Tracked:
+    def state_dict(self) -> dict[str, int]:
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+class Ranks:
+    """This rank's groups; `error` is raised where all are to confirm."""
+
+    place = Place(rank=0, world_size=2)
+    agreement = None
+    untouched = True
+    error: Exception | None = None
+
+    def confirm(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("replicated", "tracks", "untouched", "error", "clean"),
+    [
+        pytest.param(True, True, True, GONE, True, id="nothing was begun since"),
+        pytest.param(True, True, False, GONE, False, id="the tracked may be of an aborted one"),
+        pytest.param(False, False, False, GONE, False, id="parameters were gathered"),
+        pytest.param(True, True, True, CUDA, False, id="the GPU fails"),
+    ],
+)
+def test_a_peer_that_does_not_confirm(
+    replicated: bool, tracks: bool, untouched: bool, error: Exception, clean: bool
+) -> None:
+    link, ranks, small = AgentLink(None, ALONE), Ranks(), SmallState(torch.device("cpu"))
+    strategy: Any = SimpleNamespace(replicated=replicated, apply=lambda: None)
+    captures = Captures(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
+    groups: Any = ranks
+    at = Boundary(link, groups, strategy, small, captures)
+    if tracks:
+        small.track("thing", Tracked())
+    at.restore()
+    at.apply()
+    assert not at.clean
+    ranks.untouched, ranks.error = untouched, error
+    with pytest.raises(type(error)):
+        at.reach()
+    assert at.clean == clean
+    assert at.copied().step == (1 if clean else 0)
