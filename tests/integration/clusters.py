@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ class Story:
 
     cluster: Cluster
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    pids: set[int] = field(default_factory=set)
+    processes: set[tuple[int, str]] = field(default_factory=set)
+    """Number and time of birth: a long job outlives the numbers of its dead."""
     _pids_s: float = 0.0
 
     def look(self) -> None:
@@ -53,7 +54,8 @@ class Story:
             return
         self._pids_s = time.monotonic()
         for node in self.cluster.running():
-            self.pids |= {node.process.pid, *descendants(node.process.pid)}
+            for pid in (node.process.pid, *descendants(node.process.pid)):
+                self.processes.add((pid, born(pid)))
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [told for _, told in self.told if told["event"] == event]
@@ -125,12 +127,19 @@ class Story:
         """No process, no shared memory."""
         deadline_s = time.monotonic() + 5.0
         while (
-            left := [pid for pid in self.pids if is_alive(pid)]
+            left := [pid for pid, at in self.processes if is_alive(pid) and born(pid) == at]
         ) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left, f"processes left behind: {left}"
         memory = [snapshot_directory(self.cluster.job, name) for name in self.cluster.nodes]
         assert not [path for path in memory if path.exists() and list(path.rglob("*"))]
+
+
+def born(pid: int) -> str:
+    """When a process began, in ticks of the machine's clock; empty: it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def traces_in(directory: Path) -> Iterator[tuple[int, int, list[int]]]:

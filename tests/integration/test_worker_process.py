@@ -252,7 +252,7 @@ def test_a_host_that_refuses_is_waited_for_and_a_silent_one_is_not(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        alone = {"rank": 1, "master_port": port, "connect_timeout_s": 0.3, "start_timeout_s": 1.5}
+        alone = {"rank": 1, "master_port": port, "connect_timeout_s": 1.0, "start_timeout_s": 1.5}
         refused = pool.start(SCRIPT, [told], 1, of=2, **alone)
         refused.until(refused.ended, 20)
         taken.listen(0)
