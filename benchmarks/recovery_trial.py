@@ -53,7 +53,7 @@ class Trial:
     worlds: dict[int, list[str]] = field(default_factory=dict)
     """By generation: its nodes in rank order."""
     first_s: dict[int, float] = field(default_factory=dict)
-    """By generation: when its first step was done, as the first agent heard it."""
+    """By generation: when its first step was done, by the first worker's clock."""
     last_s: dict[int, float] = field(default_factory=dict)
     """By generation: the last step so far."""
     steps: dict[int, int] = field(default_factory=dict)

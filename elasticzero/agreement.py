@@ -17,14 +17,13 @@ import hashlib
 import hmac
 import queue
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -40,6 +39,8 @@ LEAST = -(1 << 63)
 SHARE = 0.5
 """Of the time to connect, the rest of which the process group has."""
 STRANGER = -1
+STRANGERS = 64
+"""Of so many who have not said who they are, the first is sent away."""
 
 _Numbers = tuple[int, ...]
 _MESSAGE = struct.Struct(f"!{WIDTH}q")
@@ -80,7 +81,7 @@ class Agreement:
             self._given.put(own)
             return
         try:
-            self._up.sendall(message)
+            _send(self._up, message)
         except OSError as error:
             raise _broken(error) from None
 
@@ -137,18 +138,18 @@ class Agreement:
                 below = list(self._from_below())
                 own = self._given.get()
                 if own is None:
-                    return
+                    raise ConnectionAbortedError("closed")
                 most: _Numbers = tuple(map(max, own, *below))
                 if self._up is not None:
-                    self._up.sendall(_MESSAGE.pack(*most))
+                    _send(self._up, _MESSAGE.pack(*most))
                     most = _receive(self._up)
                 message = _MESSAGE.pack(*most)
                 for connection in self._down:
-                    connection.sendall(message)
+                    _send(connection, message)
                 self._taken.put(most)  # last: this process may end when it has it
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - the top of a thread: whoever takes has it
             self.shut()
-            self._taken.put(error)
+            self._taken.put(error if isinstance(error, OSError) else OSError(str(error)))
 
     def _from_below(self) -> Iterator[_Numbers]:
         """A message of each rank below, whichever is the first to have one."""
@@ -163,6 +164,11 @@ class Agreement:
 
     def _connections(self) -> Iterable[socket.socket]:
         return self._down if self._up is None else (self._up, *self._down)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    """An error where nobody is at the other end, whatever the script does with SIGPIPE."""
+    connection.sendall(message, socket.MSG_NOSIGNAL)
 
 
 def _receive(connection: socket.socket) -> _Numbers:
@@ -190,7 +196,7 @@ def join(place: Place, store: Store) -> Agreement:
     tree = PrefixStore(f"{place.token}/tree", store)
     with ExitStack() as listening, ExitStack() as connections:
         if below:
-            listener = listening.enter_context(_listen(len(below)))
+            listener = listening.enter_context(_listen(len(below) + STRANGERS))
             tree.set(str(place.rank), f"{place.host} {listener.getsockname()[1]}")
         up = None
         if above is not None:
@@ -220,7 +226,7 @@ def _connect(place: Place, above: int, address: str, limit_s: float) -> socket.s
     try:
         up = socket.create_connection((host, int(port)), limit_s)
         up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        up.sendall(_HELLO.pack(_proof(place), place.rank))
+        _send(up, _HELLO.pack(_proof(place), place.rank))
         up.settimeout(None)
     except OSError as error:
         raise dist.DistNetworkError(
@@ -236,58 +242,74 @@ def _accept(
     """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
     one that says nothing keeps nobody waiting."""
     deadline_s = time.monotonic() + limit_s
-    listener.setblocking(False)
-    unknown: dict[socket.socket, bytearray] = {}
-    """Connections, and what has come of their hello."""
-    with selectors.DefaultSelector() as ready:
-        ready.register(listener, selectors.EVENT_READ)
+    with closing(_Door(listener, _proof(place))) as door:
+        while missing:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(map(str, sorted(missing)))
+                raise dist.DistNetworkError(f"rank {names} did not connect in {limit_s:g} s")
+            for rank, connection in door.look(left_s):
+                if rank not in missing:
+                    connection.close()
+                    continue
+                missing.remove(rank)
+                connection.setblocking(True)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield connection
+
+
+class _Door:
+    """Those who have connected and have not yet said who they are."""
+
+    def __init__(self, listener: socket.socket, proof: bytes) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._proof = proof
+        self._unknown: dict[int, tuple[socket.socket, bytearray]] = {}
+        """By descriptor, in the order in which they came, and what has come of their hello."""
+        self._ready = select.poll()
+        self._ready.register(listener, select.POLLIN)
+
+    def look(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
+        """Who has said meanwhile which rank it is, or (STRANGER) is none."""
+        for fd, _ in self._ready.poll(limit_s * 1000):
+            if fd == self._listener.fileno():
+                self._let_in()
+            elif fd in self._unknown and (rank := self._hello(*self._unknown[fd])) is not None:
+                yield rank, self._forget(fd)
+
+    def _let_in(self) -> None:
+        if len(self._unknown) >= STRANGERS:
+            self._forget(next(iter(self._unknown))).close()
+        with suppress(OSError):  # it is gone again
+            connection = self._listener.accept()[0]
+            connection.setblocking(False)
+            self._unknown[connection.fileno()] = connection, bytearray()
+            self._ready.register(connection, select.POLLIN)
+
+    def _forget(self, fd: int) -> socket.socket:
+        self._ready.unregister(fd)
+        return self._unknown.pop(fd)[0]
+
+    def _hello(self, connection: socket.socket, data: bytearray) -> int | None:
+        """None: not all of it has come."""
         try:
-            while missing:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    names = ", ".join(map(str, sorted(missing)))
-                    raise dist.DistNetworkError(f"rank {names} did not connect in {limit_s:g} s")
-                for key, _ in ready.select(left_s):
-                    if key.data is None:
-                        with suppress(OSError):  # it is gone again
-                            connection = listener.accept()[0]
-                            connection.setblocking(False)
-                            unknown[connection] = bytearray()
-                            ready.register(connection, selectors.EVENT_READ, connection)
-                        continue
-                    connection = key.data
-                    rank = _hello(place, connection, unknown[connection])
-                    if rank is None:
-                        continue
-                    ready.unregister(connection)
-                    if rank not in missing:
-                        continue
-                    missing.remove(rank)
-                    del unknown[connection]
-                    connection.setblocking(True)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    yield connection
-        finally:
-            for connection in unknown:
-                connection.close()
+            more = connection.recv(_HELLO.size - len(data))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return STRANGER
+        data += more
+        if not more:
+            return STRANGER
+        if len(data) < _HELLO.size:
+            return None
+        proof, rank = _HELLO.unpack(data)
+        return int(rank) if hmac.compare_digest(proof, self._proof) else STRANGER
 
-
-def _hello(place: Place, connection: socket.socket, data: bytearray) -> int | None:
-    """Which rank has said by now who it is, STRANGER if none of this generation has; None: not all
-    of it has come. data: what has."""
-    try:
-        more = connection.recv(_HELLO.size - len(data))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return STRANGER
-    data += more
-    if not more:
-        return STRANGER
-    if len(data) < _HELLO.size:
-        return None
-    proof, rank = _HELLO.unpack(data)
-    return int(rank) if hmac.compare_digest(proof, _proof(place)) else STRANGER
+    def close(self) -> None:
+        for connection, _ in self._unknown.values():
+            connection.close()
 
 
 def _proof(place: Place) -> bytes:

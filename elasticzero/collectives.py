@@ -64,7 +64,7 @@ class Groups:
         self._shut = threading.Event()
         self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
-        self._confirmed_to: int | None = None
+        self._confirmed_to: tuple[int, int] | None = None
         self._number = zlib.crc32(place.token.encode()) << 32
         self.awaits_gpu = False
         """The main thread does."""
@@ -123,16 +123,18 @@ class Groups:
 
     @property
     def untouched(self) -> bool:
-        """This rank has begun no collective since `confirm`: nothing it has can be of one that was
-        aborted. What is sent to one rank alone is no collective."""
+        """This rank has begun no collective since `confirm`, so that nothing it has is of one that
+        was aborted. What it has received from one rank alone (`recv`) torch does not count."""
         return self._confirmed_to is not None and self._confirmed_to == self._begun()
 
-    def _begun(self) -> int | None:
-        """How many collectives; None: the script has groups of its own, which are not looked at."""
+    def _begun(self) -> tuple[int, int] | None:
+        """How many groups and, of the default one, collectives; None: the script has groups of its
+        own, which are not looked at."""
         default = dist.group.WORLD
         if default is None or own_groups():
             return None
-        return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return dist.distributed_c10d._world.group_count, int(begun)
 
     def countersign(self) -> None:
         """Raise unless every rank is here, and none aborts meanwhile.

@@ -142,8 +142,8 @@ class HangWatch:
                     self._look.located(rank, message)
                 return
             case Stepped():
-                now_s = max(pace.progress_s, message.at_s)
-                self._steps_s.append(now_s - pace.progress_s)
+                now_s = message.at_s
+                self._steps_s.append(max(0.0, now_s - pace.progress_s))
                 pace.step, pace.in_loop = message.step, True
             case Looped():
                 pace.in_loop = False
@@ -171,7 +171,7 @@ class HangWatch:
 
     def _moved(self, pace: Pace, now_s: float) -> None:
         """It shows progress, or is at an end: what a look found is so no more."""
-        pace.progress_s = now_s
+        pace.progress_s = max(pace.progress_s, now_s)
         if self._look is not None:
             self._look.moved(pace.rank)
             if self._judged:

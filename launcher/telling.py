@@ -95,7 +95,7 @@ class Telling:
             self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
             self._metrics.restarts.labels(kind).inc()
             if view.workers.stepped_s:
-                self._recovery("detect", view.round_s - view.workers.stepped_s)
+                self._recovery("detect", max(0.0, view.round_s - view.workers.stepped_s))
         if view.notice is not None and view.notice != self._notice:
             self._notice = view.notice
             self.notice(view.notice)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 
 import pytest
@@ -76,3 +78,17 @@ def test_nothing_said_is_none_and_a_closed_end_an_error(ends) -> None:
         b.receive(1.0)
     with pytest.raises(ChannelClosed):
         b.send(Save(wanted=False))
+
+
+def test_steps_ring_before_there_is_no_room_for_more(ends) -> None:
+    a, b = ends
+    bell, rings = os.pipe2(os.O_NONBLOCK)
+    worker = Channel(a._socket, rings)
+    sent = 0
+    while not select.select([bell], [], [], 0)[0]:
+        worker.send(Stepped(step=sent, at_s=0.5, step_s=0.1, data_wait_s=0.0, samples=8))
+        sent += 1
+    assert sent > 8  # and it did not block
+    assert len(b.drain()) == sent
+    os.close(bell)
+    os.close(rings)
