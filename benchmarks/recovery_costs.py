@@ -13,7 +13,7 @@ from pathlib import Path
 
 from recovery_trial import GIVE_UP_S, trial, wait_for
 
-from elasticzero.launcher.local import children_of
+from elasticzero.processes import children_of
 
 REST_STEP_S = 0.2
 """Steps of this length while the agents' cost is measured."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from recovery_trial import HERE, STEADY_STEPS, wait_for
 
-from elasticzero.launcher.local import children_of, cluster_environment, descendants
+from elasticzero.launcher.local import cluster_environment
+from elasticzero.processes import children_of, descendants
 
 
 def torchrun(case: str, runs: Path) -> float:

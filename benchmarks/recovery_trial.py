@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticzero.launcher.lineage import Lineage
-from elasticzero.launcher.local import Cluster, Node, cluster_environment, descendants
+from elasticzero.launcher.local import Cluster, Node, cluster_environment
+from elasticzero.processes import descendants
 
 HERE = Path(__file__).resolve().parent
 GIVE_UP_S = 180.0

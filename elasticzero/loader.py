@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from elasticzero.data import GlobalBatch, MicroBatch, Order, Plan, Position, micro_batches
 from elasticzero.errors import UserError
+from elasticzero.processes import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 _AHEAD_SAMPLES, _AHEAD = 4096, 64
 """Samples that are looked up at once, and micro-batches, but one of any size."""
 
@@ -60,10 +58,7 @@ class _Lists:
 def _die_with_parent(_: int) -> None:
     """A data worker has copies of the training process's connections: it must not outlive it, or
     the peers would not notice that it died."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(os.getppid())
 
 
 def length_of(dataset: Any) -> int:

@@ -20,6 +20,7 @@ from elasticzero.collectives import Groups, own_groups, release
 from elasticzero.doubts import Remains, doubt
 from elasticzero.link import AgentLink, leave
 from elasticzero.messages import Waiting, torchrun_environment
+from elasticzero.processes import children_of
 from elasticzero.state import RngState
 
 CLEAR_S = 3.0
@@ -45,7 +46,7 @@ class Origin:
     """What the process was like before its first generation."""
 
     threads: set[int | None] = field(default_factory=lambda: set(_threads()))
-    children: set[int] = field(default_factory=lambda: _children())
+    children: set[int] = field(default_factory=lambda: set(children_of(os.getpid())))
     rng: RngState = field(default_factory=lambda: RngState.capture(torch.device("cpu")))
     resident_bytes: int | None = None
     """After the first generation."""
@@ -85,7 +86,7 @@ def _clear(groups: Groups, origin: Origin) -> Remains:
     deadline_s = time.monotonic() + LINGER_S
     while True:
         threads = [name for ident, name in _threads().items() if ident not in origin.threads]
-        children = _children() - origin.children
+        children = set(children_of(os.getpid())) - origin.children
         if not (threads or children) or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
@@ -107,14 +108,6 @@ def _threads() -> dict[int | None, str]:
         for thread in threading.enumerate()
         if not isinstance(thread, threading._DummyThread)
     }
-
-
-def _children() -> set[int]:
-    found: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            found |= {int(pid) for pid in file.read().split()}
-    return found
 
 
 def _resident_bytes() -> int:

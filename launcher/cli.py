@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         args = parse(words)
         return int(args.run_command(args))

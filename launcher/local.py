@@ -23,6 +23,7 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.events import EventReader
 from elasticzero.launcher.narrate import Narrator
 from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 LOOK_EVERY_S = 0.02
 STOP_S = 1.5
@@ -88,7 +89,10 @@ def on_loopback(node: str) -> Placement:
 
 @dataclass(slots=True)
 class Cluster:
-    """Agents on this machine. `command` are the words after `run` that all of them share."""
+    """Agents on this machine, which stop when this process or the thread that started them ends.
+
+    `command` are the words after `run` that all of them share.
+    """
 
     command: Sequence[str]
     job: str
@@ -116,7 +120,7 @@ class Cluster:
         words += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:
             process = subprocess.Popen(
-                words,
+                bound_to_this_process(words, signal.SIGHUP),
                 stdin=subprocess.DEVNULL,
                 stdout=file if self.output is None else self.output,
                 stderr=file,
@@ -175,31 +179,6 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
         for name in self.nodes:
             shutil.rmtree(snapshot_directory(self.job, name), ignore_errors=True)
-
-
-def children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            found += [int(word) for word in text.split()]
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes under `pid`, parents first."""
-    found: list[int] = []
-    for child in children_of(pid):
-        found += [child, *descendants(child)]
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:

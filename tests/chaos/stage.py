@@ -19,10 +19,11 @@ from typing import Any
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.local import Node, children_of, descendants
+from elasticzero.launcher.local import Node
 from elasticzero.launcher.observe import WORLD
 from elasticzero.launcher.store import job_prefix
 from elasticzero.launcher.world import world_from_bytes
+from elasticzero.processes import children_of, descendants
 from tests.chaos.matrix import COMES_BACK, COSTS_NOTHING, LOSES_A_NODE, SHAPES, Cell
 from tests.chaos.networks import Networks
 from tests.chaos.seen import Seen

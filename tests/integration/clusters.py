@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.launcher.lineage import Lineage, committed
-from elasticzero.launcher.local import (
-    Cluster,
-    Node,
-    Placement,
-    cluster_environment,
-    descendants,
-    is_alive,
-    on_loopback,
-)
+from elasticzero.launcher.local import Cluster, Node, Placement, cluster_environment, on_loopback
 from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.processes import descendants, is_alive
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 REGRESSION = SCRIPTS / "regression.py"

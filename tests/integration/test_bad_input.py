@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import descendants, is_alive
+from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 
 FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
@@ -152,7 +152,7 @@ def test_fewer_nodes_than_wanted_says_who_is_there(
     assert "1 of at least 2 nodes are here (lonely); 1 missing" in found.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None:
     words = ["local", "--nodes", "3", "--log-dir", str(tmp_path), str(REGRESSION)]
     process = subprocess.Popen(

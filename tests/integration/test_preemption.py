@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import Node, descendants
+from elasticzero.launcher.local import Node
+from elasticzero.processes import descendants
 from tests.clouds import Aws, Azure, Gcp
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights

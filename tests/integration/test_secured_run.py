@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.local import descendants
 from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
+from elasticzero.processes import descendants
 from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.clusters import elasticzero as command

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import children_of, cluster_environment, descendants, is_alive
+from elasticzero.launcher.local import cluster_environment
+from elasticzero.processes import children_of, descendants, is_alive
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 PATIENCE_S = 90.0

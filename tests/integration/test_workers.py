@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.local import is_alive
 from elasticzero.launcher.worker_process import worker_environment
 from elasticzero.launcher.workers import Gang, Heard
 from elasticzero.messages import Assignment, Failed, Resume, Stepped
+from elasticzero.processes import is_alive
 
 PATIENCE_S = 30.0
 
