@@ -3,13 +3,14 @@ PRELOAD…`.
 
 The agent is its parent and speaks to it over the inherited socket FD, one JSON object a message
 (SOCK_SEQPACKET). A request carries the worker's descriptors. The server is single-threaded and the
-workers' parent: it reaps them, tells the agent at once, and they die with it, as it dies with the
-agent (parent-death signal), whatever kills either.
+workers' parent. It reaps them and tells the agent at once. What a worker started ends with it: its
+process group is killed, and what has left that group when the last worker has ended. When the agent
+is gone the socket closes, and the server ends every process below it, then itself; the workers die
+with the server by a parent-death signal, whatever kills it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -19,6 +20,7 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from contextlib import suppress
@@ -28,10 +30,12 @@ from typing import Any, NoReturn
 from elasticzero.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.errors import is_final, is_peer_error, one_line
 from elasticzero.messages import Failed
+from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.records import decode, encode
 
-PR_SET_PDEATHSIG = 1
 MAX_MESSAGE_BYTES = 1 << 20
+CLEAN_UP_S = 5.0
+"""Limit for processes to be gone after SIGKILL; one that waits for a disk may take long."""
 DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Has a worker write the stack of every thread into its log, whoever holds Python's lock."""
 
@@ -48,18 +52,20 @@ class Launch:
     directory: str
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent `parent` dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def serve(sock: socket.socket, preload: list[str]) -> None:
-    """Answer requests until the agent closes the socket.
+    """Answers requests until the agent closes the socket or dies; then no process below is left.
 
     SIGTERM, which may reach every process of a machine that is to stop, is left to the agent.
     """
+    adopt_orphans()
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            _answer(sock, preload)
+    finally:
+        kill_descendants(CLEAN_UP_S)
+
+
+def _answer(sock: socket.socket, preload: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in preload:
         with suppress(ImportError):
@@ -69,33 +75,44 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # From now on a closed socket tells of the agent's death; a stopped server wakes up for it.
+    die_with_parent(os.getppid(), signal.SIGCONT)
     sock.send(json.dumps({"ready": os.getpid()}).encode())
+    workers: set[int] = set()
     while True:
         readable = select.select([sock.fileno(), wake_read], [], [])[0]
         if wake_read in readable:
             with suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _report_the_dead(sock)
+            _report_the_dead(sock, workers)
         if sock.fileno() in readable:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
                 return
             launch = decode(Launch, json.loads(data))
             pid = _fork(sock, launch, fds, (wake_read, wake_write))
+            workers.add(pid)
             for fd in fds:
                 os.close(fd)
             sock.send(json.dumps({"started": pid, "fds": fds}).encode())
 
 
-def _report_the_dead(sock: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        sock.send(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
+def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
+    """Reaps what has ended; tells of workers, after their process groups have been killed."""
+    ended: list[tuple[int, int]] = []
+    with suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid in workers:  # not reaped yet, so the group is still its own
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(found.si_pid, signal.SIGKILL)
+            pid, status = os.waitpid(found.si_pid, 0)
+            if pid in workers:
+                workers.discard(pid)
+                ended.append((pid, os.waitstatus_to_exitcode(status)))
+    if ended and not workers:
+        kill_descendants(CLEAN_UP_S)
+    for pid, code in ended:
+        sock.send(json.dumps({"ended": pid, "status": code}).encode())
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
@@ -197,8 +214,6 @@ class ForkServer:
     """The agent's end: starts the server, asks for workers, hears of their ends."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
-        import subprocess
-
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -207,6 +222,7 @@ class ForkServer:
         )
         theirs.close()
         self._socket = mine
+        self._ready = False
         self._early: list[dict[str, Any]] = []
 
     @property
@@ -229,6 +245,7 @@ class ForkServer:
     def wait_until_ready(self) -> None:
         """Return when the imports are done; raises `ChannelClosed` if the server died over them."""
         self._early = [message for message in [self._receive()] if "ready" not in message]
+        self._ready = True
 
     def ended(self) -> list[tuple[int, int]]:
         """(process id, exit code) of every worker that ended since the last call; does not wait."""
@@ -245,10 +262,14 @@ class ForkServer:
         return message
 
     def close(self) -> None:
-        """End the server, and with it every worker it still has."""
+        """Ends the server and every process below it."""
+        self._socket.close()
+        if self._ready:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.send_signal(signal.SIGCONT)
+                self._process.wait(CLEAN_UP_S + 1.0)
         self._process.kill()
         self._process.wait()
-        self._socket.close()
 
 
 if __name__ == "__main__":
