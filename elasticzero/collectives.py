@@ -27,6 +27,7 @@ from elasticzero import nccl
 from elasticzero.agreement import Agreement, join
 from elasticzero.data import mixed
 from elasticzero.errors import OperatorError
+from elasticzero.gloo import destroy_process_group
 from elasticzero.meeting import Place
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
@@ -200,7 +201,7 @@ class Groups:
         if dist.is_initialized():
             assert dist.group.WORLD is not None
             _kept.append(dist.group.WORLD)
-            dist.destroy_process_group()
+            destroy_process_group()
 
 
 def own_groups() -> int:
@@ -218,7 +219,7 @@ def release(groups: Groups) -> bool:
     """
     last = [dist.group.WORLD]
     groups.let_go()
-    dist.destroy_process_group()
+    destroy_process_group()
     gc.collect()
     thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
     thread.start()

@@ -276,6 +276,13 @@ class Failed:
     """The checkpoint that was found damaged."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnded:
+    """Worker to agent, last: the script and its exit functions have ended; the process is to."""
+
+    exit_code: int
+
+
 Message = (
     Assignment
     | Request
@@ -298,6 +305,7 @@ Message = (
     | Waiting
     | Finished
     | Failed
+    | ScriptEnded
 )
 
 

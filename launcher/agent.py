@@ -73,6 +73,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "numpy",
     "elasticzero.session",
+    "elasticzero.gloo",
 )
 
 
@@ -243,6 +244,9 @@ class Agent:
                     case _:
                         pass
             self._gang.end_the_deaf(now_s)
+            for worker in self._gang.kill_overdue(now_s):
+                self.telling.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
+            self.telling.outlasted(self._gang, now_s)
             for failure in self._gang.watch_for_hangs(now_s):
                 self.telling.looked(self._gang, failure)
         self._hear_saver()

@@ -138,6 +138,7 @@ def _run(args: argparse.Namespace) -> int:
         arguments=tuple(args.arguments),
         environment=worker_environment(os.environ),
         directory=os.getcwd(),
+        exit_timeout_s=args.exit_timeout,
     )
     options = AgentOptions(
         job=job,

@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from elasticzero.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.errors import is_final, is_peer_error, one_line
-from elasticzero.messages import Failed
+from elasticzero.launcher.script_exit import exit_process
+from elasticzero.messages import Failed, Message, ScriptEnded
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.records import decode, encode
 
@@ -50,6 +51,8 @@ class Launch:
     arguments: tuple[str, ...]
     environment: dict[str, str]
     directory: str
+    exit_timeout_s: float = 30.0
+    """Limit for the process to end once its script and the exit functions have; 0: none."""
 
 
 def serve(sock: socket.socket, preload: list[str]) -> None:
@@ -161,25 +164,30 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
     os.environ[BELL_FD_VARIABLE] = str(fds[2])
     sys.argv = [launch.target, *launch.arguments]
-    code = 0
+    gloo = sys.modules.get("elasticzero.gloo")
+    if gloo is not None:
+        gloo.settle_before_destroying()
+    code, left = 0, list[object]()  # what the script leaves is not destroyed
     try:
         if launch.is_module:
             sys.path[0] = launch.directory
-            runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
+            left.append(runpy.run_module(launch.target, run_name="__main__", alter_sys=True))
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(launch.target))
-            runpy.run_path(launch.target, run_name="__main__")
+            left.append(runpy.run_path(launch.target, run_name="__main__"))
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         traceback.print_exc()
-        _tell(fds[1], fds[2], error)
+        _tell(fds[1], fds[2], _failure_of(error))
         code = 1
+        left.append(error)  # and with it what the script's frames hold
     with suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
-    _run_exit_handlers()
-    os._exit(code)
+    rank = launch.environment.get("RANK", "0")
+    ended = ScriptEnded(exit_code=code)
+    exit_process(code, rank, launch.exit_timeout_s, lambda: _tell(fds[1], fds[2], ended))
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -189,25 +197,20 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _run_exit_handlers() -> None:
-    """atexit, as at the end of any Python program (DataLoader workers, loggers)."""
-    import atexit
-
-    with suppress(BaseException):
-        atexit._run_exitfuncs()
-
-
-def _tell(channel_fd: int, bell: int, error: BaseException) -> None:
-    """Say to the agent what ended a script that `elasticzero.run` does not look after."""
-    message = Failed(
+def _failure_of(error: BaseException) -> Failed:
+    """What ended a script that `elasticzero.run` does not look after."""
+    return Failed(
         step=0,
         blame="peer" if is_peer_error(error) else "user",
         message=one_line(error),
         traceback="".join(traceback.format_exception(error)),
         final=is_final(error),
     )
+
+
+def _tell(channel_fd: int, bell: int, message: Message) -> None:
     with suppress(ChannelClosed, OSError):
-        Channel(socket.socket(fileno=channel_fd), bell).send(message)
+        Channel(socket.socket(fileno=os.dup(channel_fd)), bell).send(message)
 
 
 class ForkServer:

@@ -173,6 +173,8 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
         raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
     if not args.grace >= 0:
         raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
+    if not 0 <= args.exit_timeout < float("inf"):
+        raise UserError(f"--exit-timeout {args.exit_timeout:g} must be 0 or more seconds")
     if args.lease_ttl < 2:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))

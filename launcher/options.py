@@ -148,6 +148,13 @@ RUN_OPTIONS = (
         metavar="S",
     ),
     Option(
+        ("--exit-timeout",),
+        "seconds that a worker's process may go on after its script and exit functions; 0: any",
+        30.0,
+        float,
+        metavar="S",
+    ),
+    Option(
         ("--keep-workers",),
         "keep the processes of workers over a change of the world, where nothing speaks against it",
         False,

@@ -16,7 +16,7 @@ from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
-from elasticzero.launcher.worker_process import LogTail
+from elasticzero.launcher.worker_process import LogTail, Worker
 from elasticzero.launcher.workers import Ended, Gang, Heard
 from elasticzero.launcher.world import Control, Done, Failure, World
 from elasticzero.messages import (
@@ -78,6 +78,8 @@ class Telling:
         self._waiting_since_s: float | None = None
         self._said_trouble_s = 0.0
         self._done: Done | None = None
+        self._said_outlasted = 0
+        """The generation of which it was said."""
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -312,6 +314,34 @@ class Telling:
         say(
             self._options.node,
             f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
+        )
+
+    def outlasted(self, gang: Gang, now_s: float) -> None:
+        """Says once of a generation that workers have finished and others of its world run on."""
+        if self._said_outlasted == gang.generation or self._done is not None:
+            return
+        ended = gang.outlasted(now_s)
+        if not ended:
+            return
+        self._said_outlasted = gang.generation
+        ranks, more = ", ".join(str(w.rank) for w in ended), len(ended) > 1
+        running = ", ".join(str(w.rank) for w in gang.workers if w.running)
+        self.note("outlasted", ranks=[w.rank for w in ended])
+        others = f"rank{'s' * (',' in running)} {running} here" if running else "other nodes"
+        say(
+            self._options.node,
+            f"rank{'s' * more} {ranks} {'have' if more else 'has'} ended "
+            f"{now_s - ended[0].ended_s:.0f} s ago; the job waits for the workers of {others} to "
+            "end too",
+        )
+
+    def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
+        self.note("stuck_at_exit", rank=worker.rank, exit_code=worker.script_exit_code)
+        say(
+            self._options.node,
+            f"rank {worker.rank}: its script had ended, but the process did not within "
+            f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
+            f"{worker.script_exit_code}, counts",
         )
 
     def retired(self, gang: Gang) -> None:

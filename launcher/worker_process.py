@@ -47,7 +47,12 @@ class Worker:
     failed: Failed | None = None
     waiting: bool = False
     """At an end with its generation, and ready for another."""
+    script_ended_s: float | None = None
+    """When its script and the exit functions had ended, though the process may still run."""
+    script_exit_code: int | None = None
     exit_code: int | None = None
+    ended_s: float = 0.0
+    """When its process had ended; 0: it has not."""
 
     @property
     def running(self) -> bool:

@@ -27,6 +27,7 @@ from elasticzero.messages import (
     Request,
     Restored,
     Save,
+    ScriptEnded,
     Stepped,
     Stopping,
     Waiting,
@@ -36,6 +37,9 @@ MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0
 """Workers that have not their state in place by then start slowly; those that have not even called
 `elasticzero.run` are taken for a plain script."""
+EXIT_TIMEOUT_S = 30.0
+EXIT_MARGIN_S = 2.0
+"""A process ends by itself at --exit-timeout; so much later it is taken for stuck."""
 UNASKED_GRACE_S = 2.0
 """A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
 
@@ -63,6 +67,8 @@ class Gang:
     started_s: float = 0.0
     failure: Failure | None = None
     hangs: HangWatch = field(default_factory=HangWatch)
+    exit_timeout_s: float = 0.0
+    """Limit for a process to end once its script has; 0: none."""
     kept: int = 0
     """So many workers are processes of a generation before."""
     _view: Workers = field(default_factory=Workers)
@@ -79,6 +85,7 @@ class Gang:
         """A worker for each assignment: the one kept from a generation before for its local rank,
         or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
         log_dir.mkdir(parents=True, exist_ok=True)
+        self.exit_timeout_s = launch.exit_timeout_s
         for assignment in assignments:
             mine = store.fileno() if store is not None and assignment.rank == 0 else None
             old = (kept or {}).get(assignment.local_rank)
@@ -174,6 +181,27 @@ class Gang:
                 if worker.running and not worker.attached:
                     worker.send_signal(signal.SIGKILL)
 
+    def kill_overdue(self, now_s: float) -> list[Worker]:
+        """SIGKILL to processes that are stuck after the end of their scripts; which they are."""
+        if self.exit_timeout_s <= 0:
+            return []
+        limit_s = self.exit_timeout_s + EXIT_MARGIN_S
+        stuck = [
+            worker
+            for worker in self.workers
+            if worker.running and now_s - (worker.script_ended_s or now_s) >= limit_s
+        ]
+        for worker in stuck:
+            worker.script_ended_s = None
+            worker.send_signal(signal.SIGKILL)
+        return stuck
+
+    def outlasted(self, now_s: float) -> list[Worker]:
+        """The workers that have finished so long ago that it is worth saying, with others of the
+        world still running."""
+        limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
+        return [w for w in self.workers if w.finished and 0 < w.ended_s <= now_s - limit_s]
+
     def hear(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
         """Everything the workers said, and which of them ended, since the last call; does not
         wait."""
@@ -195,6 +223,7 @@ class Gang:
         for worker in self.workers:
             if worker.running:
                 self._take(worker, Ended(-signal.SIGKILL), 0.0)
+                worker.send_signal(signal.SIGKILL)  # what it started must not outlive it
         self._fail(Failure(rank=self.first_rank, blame="environment", message=message))
 
     def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
@@ -228,11 +257,14 @@ class Gang:
             case Failed():
                 worker.failed = message
                 self._blame(worker, message)
+            case ScriptEnded():
+                worker.script_ended_s = now_s
+                worker.script_exit_code = message.exit_code
             case Ended():
-                worker.exit_code = message.exit_code
+                said = worker.script_exit_code
+                worker.exit_code = message.exit_code if said is None else said
+                worker.ended_s = now_s
                 worker.channel.close()
-                if message.exit_code != 0 or worker.stopping is not None:
-                    worker.send_signal(signal.SIGKILL)  # what it started must not outlive it
                 self._judge_exit(worker)
             case _:
                 pass

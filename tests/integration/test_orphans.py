@@ -1,4 +1,4 @@
-"""What a command starts ends with it, whatever kills it; what a worker starts ends with the worker."""
+"""What a command or a worker has started ends with it, whatever kills it."""
 
 from __future__ import annotations
 

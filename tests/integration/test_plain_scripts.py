@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from tests.integration.clusters import story
+from tests.integration.clusters import elasticzero, story
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 
@@ -47,3 +48,111 @@ def test_a_torchrun_script_runs_from_a_module_and_takes_torchruns_spellings(
     with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
         assert told.wait_for_end() == {"node-0": 0}
         assert "epoch 1 world 2" in (told.directory() / "node-0" / "0.log").read_text()
+
+
+ENDS = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def train(i):
+    place = f"file://{sys.argv[1]}/{i}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+for i in range(30):
+    train(i)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_plain_script_that_has_finished_does_not_hang(tmp_path: Path, job: str) -> None:
+    """Gloo's destructor, run as the model goes out of scope, waits for a thread that waits for
+    Python's lock; one such end in three never came back."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    found = subprocess.run(
+        elasticzero("run", "--nproc-per-node", "2", "--http-port", "0", str(script), str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("trained") == 2
+
+
+AT_EXIT = """
+import atexit, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+executor = ThreadPoolExecutor(1)
+executor.submit(lambda: (time.sleep(1.0), print("the executor's work is done", flush=True)))
+atexit.register(lambda: (time.sleep(1.5), print("the exit function has run", flush=True)))
+threading.Thread(target=time.sleep, args=(300,), name="uploader").start()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_thread_left_behind_keeps_no_process(tmp_path: Path, job: str, code: int) -> None:
+    """Exit functions get their time, the script's exit code is kept, and the thread is named."""
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    words = ["run", "--http-port", "0", "--max-restarts", "0", "--exit-timeout", "1"]
+    found = subprocess.run(
+        elasticzero(*words, str(script), str(code)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == (0 if code == 0 else 70), found.stderr
+    assert "the executor's work is done" in found.stdout
+    assert "the exit function has run" in found.stdout
+    assert "rank 0: the script has ended, but a thread still runs after 1 s" in found.stdout
+    assert "uploader; the process ends with the script's exit code" in found.stdout
+    assert "exit functions still run after" in found.stdout
+    assert (f"exited with status {code}" in found.stderr) == (code != 0)
+
+
+STUCK = """
+import ctypes, threading, time
+class Stuck(threading.Thread):
+    def join(self, timeout=None):
+        ctypes.PyDLL(None).sleep(300)  # with Python's lock held, as a native destructor may
+    def run(self):
+        time.sleep(300)
+Stuck().start()
+"""
+
+
+def test_a_process_stuck_after_its_scripts_end_is_killed(tmp_path: Path, job: str) -> None:
+    """Nothing in the process itself can notice; its agent does, and the script's code counts."""
+    script = tmp_path / "script.py"
+    script.write_text(STUCK)
+    found = subprocess.run(
+        elasticzero("run", "--http-port", "0", "--exit-timeout", "1", str(script)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "rank 0: its script had ended, but the process did not within 1 s" in found.stderr
+
+
+def test_workers_that_have_ended_while_others_go_on_are_told_of(tmp_path: Path, job: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\ntime.sleep(4.0 * int(os.environ['RANK']))\n")
+    words = ["run", "--nproc-per-node", "2", "--http-port", "0", "--exit-timeout", "1"]
+    found = subprocess.run(
+        elasticzero(*words, str(script)), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert "rank 0 has ended " in found.stderr
+    assert "the job waits for the workers of rank 1 here to end too" in found.stderr

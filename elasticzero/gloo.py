@@ -1,0 +1,61 @@
+"""Lets gloo finish before a script destroys its process group, since that can hang the process.
+
+`~ProcessGroupGloo` joins the group's thread. That thread drops finished operations, for which it
+needs Python's global lock. A destructor that runs with the lock held, as when the last reference is
+in a DistributedDataParallel model that goes out of scope, then never returns (torch 2.13: one plain
+script in three that destroys its group right after its last step). So the group's threads are given
+the time to drop what has finished, with the lock free, before anything is destroyed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+THREAD_NAME = "pt_gloo_runloop"
+"""Of the threads of gloo's groups, as torch 2.13 names them."""
+PAUSE_S = 0.005
+"""The time that the threads get before each look; as long as Python lets a thread keep its lock."""
+QUIET_LOOKS = 2
+"""A thread that has slept at so many looks in a row has nothing left to drop."""
+LIMIT_S = 2.0
+
+destroy_process_group = dist.destroy_process_group
+"""Torch's own, which waits for nothing."""
+
+
+def settle_before_destroying() -> None:
+    """Has `dist.destroy_process_group` wait until gloo's threads are idle, in this process."""
+
+    @wraps(destroy_process_group)
+    def settle_and_destroy(*args: Any, **options: Any) -> None:
+        _settle()
+        destroy_process_group(*args, **options)
+
+    c10d: Any = dist.distributed_c10d
+    c10d.destroy_process_group = settle_and_destroy
+    dist.destroy_process_group = settle_and_destroy
+
+
+def _settle() -> None:
+    deadline_s, quiet = time.monotonic() + LIMIT_S, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < deadline_s:
+        time.sleep(PAUSE_S)
+        quiet = quiet + 1 if all(state == "S" for state in _thread_states()) else 0
+
+
+def _thread_states() -> list[str]:
+    """The state of each of gloo's threads, as in /proc/PID/stat: S sleeps, R runs or is to run."""
+    states = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            name, _, rest = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")
+            if name.endswith(f"({THREAD_NAME}"):
+                states.append(rest.split()[0])
+    return states
