@@ -221,7 +221,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
 def cluster_environment(nodes: int) -> dict[str, str]:
     """What makes several nodes live well on one machine, unless the user said otherwise."""
     threads = max(1, (os.cpu_count() or 1) // nodes)
-    wanted = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    wanted = {"OMP_NUM_THREADS": str(threads)}
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 

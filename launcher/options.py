@@ -174,7 +174,7 @@ RUN_OPTIONS = (
         "name of this node, its own among all; default: the host's",
         metavar="NAME",
     ),
-    Option(("--host",), "address under which other nodes reach this one", metavar="ADDRESS"),
+    Option(("--host",), "address under which other nodes reach this one; gloo uses its interface", metavar="ADDRESS"),
     Option(
         ("--http-port",),
         "port of /metrics, /healthz, /status; 0: any",

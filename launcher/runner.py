@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,9 @@ from elasticzero.launcher.agent import Agent, AgentOptions
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
 from elasticzero.launcher.etcd_access import Access
+from elasticzero.launcher.forkserver import Launch
 from elasticzero.launcher.http import AgentServer
+from elasticzero.launcher.interfaces import interface_of
 from elasticzero.launcher.job_token import agree
 from elasticzero.launcher.membership import (
     Membership,
@@ -41,6 +43,7 @@ from elasticzero.launcher.world import Done, Member
 from elasticzero.metrics import Metrics
 from elasticzero.records import decode
 
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 TRY_AGAIN_S, MOST_TRY_AGAIN_S = 2.0, 8.0
 """Pause before the second try to reach the store, and at most; each is drawn, for a thousand nodes
 may wait for the same store."""
@@ -95,6 +98,7 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
         _wait_for_store(store, options, endpoints, restart=coordination.restart)
         token = _patiently(partial(agree, store, coordination.token), options)
         host = network.host or reachable_address(endpoints[0])
+        options = replace(options, launch=_reached_at(options.launch, host))
         agent = None
         server = stack.enter_context(
             AgentServer(
@@ -136,6 +140,18 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
         agent.telling.note("registered", incarnation=me.incarnation)
         say(options.node, f"registered for job {options.job}; logs: {options.log_dir}")
         return agent.run()
+
+
+def _reached_at(launch: Launch, host: str) -> Launch:
+    """The launch of workers whose gloo groups listen where other nodes reach this one.
+
+    Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.
+    """
+    interface = interface_of(host)
+    if interface is None or GLOO_INTERFACE_VARIABLE in launch.environment:
+        return launch
+    environment = {**launch.environment, GLOO_INTERFACE_VARIABLE: interface}
+    return replace(launch, environment=environment)
 
 
 class _Snapshots:

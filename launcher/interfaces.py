@@ -1,0 +1,44 @@
+"""Network interfaces of this machine (Linux): which one has the address of a host."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+SIOCGIFCONF = 0x8912
+IFREQ_BYTES = 40
+MAX_ADDRESSES = 1024
+
+
+def interface_of(host: str) -> str | None:
+    """The interface that has the address of `host`, a name or an address; None: no interface has.
+
+    That is so of a public address that a router translates, and of a name that does not resolve.
+    """
+    wanted = set()
+    with suppress(OSError):
+        wanted = {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
+    named = {ipaddress.ip_address(address) for address in wanted}
+    return next((name for name, address in _addresses() if address in named), None)
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """(interface, address), of IPv4 first."""
+    buffer = array.array("B", bytes(IFREQ_BYTES * MAX_ADDRESSES))
+    where, size = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock.fileno(), SIOCGIFCONF, struct.pack("iL", size, where))
+    used = struct.unpack("iL", answer)[0]
+    for start in range(0, used, IFREQ_BYTES):
+        entry = buffer[start : start + IFREQ_BYTES].tobytes()
+        yield entry[:16].rstrip(b"\0").decode(), ipaddress.IPv4Address(entry[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            yield name, ipaddress.IPv6Address(bytes.fromhex(digits))

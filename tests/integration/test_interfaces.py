@@ -1,0 +1,67 @@
+"""Gloo's groups listen where `--host` says, whatever the machine's own name resolves to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.interfaces import interface_of
+from tests.chaos.networks import Networks, NoNetworks
+from tests.integration.clusters import REGRESSION, elasticzero
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    try:
+        made = Networks()
+    except NoNetworks as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") is None, "an address that this machine does not have"
+    assert interface_of("no.such.host.invalid") is None
+
+
+@pytest.mark.timeout(150)
+def test_ranks_meet_where_the_host_name_is_loopback(
+    networks: Networks, tmp_path: Path, job: str
+) -> None:
+    """Gloo took 127.0.0.1, to which a machine's own name often resolves, and no rank met another:
+    each node has a network of its own here."""
+    folder = ["--job", job, "--log-dir", str(tmp_path), "--nnodes", "2"]
+    with EmbeddedEtcd(address=networks.address) as etcd:
+        nodes = []
+        for name in ("a", "b"):
+            at = networks.place(name)
+            words = ["run", *folder, "--etcd", etcd.endpoint, "--host", at.address]
+            words += [
+                "--http-port",
+                "0",
+                "--node-name",
+                name,
+                "--max-restarts",
+                "0",
+                "--preemption",
+            ]
+            environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+            nodes.append(
+                subprocess.Popen(
+                    [*at.before, *elasticzero(*words, "none", str(REGRESSION), "--epochs", "1")],
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        told = [node.communicate(timeout=100)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], told
