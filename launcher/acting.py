@@ -9,12 +9,13 @@ that was seen, on `done` not being there, and on this node's own registration. E
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticzero.launcher.actions import Decision, PutReport, RaiseAlarm, WriteDone, WriteWorld
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import ALARM, DONE, MEMBERS, WORLD, Observer, reports_of
-from elasticzero.launcher.store import Condition, Store
+from elasticzero.launcher.store import Condition, Snapshot, Store
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import Alarm, Done, Report, check_invariants, to_bytes
 
@@ -40,6 +41,8 @@ class StoreActions:
         self._lookout = lookout
         self._again = again
         self._clock = clock
+        self.token_digest = ""
+        """Of the job's token; it stands in each world that is written."""
 
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renew the registration where it has lapsed; a node that leaves does not come back."""
@@ -74,7 +77,9 @@ class StoreActions:
         return any(isinstance(action, RaiseAlarm) for action in actions)
 
     def _put_report(self, generation: int, node: str, report: Report) -> None:
-        self._store.write({f"{reports_of(generation)}{node}": to_bytes(report)})
+        world, _ = self._observer.world()
+        told = replace(report, world=world.token if world is not None else "")
+        self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
         self._lookout.reported(generation, report)
 
     def _look_again_and_write(self, now_s: float, limits: Limits) -> None:
@@ -83,36 +88,39 @@ class StoreActions:
         A slow answer means that the store was away, and that others could not be heard either:
         their time to answer begins anew.
         """
-        world, revision = self._observer.world()
+        world, _ = self._observer.world()
         generation = world.generation if world is not None else 0
         for prefix in (reports_of(generation), MEMBERS):
             self._observer.put(prefix, self._store.read(prefix))
         asked_s = self._clock()
         if asked_s - now_s > limits.alive_s / 2:
             self._membership.well_since_s = asked_s
+        stands = self._observer.get(WORLD)
         for action in self._again(asked_s).actions:
             if isinstance(action, WriteDone):
-                self._write_done(action.done)
+                self._write_done(action.done, stands)
             elif isinstance(action, WriteWorld):
                 check_invariants(world, action.world)
                 old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
-                conditions = self._conditions(revision)
-                key_value = {WORLD: to_bytes(action.world)}
+                conditions = self._conditions(stands)
+                following = replace(action.world, token_digest=self.token_digest)
+                key_value = {WORLD: to_bytes(following)}
                 deletes = [f"{MEMBERS}{node}" for node in action.gone]
                 deletes += old if generation > 1 else []
                 written = self._store.write(key_value, deletes=deletes, conditions=conditions)
                 if written is not None:
                     self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _conditions(self, revision: int) -> list[Condition]:
+    def _conditions(self, stands: Snapshot | None) -> list[Condition]:
         """Of what ends a generation: nobody has ended it, or the job; this node has its place."""
+        entry = stands.entries.get(WORLD) if stands is not None else None
+        revision, value = (entry.mod_revision, entry.value) if entry is not None else (0, None)
         return [
-            Condition(key=WORLD, mod_revision=revision),
+            Condition(key=WORLD, mod_revision=revision, value=value),
             Condition(key=DONE, mod_revision=0),
             self._membership.condition(),
         ]
 
-    def _write_done(self, done: Done) -> None:
-        _, revision = self._observer.world()
-        self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(revision))
+    def _write_done(self, done: Done, stands: Snapshot | None) -> None:
+        self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(stands))
         self._observer.put(DONE, self._store.read(DONE))

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from elasticzero.launcher.assigning import assignments, post
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
+from elasticzero.launcher.job_token import Agreed, agree
 from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
@@ -52,6 +54,7 @@ from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim, sweep
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
+from elasticzero.launcher.store_recovery import StoreRecovery
 from elasticzero.launcher.telling import Telling
 from elasticzero.launcher.view import Limits, Notice, View, Workers
 from elasticzero.launcher.worker_process import Worker, end
@@ -115,11 +118,13 @@ class Agent:
         store: Store,
         membership: Membership,
         metrics: Metrics,
-        token: Secret,
+        agreed: Agreed,
     ) -> None:
-        """token: the job's, the password of what agents serve."""
+        """agreed: on the job's token, the password of what agents serve."""
         self.options = options
-        self._token = token
+        self._agreed = agreed
+        self.adopted: Callable[[Secret], None] = lambda token: None
+        """Told of the job's token when it becomes another one."""
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -140,8 +145,18 @@ class Agent:
             lambda now_s: self._decide(now_s)[1],
             time.monotonic,
         )
+        self._store_actions.token_digest = agreed.digest
+        self._recovery = StoreRecovery(
+            store,
+            self._observer,
+            membership,
+            self._lookout,
+            agreed,
+            self.telling.store_recovery,
+        )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: tuple[int, int] | None = None
+        self._world_token = ""
         self._notices: list[Notice] = []
         self._backoff_until_s = 0.0
         self.view: View | None = None
@@ -208,11 +223,14 @@ class Agent:
 
     def _observe(self, now_s: float) -> View:
         saving = self.saver.saving  # before the news of its end is heard
+        self._recovery.attend(now_s)
         self._store_actions.keep_registered(now_s, leaving=self.notice is not None)
         self._hear(now_s)
         if self._observer.control().drains(self._membership.me) and self.notice is None:
             self.leave("drained by an operator")
-        workers = self._gang.view(now_s) if self._gang is not None else Workers()
+        workers = Workers()
+        if self._gang is not None:
+            workers = replace(self._gang.view(now_s), token=self._world_token)
         if not workers.running:
             workers = replace(workers, sealing=self.saver.unsealed())
         notice = self.notice
@@ -314,11 +332,14 @@ class Agent:
 
     def _start(self, world: World, index: int, now_s: float) -> None:
         options = self.options
+        if world.token_digest not in ("", self._agreed.digest):
+            self._adopt_token()
+        token = self._agreed.secret
         kept = self._retire_gang()
         self.snapshots.keep_only({(world.resume.generation, world.resume.step)})
-        given = assignments(options, world, index, self._token)
+        given = assignments(options, world, index, token)
         first = world.first_rank(index)
-        self.saver.begin(post(world, index, self._token))
+        self.saver.begin(post(world, index, token))
         gang = Gang(
             self._server,
             world.generation,
@@ -326,7 +347,7 @@ class Agent:
             first_rank=first,
             started_s=now_s,
         )
-        self._gang = gang
+        self._gang, self._world_token = gang, world.token
         end(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.telling.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
@@ -338,6 +359,18 @@ class Agent:
             if store is not None:
                 store.close()
         self.telling.started(gang)
+
+    def _adopt_token(self) -> None:
+        """Take the token that the other nodes use, where this one came to a store that had lost its
+        data and made a token of its own; raises `UserError` if it was given another one."""
+        agreed = agree(self._store, self._given_token())
+        self._agreed = agreed
+        self._store_actions.token_digest = agreed.digest
+        self._recovery.adopt(agreed)
+        self.adopted(agreed.secret)
+
+    def _given_token(self) -> Secret | None:
+        return self._agreed.secret if self._agreed.record.token is None else None
 
     def _retire_gang(self) -> dict[int, Worker]:
         """No worker of an older generation lives on beside the new ones; returns those that are

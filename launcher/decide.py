@@ -6,7 +6,8 @@ being told the same thing twice changes nothing, and a restart of the loop loses
 
 Rules of every agent, the first that applies:
  A1  `done` stands: stop the workers; exit when they are gone.
- A2  `world` gives this registration a place in a newer generation: start its workers.
+ A2  `world` gives this registration a place in a newer generation, or in another one of the same
+     number (the store has lost its data, and of two histories this one counts): start its workers.
  A3  `world` does not name this registration: stop the workers; if leaving, go once the others have
      their state; otherwise wait, as a spare. The oldest spare writes the next world when nobody
      whom `world` names has been registered for a TTL. Who is one too many for --spares leaves, too.
@@ -42,7 +43,8 @@ world: the oldest registration):
  L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
      `blame`), or while a member is not registered, which would lose its place in the round. Who is
      registered is taken to be there: a lease tells of the dead, and the look before the write of
-     the living. Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
+     the living. But for a while after a backup of etcd was restored a registration brings no node
+     into a world. Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
  L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
  L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
  L9  while the store is away nothing is asked of the workers: nobody could write the world, or the
@@ -104,7 +106,8 @@ def decide(view: View, now_s: float, limits: Limits) -> Decision:
     index = world.find(view.me.node, view.me.incarnation)
     if index is None:
         return _outside(view, world, now_s, limits)
-    if workers.generation < world.generation:
+    another = workers.token not in ("", world.token)  # of the same number: see `outranks`
+    if workers.generation < world.generation or another:
         return Decision((Start(world, index),), f"generation {world.generation}: {world.reason}")
     if view.round_s is not None:
         return _round(view, world, now_s, limits)

@@ -80,13 +80,24 @@ class EtcdStore:
     def last_outage_end_s(self) -> float:
         return self._connection.last_outage_end_s
 
+    @property
+    def history(self) -> int:
+        return self._connection.history.number
+
+    @property
+    def loss(self) -> str:
+        return self._connection.history.reason
+
+    def distrust(self, reason: str, history: int) -> None:
+        self._connection.distrust(reason, history)
+
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         return self._read(prefix, limit=limit)
 
     def count(self, prefix: str, revision: int) -> int:
         first, end = self._keys.span(prefix)
         request = rpc.RangeRequest(key=first, range_end=end, revision=revision, count_only=True)
-        count: int = self._retried("read", "Range", request).count
+        count: int = self._retried("read", "Range", request)[0].count
         return count
 
     def write(
@@ -125,7 +136,7 @@ class EtcdStore:
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
         asked_s = time.monotonic()
         # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
-        granted = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
+        granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
         lease = KeptLease(self._connection, ttl_s, on_lost, granted=granted, asked_s=asked_s)
         with self._lock:
             self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
@@ -158,12 +169,16 @@ class EtcdStore:
             sort_order=rpc.RangeRequest.ASCEND,
             sort_target=rpc.RangeRequest.CREATE,
         )
-        response = self._retried("read", "Range", request, deadline_s)
+        response, history = self._retried("read", "Range", request, deadline_s)
         entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
-        return Snapshot(revision=response.header.revision, entries=oldest_first(entries))
+        revision = response.header.revision
+        return Snapshot(revision=revision, entries=oldest_first(entries), history=history)
 
-    def _retried(self, operation: str, method: str, request: Any, deadline_s: float = 0.0) -> Any:
-        """The response, tried again while etcd is silent: every endpoint, and for `request_s`.
+    def _retried(
+        self, operation: str, method: str, request: Any, deadline_s: float = 0.0
+    ) -> tuple[Any, int]:
+        """The response and the number of its history, tried again while etcd is silent: every
+        endpoint, and for `request_s`.
 
         deadline_s: of each try, where that is not `request_s` too.
         """
@@ -186,7 +201,9 @@ class EtcdStore:
             reraise=True,
         )
         try:
-            return tries(self._connection.call, operation, method, request, deadline_s=deadline_s)
+            ask = self._connection.call_in_history
+            answer: tuple[Any, int] = tries(ask, operation, method, request, deadline_s=deadline_s)
+            return answer
         except CallFailed:
             self._connection.explain_silence()
             raise
@@ -232,6 +249,8 @@ class EtcdStore:
             result.append(
                 compare(key=key, target=compare.CREATE, create_revision=condition.create_revision)
             )
+        if condition.value is not None:
+            result.append(compare(key=key, target=compare.VALUE, value=condition.value))
         return result
 
     def _put(self, name: str, value: bytes, lease_id: int) -> Any:

@@ -32,6 +32,7 @@ from elasticzero.launcher.etcd_login import (
     why_no_login,
     why_refused,
 )
+from elasticzero.launcher.history import Asked, History
 from elasticzero.launcher.quiet_grpc import grpc
 
 log = logging.getLogger(__name__)
@@ -58,12 +59,15 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # no back-off shared with another store
     ("grpc.enable_http_proxy", 0),
 )
+_PUT = "request_put"
 _NO_SPACE = "space exceeded"
 _NEEDS_LEADER = (("hasleader", "true"),)
 """Sent with streams: a member cut off from the others ends them instead of falling silent."""
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 TRANSIENT = _SILENT | {grpc.StatusCode.CANCELLED}
 """Codes after which a try may succeed; they leave open whether etcd did what it was asked."""
+_LINEARIZABLE = frozenset({"Range", "Txn"})
+"""Methods whose answers are at no lower revision than any that was known before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +126,7 @@ class Connection:
         self._login = Login(self._log_in, timeouts.login_s) if access.user is not None else None
         self._users_known = True
         self._met = False
+        self.history = History()
         self.observe = observe
         self.closed = threading.Event()
         self.reachable = True
@@ -142,6 +147,12 @@ class Connection:
     def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
         """The response to one request at the endpoint in use; raises `CallFailed`, or
         `AccessRefused`."""
+        return self.call_in_history(operation, method, request, deadline_s=deadline_s)[0]
+
+    def call_in_history(
+        self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
+    ) -> tuple[Any, int]:
+        """The same, with the number of the history that the response is of."""
         for last_try in (self._login is None, True):
             token = self._login.token() if self._login is not None else ""
             try:
@@ -159,8 +170,9 @@ class Connection:
 
     def _call(
         self, operation: str, method: str, request: Any, token: str, deadline_s: float = 0.0
-    ) -> Any:
+    ) -> tuple[Any, int]:
         index = self._current
+        asked = self.history.asked()
         began_s = time.monotonic()
         timeout_s = deadline_s or self.timeouts.request_s
         try:
@@ -177,7 +189,44 @@ class Connection:
             raise failure from None
         self.observe(operation, time.monotonic() - began_s, None)
         self.answered()
-        return response
+        wrote = method == "Txn" and response.succeeded and request.success[0].HasField(_PUT)
+        linearizable = method in _LINEARIZABLE
+        number = self.check(asked, response.header, linearizable=linearizable, wrote=wrote)
+        if number is None:
+            raise CallFailed(
+                f"etcd at {self.endpoints[index]} lost its data while this {operation} was on its "
+                "way; it is asked again",
+                grpc.StatusCode.CANCELLED,
+            )
+        return response, number
+
+    def check(
+        self, asked: Asked, header: Any, *, linearizable: bool = False, wrote: bool = False
+    ) -> int | None:
+        """The number of the history that a response with this header is of; None where that cannot
+        be told, for another one has begun since it was asked for."""
+        revision = header.revision if linearizable else 0
+        verdict = self.history.answered(asked, header.cluster_id, revision, wrote=wrote)
+        if verdict == "late":
+            return None
+        if verdict == "same":
+            return asked.number
+        self._begin_anew()
+        return asked.number + 1
+
+    def distrust(self, reason: str, number: int) -> None:
+        """Another history has begun, as a caller has found in history `number`."""
+        if self.history.begin(reason, number):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """End all streams: those that follow begin with what stands in the store now."""
+        log.info("etcd has lost its data: %s", self.history.reason)
+        self.answered_late()
+        with self._lock:
+            calls = list(self._streams)
+        for call in calls:
+            call.cancel()
 
     @contextmanager
     def stream(
@@ -249,7 +298,7 @@ class Connection:
         assert access.user is not None and access.password is not None
         request = rpc.AuthenticateRequest(name=access.user, password=access.password.reveal)
         try:
-            token: str = self._call("login", "Authenticate", request, "").token
+            token: str = self._call("login", "Authenticate", request, "")[0].token
         except CallFailed as failure:
             if NOT_ENABLED in failure.detail:
                 if self._users_known:

@@ -124,6 +124,7 @@ class KeptLease:
 
     def _keep_alive(self) -> None:
         sent_s: deque[float] = deque()  # of the pulses that have no answer yet
+        asked = self._connection.history.asked()
         pulses = partial(self._pulses, sent_s)
         with self._connection.stream("keepalive", "LeaseKeepAlive", pulses) as responses:
             self._stream = responses
@@ -134,6 +135,8 @@ class KeptLease:
                 took_s = time.monotonic() - asked_s
                 self._connection.observe("keepalive", took_s, None)
                 self._connection.answered()
+                if self._connection.check(asked, response.header) != asked.number:
+                    return
                 if response.TTL <= 0:
                     log.warning("lease %x is lost: etcd no longer knows it", self.id)
                     self.lost = True

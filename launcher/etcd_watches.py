@@ -24,6 +24,7 @@ from typing import Any
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.etcd_rpc import CallFailed, Connection, rpc
 from elasticzero.launcher.etcd_streams import Keyspace, oldest_first
+from elasticzero.launcher.history import Asked
 from elasticzero.launcher.quiet_grpc import grpc
 from elasticzero.launcher.store import Entry, Snapshot
 
@@ -50,7 +51,7 @@ class Watch:
         self._watches = watches
         self._telling = threading.RLock()
         self._told: Snapshot | None = None
-        self._revision = 0
+        self._history = self._revision = 0
         self._entries: dict[str, Entry] = {}
 
     def close(self) -> None:
@@ -61,8 +62,10 @@ class Watch:
 
     def begin(self, snapshot: Snapshot) -> None:
         """Tell the prefix as it was read, unless that is what was told last."""
-        self._revision, self._entries = snapshot.revision, dict(snapshot.entries)
-        if self._told is None or self._told.entries != snapshot.entries:
+        self._history, self._revision = snapshot.history, snapshot.revision
+        self._entries = dict(snapshot.entries)
+        told = self._told
+        if told is None or (told.history, told.entries) != (snapshot.history, snapshot.entries):
             self._tell(snapshot)
 
     def advance(self, events: Sequence[Any]) -> None:
@@ -76,7 +79,8 @@ class Watch:
             else:
                 self._entries.pop(self._keys.name(event.kv), None)
         self._revision = max(event.kv.mod_revision for event in newer)
-        self._tell(Snapshot(revision=self._revision, entries=MappingProxyType(dict(self._entries))))
+        entries = MappingProxyType(dict(self._entries))
+        self._tell(Snapshot(revision=self._revision, entries=entries, history=self._history))
 
     def _put(self, entry: Entry) -> None:
         """Take in an entry; they stay in order of creation, and what is new mostly comes last."""
@@ -102,7 +106,9 @@ class _Stream:
     etcd answers in the order in which it was asked, and gives each watch a number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: Asked) -> None:
+        """history: what was known of the store before the stream was opened."""
+        self.history = history
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.unanswered: deque[Watch] = deque()
         self.watches: dict[int, Watch] = {}
@@ -181,7 +187,7 @@ class Watches:
 
     def _follow(self) -> None:
         """Tell every prefix as it is, then each change, until the next re-read is due."""
-        stream = _Stream()
+        stream = _Stream(self._connection.history.asked())
         with self._lock:
             self._stream = stream
             for watch in self._open:
@@ -201,6 +207,8 @@ class Watches:
 
     def _take(self, stream: _Stream, response: Any) -> bool:
         """One response; False ends the stream."""
+        if self._connection.check(stream.history, response.header) != stream.history.number:
+            return False
         if response.created:
             watch = self._answered(stream, response)
         else:

@@ -77,6 +77,10 @@ class AgentServer:
         )
         self._thread.start()
 
+    def use_token(self, token: Secret) -> None:
+        """From now on requests must show this token."""
+        self.token = token
+
     def close(self) -> None:
         """Stop listening and end all connections."""
         self._server.shutdown()

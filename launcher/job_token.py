@@ -14,17 +14,19 @@ import hashlib
 import hmac
 import json
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.secret import TOKEN as VARIABLE
 from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.store import Condition, Store
+from elasticzero.launcher.store import Condition, Entry, Store
 from elasticzero.launcher.world import to_bytes
 from elasticzero.records import decode
 
 KEY = "token"
 MIN_LENGTH = 16
+DIGEST_SHOWN = 16
+"""Characters of the digest that stand in a world."""
 HOW = f"--token-file FILE or the environment variable {VARIABLE}"
 
 
@@ -36,6 +38,25 @@ class Record:
     """SHA-256 of the token, in hexadecimal."""
     token: str | None = field(default=None, repr=False)
     """The token itself where no node was given one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The token of a node's job, and what stands in the store of it."""
+
+    secret: Secret
+    record: Record
+    revision: int
+    """The one at which the record was written."""
+
+    @property
+    def digest(self) -> str:
+        """Enough of the digest to tell tokens apart."""
+        return self.record.digest[:DIGEST_SHOWN]
+
+    def at(self, revision: int) -> Agreed:
+        """The same, the record written at another revision."""
+        return replace(self, revision=revision)
 
 
 def check_given(token: Secret | None) -> Secret | None:
@@ -51,7 +72,7 @@ def check_given(token: Secret | None) -> Secret | None:
     return token
 
 
-def agree(store: Store, given: Secret | None) -> Secret:
+def agree(store: Store, given: Secret | None) -> Agreed:
     """The token of this node's job, put into the store if none is there.
 
     Raises `UserError` if the job has another one.
@@ -59,13 +80,15 @@ def agree(store: Store, given: Secret | None) -> Secret:
     mine = given or Secret(secrets.token_urlsafe(32))
     record = Record(digest=_digest(mine), token=mine.reveal if given is None else None)
     absent = Condition(key=KEY, mod_revision=0)
-    while (found := _record(store)) is None:
-        if store.write({KEY: to_bytes(record)}, conditions=[absent]) is not None:
-            return mine
+    while (entry := _entry(store)) is None:
+        revision = store.write({KEY: to_bytes(record)}, conditions=[absent])
+        if revision is not None:
+            return Agreed(mine, record, revision)
+    found = record_in(entry)
     if given is None and found.token is not None:
-        return Secret(found.token)
+        return Agreed(Secret(found.token), found, entry.mod_revision)
     if given is not None and hmac.compare_digest(found.digest, _digest(given)):
-        return given
+        return Agreed(given, found, entry.mod_revision)
     raise UserError(
         f"{'no token' if given is None else 'another token than its other nodes'} was given to "
         f"this node of the job; give all of them the same, by {HOW}. To change a job's token, "
@@ -76,7 +99,8 @@ def agree(store: Store, given: Secret | None) -> Secret:
 def of_job(store: Store, given: Secret | None) -> Secret | None:
     """The token with which a command reads what the job's agents serve; None: it was not given, and
     the store has its digest alone. Raises `UserError` if the job has another one."""
-    record = _record(store)
+    entry = _entry(store)
+    record = record_in(entry) if entry is not None else None
     if given is None or record is None:
         return Secret(record.token) if record is not None and record.token is not None else given
     if not hmac.compare_digest(record.digest, _digest(given)):
@@ -84,9 +108,13 @@ def of_job(store: Store, given: Secret | None) -> Secret | None:
     return given
 
 
-def _record(store: Store) -> Record | None:
-    entry = store.read(KEY, limit=1).entries.get(KEY)
-    return decode(Record, json.loads(entry.value), KEY) if entry is not None else None
+def record_in(entry: Entry) -> Record:
+    """The record that an entry holds."""
+    return decode(Record, json.loads(entry.value), KEY)
+
+
+def _entry(store: Store) -> Entry | None:
+    return store.read(KEY, limit=1).entries.get(KEY)
 
 
 def _digest(token: Secret) -> str:

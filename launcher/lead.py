@@ -41,6 +41,7 @@ from elasticzero.launcher.world import (
 from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 
 NAMES_SHOWN = 8
+REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
 PROOF_OF_LIFE_S = 30.0
 PROOF_STEPS = 2.0
 """A step may last so many times the longest of the last ones, and is waited for."""
@@ -99,6 +100,8 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return wait("waiting for the oldest node to write the first world")
     if view.control.stop:
         return stop_from_storage(view)
+    if view.remnants:
+        return wait(REMNANTS)
     candidates = candidates_of(view)
     here = len(candidates)
     if here < limits.min_nodes:
@@ -144,6 +147,8 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         )
     if view.control.stop:
         return stop_from_storage(view)
+    if view.remnants:
+        return wait(REMNANTS)
     candidates = candidates_of(view)
     waiting = kept_aside(aside, world.strikes, {m.node for m in candidates}, limits.min_nodes)
     here = [member for member in candidates if member.node not in waiting]
@@ -207,7 +212,7 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     waiting = [m.node for m in candidates_of(view) if not world.names(m)]
     spare = [node for node in waiting if node not in aside]
     settled = now_s - view.last_join_s >= limits.grow_settle_s
-    if spare and room > 0 and settled and not view.missing_since_s:
+    if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
         return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
     return None
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from elasticzero.checkpoint.snapshot import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
@@ -116,6 +116,25 @@ class Lookout:
         """How many may be here and this registration's revision, and whether as many came before;
         for these two it stays so."""
         self._look_for_room_s = 0.0
+        self._lost_s = 0.0
+        """When the store was found to have lost its data, the last time."""
+        self._restored = False
+        """It holds what it held some time ago, as far as is known."""
+        self._lapses = 0
+        """Leases that this node had lost when it was last looked."""
+        self._answers: tuple[tuple[Mapping[str, Report] | None, str], Any] = ((None, ""), None)
+        """The reports of a generation, its token, and those that are about it."""
+
+    def lost_data(self, now_s: float) -> None:
+        """The store has lost its data: what this agent said is gone, and who came first is
+        unknown."""
+        self._my_reports = {}
+        self._oldest = self._look_for_oldest_s = self._surplus = None
+        self._lost_s, self._restored = now_s, True
+
+    def restored(self, so: bool) -> None:
+        """Whether the store holds what it held some time ago, or nothing of the job at all."""
+        self._restored = so
 
     def begin(self, now_s: float) -> None:
         """The node is registered: the time to wait for others counts from now."""
@@ -135,6 +154,9 @@ class Lookout:
         world, _ = self._observer.world()
         observer = self._observer
         me = self._membership.me
+        if self._membership.lapses != self._lapses:
+            self._lapses = self._membership.lapses
+            self._my_reports = {}  # the store was away for long; it may hold less than it did
         index = world.find(me.node, me.incarnation) if world is not None else None
         generation = world.generation if world is not None else 0
         mine = workers.generation == generation
@@ -156,10 +178,11 @@ class Lookout:
             alarm=alarm,
             alarm_s=self._alarm.since(generation, alarm is not None, now_s),
             round_s=self._round.since(generation, opened, now_s),
-            reports=observer.reports(generation),
+            reports=self._reports_about(world),
             my_report=self._my_reports.get(generation),
             done=observer.done(),
             control=observer.control(),
+            remnants=self._restored and now_s - self._lost_s < 2 * limits.lease_ttl_s + 1.0,
             leaving=leaving,
             workers=workers,
             holdings=self._holdings(generation, now_s) if opened and stopped else (),
@@ -188,6 +211,19 @@ class Lookout:
             )
         self._follow(view, index, leads, now_s, limits)
         return view
+
+    def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
+        """The reports of this very world, not of another one of the same number."""
+        if world is None:
+            return self._observer.reports(0)
+        found = self._observer.reports(world.generation)
+        if self._answers[0][0] is not found or self._answers[0][1] != world.token:
+            told = found
+            if found is not None and any(r.world not in ("", world.token) for r in found.values()):
+                told = {n: r for n, r in found.items() if r.world in ("", world.token)}
+            self._answers = ((found, world.token), told)
+        result: Mapping[str, Report] | None = self._answers[1]
+        return result
 
     def _struck_since(self, world: World | None, now_s: float) -> dict[str, float]:
         """By node: since when it has as many strikes as it has now."""

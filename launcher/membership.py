@@ -66,6 +66,9 @@ class Membership:
         self._last_confirmed_s = 0.0
         self._last_check_s = 0.0
         self._registered = member
+        self._own = {member.incarnation}
+        """Every incarnation under which this agent was registered: a restored backup may bring back
+        an earlier one, which does not lapse where its lease is still renewed."""
         self._stands = False
         """The registration was put under the present lease."""
         self._seen_revision = 0
@@ -75,10 +78,17 @@ class Membership:
         """The last one that was seen is another agent's."""
         self.revision = 0
         """The one at which the registration was put."""
+        self.lapses = 0
+        """How often the lease was lost."""
 
     @property
     def key(self) -> str:
         return f"members/{self.me.node}"
+
+    @property
+    def stands(self) -> bool:
+        """The registration was put under a lease that lives, as far as is known."""
+        return self._stands and self._lease is not None and not self._lease.lost
 
     @property
     def confirmed_s(self) -> float:
@@ -92,7 +102,15 @@ class Membership:
             raise StoreUnavailable(
                 f"the registration of {self.me.node} has lapsed; it is renewed first"
             )
-        return Condition(key=self.key, mod_revision=entry.mod_revision)
+        return Condition(key=self.key, mod_revision=entry.mod_revision, value=entry.value)
+
+    def lost_data(self, now_s: float) -> None:
+        """The store has lost its data: put the registration anew. The other nodes have time to do
+        so too before they count as missing."""
+        self._stands = False
+        self._seen_revision = -1
+        self._retry_s = 0.0
+        self.well_since_s = now_s
 
     def join(
         self,
@@ -190,6 +208,7 @@ class Membership:
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
                 self._lease.close(revoke=False)
+                self.lapses += 1
             self._stands = False
             self._lease = self._store.lease(self._ttl_s)
         condition = Condition(key=self.key, mod_revision=before)
@@ -199,12 +218,13 @@ class Membership:
             return False
         self.revision = revision
         self._registered = self.me
+        self._own.add(self.me.incarnation)
         self._stands = True
         return True
 
     def _is_mine(self, value: bytes) -> bool:
         incarnation = json.loads(value).get("incarnation")
-        return incarnation in (self.me.incarnation, self._registered.incarnation)
+        return incarnation == self.me.incarnation or incarnation in self._own
 
     def take_store_socket(self) -> socket.socket:
         """The socket bound to the registered port, for rank 0; a new one is offered from now on."""

@@ -7,13 +7,18 @@ exists, and every lease that lives was confirmed less than its TTL ago.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.history import History
 from elasticzero.launcher.store import Condition, Entry, Lease, LeaseLost, Snapshot, check_write
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +32,15 @@ class _Grant:
     keys: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What a server held at one time."""
+
+    entries: Mapping[str, Entry]
+    revision: int
+    grants: Mapping[int, _Grant]
+
+
 class MemoryServer:
     """Keys, revisions and leases; time passes when `tick` is called or the store is used."""
 
@@ -37,6 +51,25 @@ class MemoryServer:
         self._revision = 1
         self._grants: dict[int, _Grant] = {}
         self._last_lease = 0
+        self.cluster = 1
+        """The id of the cluster, which every answer carries."""
+
+    def backup(self) -> Backup:
+        with self.changed:
+            self.tick()
+            return Backup(dict(self._entries), self._revision, copy.deepcopy(self._grants))
+
+    def restore(self, backup: Backup | None = None, *, cluster: int | None = None) -> None:
+        """Lose all data, and hold what a backup held, or nothing. cluster: the id from now on."""
+        with self.changed:
+            now_s = self.clock()
+            self._entries = dict(backup.entries) if backup is not None else {}
+            self._revision = backup.revision if backup is not None else 1
+            self._grants = copy.deepcopy(dict(backup.grants)) if backup is not None else {}
+            for grant in self._grants.values():
+                grant.confirmed_s = now_s
+            self.cluster = cluster if cluster is not None else self.cluster
+            self.changed.notify_all()
 
     def tick(self) -> None:
         """Renew what is kept alive, and end every lease whose time has passed."""
@@ -133,6 +166,8 @@ class MemoryServer:
     def _holds(self, condition: Condition) -> bool:
         entry = self._entries.get(condition.key)
         modified, created = (entry.mod_revision, entry.create_revision) if entry else (0, 0)
+        if condition.value is not None and (entry is None or entry.value != condition.value):
+            return False
         return condition.mod_revision in (None, modified) and condition.create_revision in (
             None,
             created,
@@ -167,8 +202,21 @@ class MemoryStore:
         self._cut = False
         self._closed = False
         self._last_outage_end_s = 0.0
+        self._history = History()
         self._leases: list[_MemoryLease] = []
         self._watches: list[_MemoryWatch] = []
+
+    @property
+    def history(self) -> int:
+        return self._history.number
+
+    @property
+    def loss(self) -> str:
+        return self._history.reason
+
+    def distrust(self, reason: str, history: int) -> None:
+        if self._history.begin(reason, history):
+            self._lost_data()
 
     @property
     def reachable(self) -> bool:
@@ -198,7 +246,14 @@ class MemoryStore:
 
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         self._check("read")
-        return self._server.read(prefix, limit)
+        return self.snapshot(prefix, limit)
+
+    def snapshot(self, prefix: str, limit: int = 0) -> Snapshot:
+        """What stands under a prefix, in the history that it is of."""
+        with self._server.changed:
+            found = self._server.read(prefix, limit)
+            self._answered(found.revision)
+            return replace(found, history=self._history.number)
 
     def count(self, prefix: str, revision: int) -> int:
         self._check("count")
@@ -214,7 +269,11 @@ class MemoryStore:
     ) -> int | None:
         check_write(puts, deletes, conditions)
         self._check("write")
-        return self._server.write(puts, deletes, conditions, 0 if lease is None else lease.id)
+        with self._server.changed:
+            lease_id = 0 if lease is None else lease.id
+            revision = self._server.write(puts, deletes, conditions, lease_id)
+            self._answered(revision or 0, wrote=bool(puts))
+            return revision
 
     def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> _MemoryWatch:
         watch = _MemoryWatch(self, self._server, prefix, changed)
@@ -239,6 +298,19 @@ class MemoryStore:
     def forget(self, lease: _MemoryLease) -> None:
         with self._server.changed:
             self._leases = [kept for kept in self._leases if kept is not lease]
+
+    def _answered(self, revision: int, *, wrote: bool = False) -> None:
+        """Take note of an answer; the server is locked."""
+        asked = self._history.asked()
+        if self._history.answered(asked, self._server.cluster, revision, wrote=wrote) == "lost":
+            self._lost_data()
+
+    def _lost_data(self) -> None:
+        self._last_outage_end_s = self._server.clock()
+        lost = [lease for lease in self._leases if not self._server.keep(lease.id, not self._cut)]
+        self._leases = [lease for lease in self._leases if lease not in lost]
+        for lease in lost:
+            threading.Thread(target=lease.lose, name="lease lost", daemon=True).start()
 
     def _check(self, operation: str) -> None:
         if self._cut or self._closed:
@@ -319,8 +391,9 @@ class _MemoryWatch:
         with self._server.changed:
             while not self._closed:
                 if self._store.reachable:
-                    snapshot = self._server.read(self._prefix, 0)
-                    if told is None or told.entries != snapshot.entries:
+                    snapshot = self._store.snapshot(self._prefix)
+                    known = (told.history, told.entries) if told is not None else None
+                    if known != (snapshot.history, snapshot.entries):
                         return snapshot
                 self._server.changed.wait(self._server.next_expiry_s())
         return None

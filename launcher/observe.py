@@ -20,6 +20,8 @@ from elasticzero.launcher.world import (
     Member,
     Report,
     World,
+    merged,
+    outranks,
     world_from_bytes,
 )
 from elasticzero.records import decode
@@ -35,6 +37,8 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
     "reports/",
 )
 NOTHING_ASKED = Control()
+KEPT = (WORLD, CONTROL, DONE, ALARM)
+"""Prefixes of what counts on although the store has lost it."""
 
 
 def document(kind: type[Any], data: bytes) -> Any:
@@ -43,7 +47,11 @@ def document(kind: type[Any], data: bytes) -> Any:
 
 
 class Observer:
-    """Follows prefixes of the store and reads documents out of their newest snapshots."""
+    """Follows prefixes of the store and reads documents out of their newest snapshots.
+
+    Where the store has lost its data, what stood there before counts on, until `settle` is called:
+    of two worlds the one that outranks the other, with its alarm and its end.
+    """
 
     def __init__(
         self,
@@ -57,8 +65,12 @@ class Observer:
         self._lock = threading.Lock()
         self._latest: dict[str, Snapshot] = {}
         self._subscriptions: dict[str, Subscription] = {}
-        self._decoded: dict[str, tuple[int, Any]] = {}
-        """By key: the revision of an entry, and the document that stood there."""
+        self._decoded: dict[str, tuple[Entry, Any]] = {}
+        """By key: an entry, and the document that stood there."""
+        self._kept: dict[str, Entry] = {}
+        """By key: what stood in the store before it lost its data."""
+        self._doubted: int | None = None
+        """The history in which the world shrank: what it told after that is of another one."""
         self._gathered: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
         """By prefix: a snapshot, and its documents by node."""
 
@@ -88,30 +100,98 @@ class Observer:
         """Take in a snapshot, unless a newer one is here."""
         with self._lock:
             known = self._latest.get(prefix)
-            if known is None or known.revision <= snapshot.revision:
+            if known is None:
                 self._latest[prefix] = snapshot
+            elif (known.history, known.revision) <= (snapshot.history, snapshot.revision):
+                self._latest[prefix] = snapshot
+                if prefix in KEPT:
+                    self._note_loss(prefix, known, snapshot)
+
+    def _note_loss(self, prefix: str, known: Snapshot, found: Snapshot) -> None:
+        """Keep what was known, where the store has lost its data, or may have: in one history an
+        alarm goes with its generation, but the world stays, and only ever grows."""
+        if known.history != found.history:
+            if known.history != self._doubted:
+                self._keep(known.entries)
+        elif self._has_shrunk(known.entries.get(WORLD), found.entries.get(WORLD)):
+            self._keep(known.entries)
+            for other in (CONTROL, DONE, ALARM):
+                if other in self._latest:
+                    self._keep(self._latest[other].entries)
+            self._doubted = known.history
+
+    def _has_shrunk(self, before: Entry | None, after: Entry | None) -> bool:
+        if before is None or before == after:
+            return False
+        return after is None or outranks(
+            self._read(World, before.value), self._read(World, after.value)
+        )
+
+    def _keep(self, entries: Mapping[str, Entry]) -> None:
+        before = self._kept.get(WORLD)
+        kept = {**self._kept, **entries}
+        if before is not None and WORLD in entries:
+            worlds = [self._read(World, entry.value) for entry in (before, kept[WORLD])]
+            if outranks(*worlds):
+                kept[WORLD] = before
+        self._kept = kept
+
+    @property
+    def kept(self) -> Mapping[str, Entry]:
+        """What stood in the store, by key, before it lost its data, or may have lost them."""
+        return self._kept
+
+    def settle(self) -> None:
+        """From now on the store's word counts alone: it holds what was kept, or better."""
+        with self._lock:
+            self._kept = {}
+            self._doubted = None
 
     def get(self, prefix: str) -> Snapshot | None:
         """The newest snapshot of a followed prefix; None before the first."""
         return self._latest.get(prefix)
 
     def world(self) -> tuple[World | None, int]:
-        """The world, and the revision it was written at (0: there is none)."""
+        """The world, and the revision of what stands in the store (0: there is none)."""
         entry = self._entry(WORLD, WORLD)
-        if entry is None:
-            return None, 0
-        return self._document(entry, World), entry.mod_revision
+        found = self._document(entry, World) if entry is not None else None
+        revision = entry.mod_revision if entry is not None else 0
+        return (self._kept_world(found) or found), revision
+
+    def world_value(self) -> bytes | None:
+        """The world as it stands in the store."""
+        entry = self._entry(WORLD, WORLD)
+        return entry.value if entry is not None else None
+
+    def lost_world(self) -> World | None:
+        """The world that the store has lost, where it outranks the one that stands there now."""
+        entry = self._entry(WORLD, WORLD)
+        return self._kept_world(self._document(entry, World) if entry is not None else None)
+
+    def _kept_world(self, found: World | None) -> World | None:
+        entry = self._kept.get(WORLD)
+        kept: World | None = self._document(entry, World, "kept") if entry is not None else None
+        return kept if kept is not None and outranks(kept, found) else None
 
     def done(self) -> Done | None:
-        entry = self._entry(DONE, DONE)
-        return self._document(entry, Done) if entry is not None else None
+        kept = self._kept.get(DONE)
+        if kept is not None:
+            return self._document(kept, Done)
+        entry, ended, world = self._entry(DONE, DONE), self.get(DONE), self.get(WORLD)
+        if entry is None or ended is None:
+            return None
+        if world is not None and world.history < ended.history:
+            return None  # which world has ended is about to be told
+        return self._document(entry, Done) if self.lost_world() is None else None
 
     def control(self) -> Control:
-        entry = self._entry(CONTROL, CONTROL)
-        return self._document(entry, Control) if entry is not None else NOTHING_ASKED
+        entry, kept = self._entry(CONTROL, CONTROL), self._kept.get(CONTROL)
+        found = self._document(entry, Control) if entry is not None else NOTHING_ASKED
+        return found if kept is None else merged(self._document(kept, Control, "kept"), found)
 
     def alarm(self, generation: int) -> Alarm | None:
-        entry = self._entry(ALARM, f"{ALARM}{generation}")
+        key = f"{ALARM}{generation}"
+        entry = self._entry(ALARM, key) or self._kept.get(key)
         return self._document(entry, Alarm) if entry is not None else None
 
     def reports(self, generation: int) -> Mapping[str, Report] | None:
@@ -141,13 +221,14 @@ class Observer:
         snapshot = self.get(prefix)
         return snapshot.entries.get(key) if snapshot is not None else None
 
-    def _document(self, entry: Entry, kind: type[T]) -> T:
-        """What stands in an entry, read once for each revision."""
-        revision, found = self._decoded.get(entry.key, (0, None))
-        if revision != entry.mod_revision:
-            found = self._read(kind, entry.value)
-            self._decoded[entry.key] = (entry.mod_revision, found)
-        result: T = found
+    def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
+        """What stands in an entry, read once as long as it does not change. place: where it stands,
+        if not in the store."""
+        key = f"{entry.key} {place}" if place else entry.key
+        known = self._decoded.get(key)
+        if known is None or (known[0] is not entry and known[0] != entry):
+            known = self._decoded[key] = (entry, self._read(kind, entry.value))
+        result: T = known[1]
         return result
 
 

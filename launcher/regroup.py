@@ -116,7 +116,8 @@ def _next_world(view: View, following: World, found: _Round, limits: Limits, los
     world, cause = view.world, found.cause
     assert world is not None
     stay = {m.node for m in found.staying}
-    joiners = [m for m in candidates_of(view) if m.node not in stay and not world.names(m)]
+    registered = [] if view.remnants else candidates_of(view)
+    joiners = [m for m in registered if m.node not in stay and not world.names(m)]
     here = {m.node for m in (*joiners, *found.staying)}
     waiting = kept_aside(found.aside, following.strikes, here, limits.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))

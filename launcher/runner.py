@@ -96,7 +96,7 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
         )
         stack.callback(store.close)
         _wait_for_store(store, options, endpoints, restart=coordination.restart)
-        token = _patiently(partial(agree, store, coordination.token), options)
+        agreed = _patiently(partial(agree, store, coordination.token), options)
         host = network.host or reachable_address(endpoints[0])
         options = replace(options, launch=_reached_at(options.launch, host))
         agent = None
@@ -108,7 +108,7 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
                 status=lambda: agent.status() if agent is not None else {},
                 healthy=lambda: (True, "ok"),
                 snapshots=_Snapshots(lambda: agent),
-                token=token,
+                token=agreed.secret,
             )
         )
         store_socket = bound_socket()
@@ -121,7 +121,8 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
             nproc=options.nproc,
         )
         membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
-        agent = Agent(options, store, membership, metrics, token)
+        agent = Agent(options, store, membership, metrics, agreed)
+        agent.adopted = server.use_token
         agent.telling.note("serving", port=server.port, host=host)
         signal.signal(signal.SIGTERM, lambda *_: _terminate(agent))
         try:

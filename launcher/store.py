@@ -40,6 +40,9 @@ class Snapshot:
 
     revision: int
     entries: Mapping[str, Entry]
+    history: int = 0
+    """How often the store had lost its data before, as far as this connection knows: revisions of
+    two histories cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class Condition:
     """The key was last written at this revision; 0: the key does not exist."""
     create_revision: int | None = None
     """The key was made at this revision; 0: the key does not exist."""
+    value: bytes | None = None
+    """The key has this value, too: a revision alone may be that of another history."""
 
     def __post_init__(self) -> None:
         if self.mod_revision is None and self.create_revision is None:
@@ -102,6 +107,18 @@ class Store(Protocol):
         """When the store last came back after it was silent or out of reach, on the monotonic clock
         of this process; 0.0 if it never was."""
 
+    @property
+    def history(self) -> int:
+        """How often so far the store was found to have lost its data: wiped, restored from a
+        backup, or replaced by another. From then on revisions and leases are others."""
+
+    @property
+    def loss(self) -> str:
+        """How that was found, the last time."""
+
+    def distrust(self, reason: str, history: int) -> None:
+        """What the caller has found in this history says that the store has lost its data."""
+
     def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
         """All entries whose key begins with `prefix`; with a limit, the first so many by create
         revision. Linearizable."""
@@ -128,8 +145,8 @@ class Store(Protocol):
     def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Subscription:
         """Call `changed` with the whole of `prefix` now and after every change, from one thread.
 
-        The calls come in the order of revisions; changes that come close together may be told as
-        one. An outage of the store delays the calls and nothing else.
+        The calls come in the order of histories and revisions; changes that come close together
+        may be told as one. An outage of the store delays the calls and nothing else.
         """
 
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> Lease:

@@ -358,6 +358,11 @@ class Telling:
         """The agent ends for this reason."""
         say(self._options.node, reason)
 
+    def store_recovery(self, text: str) -> None:
+        """etcd has lost its data, or was told anew what it had lost."""
+        self.note("store_recovery", message=text)
+        say(self._options.node, text)
+
     def store_trouble(self, error: ElasticZeroError) -> None:
         now_s = time.monotonic()
         self.note("store_trouble", message=str(error))

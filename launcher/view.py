@@ -88,6 +88,8 @@ class Workers:
     """This node's workers, all of one generation."""
 
     generation: int = 0
+    token: str = ""
+    """Of that generation; empty: not told."""
     running: int = 0
     """Processes alive."""
     attached: bool = False
@@ -172,6 +174,9 @@ class View:
     """The one already put for this generation."""
     done: Done | None = None
     control: Control = field(default_factory=Control)
+    remnants: bool = False
+    """The store was restored from a backup a moment ago: registrations may be remnants of nodes
+    that are gone, and bring no node into a world."""
     leaving: bool = False
     notice: Notice | None = None
     """Why it leaves, and by when."""

@@ -115,6 +115,8 @@ class World:
     """The last failures in a row at one place, oldest first."""
     strikes: tuple[Strikes, ...] = ()
     """Nodes whose workers failed in a row, where others' did not."""
+    token_digest: str = ""
+    """Of the job's token that its members use, shortened; empty: not told."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Each node's index; an agent looks for its own several times a round of its loop."""
 
@@ -205,6 +207,9 @@ class Report:
     holdings: tuple[Holding, ...] = ()
     failure: Failure | None = None
     final_step: int | None = None
+    world: str = ""
+    """Token of the generation that it is about: there may be two of one number where the store has
+    lost its data. Empty: not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +264,26 @@ def world_from_bytes(data: bytes) -> World:
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
     world = decode(World, {**value, "members": []}, "world")
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
+
+
+def outranks(world: World, other: World | None) -> bool:
+    """Whether of two worlds that were both written, for the store has lost its data in between,
+    this one counts: the higher generation, then the higher resume step, then the smaller token."""
+    if other is None or world.token == other.token:
+        return other is None
+    mine, its = ((w.generation, w.resume.step) for w in (world, other))
+    return mine > its if mine != its else world.token < other.token
+
+
+def merged(known: Control, found: Control) -> Control:
+    """What operators ask where the store has lost its data: what was known, and what stands there
+    now. No wish is ever withdrawn; of two sizes the one that was known counts."""
+    more = tuple(drain for drain in found.drain if drain not in known.drain)
+    return Control(
+        drain=(*known.drain, *more),
+        nnodes=known.nnodes if known.nnodes is not None else found.nnodes,
+        stop=known.stop or found.stop,
+    )
 
 
 def buddy(index: int, count: int) -> int | None:

@@ -28,13 +28,16 @@ from elasticzero.launcher.actions import (
     WriteWorld,
 )
 from elasticzero.launcher.decide import decide
+from elasticzero.launcher.job_token import Agreed, agree
 from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import DONE, Observer
+from elasticzero.launcher.secret import Secret
+from elasticzero.launcher.store_recovery import StoreRecovery
 from elasticzero.launcher.view import Notice, View, Workers
 from elasticzero.launcher.world import Member, World
-from tests.simulation.etcd import SimulatedStore
+from tests.simulation.connection import SimulatedStore
 from tests.simulation.gang import Gang
 from tests.simulation.storage import NodeMemory, SlowLook
 
@@ -51,6 +54,7 @@ LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
 BACKOFF_S = 0.2
 JOIN_AGAIN_S = 0.5
+TOKEN = Secret("the token of every job")
 
 
 class Port:
@@ -170,6 +174,7 @@ class Agent:
             lambda now_s: self._decide(now_s)[1],
             host.clock,
         )
+        self._recovery: StoreRecovery | None = None
         self._task = cluster.timeline.task(self._run)
 
     # -- from outside
@@ -218,7 +223,16 @@ class Agent:
     # -- the loop
 
     def _run(self) -> None:
+        agreed = self._agree() if self.plan.loses_data else None
         self._join()
+        self._recovery = StoreRecovery(
+            self.store,
+            self.observer,
+            self.membership,
+            self.lookout,
+            agreed,
+            lambda text: self.cluster.note(f"{self.host.name}: {text}"),
+        )
         if self.exit_code is None:
             self.lookout.begin(self.host.clock())
         while self.exit_code is None:
@@ -232,6 +246,14 @@ class Agent:
             if self.exit_code is None:
                 self._sleep(view, busy=bool(decision.actions))
         self._close()
+
+    def _agree(self) -> Agreed:
+        """On the job's token."""
+        while True:
+            self._sit_out()
+            with suppress(StoreUnavailable):
+                return agree(self.store, TOKEN)
+            self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
     def _join(self) -> None:
         while self.exit_code is None:
@@ -259,10 +281,15 @@ class Agent:
         return view, decide(view, now_s, self.plan.limits)
 
     def _observe(self, now_s: float) -> View:
+        if self._recovery is not None:
+            self._recovery.attend(now_s)
         self._store_actions.keep_registered(now_s, leaving=self.leaving)
         if not self._notices and self.observer.control().drains(self.membership.me):
             self.leave("drained by an operator")
         workers = self.gang.view() if self.gang is not None else Workers()
+        if self.store.history:
+            token = self.gang.group.world.token if self.gang is not None else ""
+            workers = replace(workers, token=token)
         if not workers.running and self.host.memory.drafts:
             workers = replace(workers, sealing=True)
         view = self.lookout.view(workers, self.leaving, now_s, self.plan.limits)

@@ -49,6 +49,9 @@ class Cluster:
         self._faults = Faults(self)
         self.hosts: dict[str, Host] = {}
         self.world: World | None = None
+        """The last one that was written."""
+        self._stands: World | None = None
+        """The one that etcd holds."""
         self.done: Done | None = None
         self.history: deque[str] = deque(maxlen=EVENTS_KEPT)
         self.exits: list[tuple[str, ExitCode]] = []
@@ -63,6 +66,7 @@ class Cluster:
         """By operators."""
         self.etcd.written = self._written
         self.etcd.removed = self._removed
+        self.etcd.restored = self._restored
         self.storage.committed = self.rules.committed
 
     # -- what agents and workers use
@@ -132,10 +136,13 @@ class Cluster:
 
     def _written(self, key: str, entry: Entry) -> None:
         if key == WORLD:
-            before, self.world = self.world, document(World, entry.value)
-            self.note(f"etcd: {_told(self.world)}")
-            self.rules.world_written(before, self.world)
+            before, after = self._stands, document(World, entry.value)
+            self.note(f"etcd: {_told(after)}")
+            self.rules.writes(before, after)
+            self.world = self._stands = after
         elif key == DONE:
+            if self.done is not None and self.etcd.losses:
+                return  # it was lost, and stands again
             self.done = document(Done, entry.value)
             self.note(f"etcd: done: {self.done.reason}")
             self.rules.done_written(self.done)
@@ -147,7 +154,20 @@ class Cluster:
     def _removed(self, key: str, entry: Entry) -> None:
         if key.startswith(MEMBERS):
             self.note(f"etcd: the registration of {key.removeprefix(MEMBERS)} is gone")
+        elif key == WORLD:
+            self._stands = None
+        elif key == DONE and not self.etcd.losing:
+            self.note("etcd: the end is gone: it was that of another history")
+            self.done = None
+            self.rules.goes_on()
         self.rules.removed(key, entry)
+
+    def _restored(self, key: str, entry: Entry) -> None:
+        """A backup brings a key back."""
+        if key == WORLD:
+            self._stands = document(World, entry.value)
+        elif key.startswith(MEMBERS):
+            self.rules.put(key, entry)
 
     # -- the run
 

@@ -1,29 +1,20 @@
-"""A model of etcd, and of one agent's connection to it: a `Store`.
-
-What it does to those who use it: answers take time, or are lost after the write took effect, or a
-write takes effect long after its sender has given up; watches tell late, and sometimes much later;
-leases run out by etcd's own clock; etcd is paused or killed, for shorter or longer than leases
-live; single agents are cut off.
-"""
+"""A model of etcd: keys, revisions, leases by its own clock, outages, and the loss of its data."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store import Condition, Entry, Lease, LeaseLost, Snapshot
+from elasticzero.launcher.store import Condition, Entry, LeaseLost, Snapshot
 from tests.simulation.timeline import Timeline
 
-REQUEST_S = 2.0
-"""Deadline of a request, as in `etcd_rpc.Timeouts`."""
-APART_SHARE = 0.1
-"""So often one watch of an agent is told of a change at another time than the others."""
+if TYPE_CHECKING:
+    from tests.simulation.connection import Link, Watch
+
 EXPIRY_CHECK_S = 0.5
 """etcd looks for leases that have run out so often."""
 
@@ -66,6 +57,16 @@ def bucket_name(key: str) -> str:
     return key[: key.rfind("/") + 1] or key
 
 
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What etcd held at one time."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+    grants: Mapping[int, tuple[float, frozenset[str]]]
+    """By lease: its TTL, and the keys that go with it."""
+
+
 class Etcd:
     """Keys, revisions, leases and watches."""
 
@@ -92,6 +93,16 @@ class Etcd:
         """Told of every put."""
         self.removed: Callable[[str, Entry], None] = lambda key, entry: None
         """Told of every key that goes."""
+        self.restored: Callable[[str, Entry], None] = lambda key, entry: None
+        """Told of every key that a backup brings back."""
+        self.losses = 0
+        """How often it has lost its data, and when it last did."""
+        self.lost_s = 0.0
+        self.losing = False
+        """Keys go because it loses its data."""
+        self.cluster = 1
+        """The id that its answers carry."""
+        self.backups: list[Backup] = []
         self._buckets: dict[str, Bucket] = {}
         self._grants: dict[int, Grant] = {}
         self._holders: dict[str, Grant] = {}
@@ -155,6 +166,8 @@ class Etcd:
         for condition in conditions:
             entry = self.bucket(bucket_name(condition.key)).entries.get(condition.key)
             if condition.mod_revision != (entry.mod_revision if entry else 0):
+                return None
+            if condition.value is not None and (entry is None or entry.value != condition.value):
                 return None
         grant = self._grants.get(lease_id)
         if lease_id and grant is None:
@@ -256,6 +269,41 @@ class Etcd:
             self.revision += 1
             self._changed({self._remove(key) for key in sorted(grant.keys)})
 
+    def back_up(self) -> None:
+        """Keep what is held now, to be restored some time."""
+        entries = [e for bucket in self._buckets.values() for e in bucket.entries.values()]
+        entries.sort(key=lambda entry: (entry.create_revision, entry.key))
+        grants = {i: (g.ttl_s, frozenset(g.keys)) for i, g in self._grants.items()}
+        self.backups.append(Backup(self.revision, tuple(entries), grants))
+
+    def lose_data(self, backup: Backup | None, *, cluster: int) -> None:
+        """Hold what a backup held, or nothing. cluster: the id from now on."""
+        self.losses += 1
+        self.lost_s = self.timeline.now_s
+        self.cluster = cluster
+        self.losing = True
+        gone = [key for bucket in self._buckets.values() for key in bucket.entries]
+        self._changed({self._remove(key) for key in gone})
+        self.losing = False
+        for bucket in self._buckets.values():
+            bucket.snapshot = None  # its revision is of the history that is over
+        self._grants, self._holders, self._backlog = {}, {}, []
+        self.revision = backup.revision if backup is not None else 1
+        if backup is None:
+            return
+        for lease_id, (ttl_s, keys) in backup.grants.items():
+            grant = self._grants[lease_id] = Grant(ttl_s)
+            grant.keys = set(keys)
+            self._holders |= dict.fromkeys(keys, grant)
+            self._renew(grant)
+            self._expect_end(lease_id, grant)
+        for entry in backup.entries:
+            bucket = self.bucket(bucket_name(entry.key))
+            bucket.entries[entry.key] = entry
+            insort(bucket.names, entry.key)
+            self.restored(entry.key, entry)
+        self._changed({entry.key for entry in backup.entries})
+
     @property
     def served_s(self) -> float:
         """How long it has answered so far: its outages do not count."""
@@ -290,255 +338,3 @@ class Etcd:
 
 def _first(bucket: Bucket) -> list[Entry]:
     return [entry for entry in [next(iter(bucket.entries.values()), None)] if entry is not None]
-
-
-class Link:
-    """How one agent reaches etcd."""
-
-    def __init__(self, etcd: Etcd, clock: Callable[[], float], trouble: float) -> None:
-        """clock: the agent's own. trouble: the share of requests and watches that go wrong."""
-        self.etcd = etcd
-        self.timeline = etcd.timeline
-        self.random = etcd.random
-        self.clock = clock
-        self.trouble = trouble
-        self.cut = False
-        self.dead = False
-        self.stopped_until_s = 0.0
-        """The agent's whole process does not run until then."""
-        self.reachable = True
-        self.away_since_s = 0.0
-        """When it was found that etcd is not reachable, in true time."""
-        self.last_outage_end_s = 0.0
-        self.requests = 0
-        """Reads, writes and watches begun; and, apart from them, keepalives:"""
-        self.pulses = 0
-        self._told_at_s = -1.0
-        """When something was last to be told, and how long that took to arrive."""
-        self._telling_s = 0.0
-
-    @property
-    def well(self) -> bool:
-        return self.etcd.state == "up" and not self.cut
-
-    def telling_s(self) -> float:
-        """How long it takes until a watch tells of what is so now: mostly as long as the agent's
-        other watches, with which it shares a stream."""
-        random, trouble = self.random, self.trouble
-        if trouble and random.random() < trouble:
-            return random.uniform(0.3, 4.0)
-        now_s = self.timeline.now_s
-        if self._told_at_s != now_s or (trouble and random.random() < APART_SHARE):
-            self._told_at_s, self._telling_s = now_s, random.uniform(0.001, 0.012)
-        return self._telling_s
-
-    def answered(self) -> None:
-        if not self.reachable:
-            self.last_outage_end_s = self.clock()
-            self.reachable = True
-
-    def unanswered(self) -> None:
-        if self.reachable:
-            self.away_since_s = self.timeline.now_s
-            self.reachable = False
-
-    def answered_late(self) -> None:
-        self.last_outage_end_s = self.clock()
-        self.reachable = True
-
-
-class SimulatedStore(Link):
-    """One agent's connection: its methods are called from the agent's task."""
-
-    kept: KeptLease | None = None
-    """The lease of the agent's registration."""
-
-    @property
-    def unregistered(self) -> bool:
-        """The registration has lapsed, as far as is known."""
-        return self.kept is not None and self.kept.lost
-
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
-        result: Snapshot = self._request(lambda: self.etcd.read(prefix, limit))
-        return result
-
-    def count(self, prefix: str, revision: int) -> int:
-        result: int = self._request(lambda: self.etcd.count(prefix, revision))
-        return result
-
-    def write(
-        self,
-        puts: Mapping[str, bytes],
-        *,
-        deletes: Sequence[str] = (),
-        conditions: Sequence[Condition] = (),
-        lease: Lease | None = None,
-    ) -> int | None:
-        lease_id = 0 if lease is None else lease.id
-
-        def serve() -> int | None:
-            return self.etcd.write(puts, deletes, conditions, lease_id)
-
-        result: int | None = self._request(serve, writes=True)
-        return result
-
-    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
-        return Watch(self, prefix, changed)
-
-    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
-        sent_s = self.clock()
-        lease_id = self._request(lambda: self.etcd.grant(ttl_s))
-        self.kept = KeptLease(self, lease_id, ttl_s, sent_s)
-        return self.kept
-
-    def close(self) -> None:
-        self.dead = True
-
-    def _request(self, serve: Callable[[], Any], *, writes: bool = False) -> Any:
-        """What etcd answers, after the time that takes; raises `StoreUnavailable`."""
-        self.requests += 1
-        random, timeline, etcd = self.random, self.timeline, self.etcd
-        draw = random.random()
-        slow = draw < 2 * self.trouble
-        timeline.sleep(random.uniform(0.02, 0.4) if slow else random.uniform(0.0003, 0.002))
-        sent_s = timeline.now_s
-        if not self.cut and etcd.state == "paused" and etcd.back_s < sent_s + REQUEST_S:
-            timeline.sleep(etcd.back_s - sent_s + 0.001)
-        if self.cut or etcd.state == "paused":
-            if writes and not self.cut and random.random() < 0.5:
-                etcd.queue(lambda: self._serve_late(serve))
-            timeline.sleep(REQUEST_S)
-            self._fail("does not answer")
-        if etcd.costs is not None:
-            timeline.sleep(etcd.queue_s(etcd.costs.write_s if writes else etcd.costs.read_s))
-        if etcd.state == "killed" or random.random() < self.trouble / 2:
-            self._fail("refuses connections")
-        etcd.writer = self
-        answer = serve()
-        timeline.sleep(random.uniform(0.0003, 0.002))
-        if not self.well or random.random() < self.trouble:
-            self._fail("gave no answer, and perhaps did it")
-        self.answered()
-        return answer
-
-    def _serve_late(self, serve: Callable[[], object]) -> None:
-        self.etcd.writer, self.etcd.late = self, True
-        with suppress(LeaseLost):
-            serve()
-        self.etcd.late = False
-
-    def _fail(self, why: str) -> None:
-        self.unanswered()
-        raise StoreUnavailable(f"etcd {why}")
-
-
-class Watch:
-    """Tells the state of a prefix soon after each change, or much later."""
-
-    def __init__(self, link: Link, prefix: str, changed: Callable[[Snapshot], None]) -> None:
-        self._link = link
-        self.prefix = prefix
-        self._changed = changed
-        self._pending = False
-        self._closed = False
-        self._bucket = link.etcd.bucket(bucket_name(prefix))
-        self._bucket.watches.append(self)
-        link.requests += 1
-        self.poke()
-
-    def poke(self) -> None:
-        """There is something to tell."""
-        if self._pending:
-            return
-        self._pending = True
-        link = self._link
-        told_s = link.etcd.told_s(bucket_name(self.prefix)) if link.etcd.costs else 0.0
-        link.timeline.after(link.telling_s() + told_s, self._arrive)
-
-    def _arrive(self) -> None:
-        link = self._link
-        if link.dead and not self._closed:
-            self.close()
-        if self._closed:
-            return
-        now_s = link.timeline.now_s
-        if not link.well:
-            link.timeline.after(link.random.uniform(0.3, 1.0), self._arrive)
-        elif link.stopped_until_s > now_s:
-            link.timeline.after(link.stopped_until_s - now_s, self._arrive)
-        else:
-            self._pending = False
-            self._changed(link.etcd.read(self.prefix))
-
-    def close(self) -> None:
-        self._closed = True
-        self._bucket.watches.remove(self)
-
-
-class KeptLease:
-    """A lease that is renewed at a third of its TTL; only etcd's own word makes it lost."""
-
-    def __init__(self, link: Link, lease_id: int, ttl_s: int, sent_s: float) -> None:
-        self.id = lease_id
-        self.ttl_s = ttl_s
-        self.lost = False
-        self.confirmed_s = sent_s
-        self._link = link
-        self._closed = False
-        self._interval_s = ttl_s / 3
-        self._failures = 0
-        link.timeline.after(self._interval_s, self._pulse)
-
-    @property
-    def _over(self) -> bool:
-        return self.lost or self._closed or self._link.dead
-
-    def _pulse(self) -> None:
-        link = self._link
-        if self._over:
-            return
-        now_s = link.timeline.now_s
-        if link.stopped_until_s > now_s:
-            link.timeline.after(link.stopped_until_s - now_s, self._pulse)
-            return
-        etcd = link.etcd
-        link.pulses += 1
-        takes_s = link.random.uniform(0.001, 0.004)
-        if etcd.state == "paused" and not link.cut:
-            takes_s += etcd.back_s - now_s
-        if etcd.state == "killed" or link.cut or takes_s > self._interval_s:
-            link.timeline.after(self._interval_s, self._silent)
-        else:
-            link.timeline.after(takes_s, self._answer, link.clock(), takes_s)
-
-    def _silent(self) -> None:
-        if self._over:
-            return
-        self._link.unanswered()
-        doubled_s = 0.05 * 2.0 ** min(self._failures, 5)
-        self._failures += 1
-        wait_s = min(1.0, doubled_s) * self._link.random.uniform(0.5, 1.0)
-        self._link.timeline.after(wait_s, self._pulse)
-
-    def _answer(self, sent_s: float, took_s: float) -> None:
-        link = self._link
-        if self._over:
-            return
-        if not link.well:
-            link.timeline.after(self._interval_s - took_s, self._silent)
-            return
-        link.answered()
-        if not link.etcd.renew(self.id):
-            self.lost = True
-            return
-        if took_s > max(self.ttl_s / 6, 0.5):
-            link.answered_late()
-        self.confirmed_s = sent_s
-        self._failures = 0
-        link.timeline.after(max(0.0, self._interval_s - took_s), self._pulse)
-
-    def close(self, *, revoke: bool) -> None:
-        """Called when the agent's process ends, or the lease is lost."""
-        self._closed = True
-        if revoke and not self.lost and self._link.well:
-            self._link.etcd.revoke(self.id)

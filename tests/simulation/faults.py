@@ -47,6 +47,12 @@ class Faults:
             case "pause-etcd" | "kill-etcd":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.etcd.stop("paused" if kind == "pause-etcd" else "killed", seconds)
+            case "back-up-etcd":
+                cluster.note("-- back-up-etcd")
+                cluster.etcd.back_up()
+            case "wipe-etcd" | "restore-etcd":
+                cluster.note(f"-- {kind}{lasts}")
+                self._lose_data(kind, seconds, renamed=hidden)
             case "join":
                 cluster.note("-- join")
                 cluster.add_node()
@@ -69,6 +75,20 @@ class Faults:
                 self._strike(kind, self._leader() or agent, seconds)
             case _ if agent is not None:
                 self._strike(kind, agent, seconds)
+
+    def _lose_data(self, kind: str, seconds: float, *, renamed: bool) -> None:
+        """etcd comes back with other data after so long. renamed: as another cluster."""
+        etcd = self._cluster.etcd
+        backup = etcd.backups[-1] if kind == "restore-etcd" and etcd.backups else None
+        cluster = etcd.cluster + 1 if renamed else etcd.cluster
+
+        def lose() -> None:
+            if self._cluster.done is None:
+                etcd.lose_data(backup, cluster=cluster)
+
+        if seconds and etcd.state == "up":
+            etcd.stop("killed", seconds)
+        self._timeline.after(seconds / 2, lose)
 
     def _strike(self, kind: str, agent: Agent | None, seconds: float) -> None:
         if agent is not None:

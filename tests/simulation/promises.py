@@ -39,6 +39,8 @@ ANSWER_SHARE = 0.9
 """Clocks differ: of a time to answer so much must have passed by any."""
 TERM_SHARE = 0.9
 """The same of the time for which a node is set aside."""
+LOSS_KNOWN_S = 8.0
+"""Beyond two TTLs: how late an agent that found etcd's data lost takes in nodes again."""
 STOPPED_WITHIN_S = 12.0
 """No step is made for longer after a stop."""
 PAID_WITHIN_STEPS = 10
@@ -96,6 +98,14 @@ class Promises:
     def disturbed(self) -> None:
         """Something happened, or an agent came back."""
         self._last_event_s = self._now_s
+
+    @property
+    def _lately_lost(self) -> bool:
+        """Whether etcd has lost its data a moment ago: registrations may be remnants of nodes that
+        are gone, and each agent counts the time from when it has found out."""
+        etcd, ttl_s = self._cluster.etcd, self._cluster.plan.ttl_s
+        since_s = self._cluster.timeline.now_s - max(etcd.lost_s, etcd.back_s)
+        return etcd.losses > 0 and since_s < 2 * ttl_s + LOSS_KNOWN_S
 
     def _long_ago(self, since_s: float, limit_s: float) -> bool:
         return self._now_s - max(since_s, self._last_event_s) > limit_s
@@ -252,7 +262,7 @@ class Promises:
 
     def _check_places(self, before: World | None, after: World, *, full: bool) -> None:
         """R11."""
-        if full:
+        if full or self._lately_lost:
             return
         if before is not None:
             self._check_left_out(before, after)
@@ -335,7 +345,7 @@ class Promises:
         most, count = self._sizes[-1][1][1], len(world.members)
         if count > most:
             return [f"{count - most} members too many"]
-        if count == most or len(self._since) <= count or world.strikes:
+        if count == most or len(self._since) <= count or world.strikes or self._lately_lost:
             return []
         found = []
         for node, incarnation in self._since:

@@ -20,6 +20,7 @@ from elasticzero.launcher.world import (
     Report,
     World,
     check_invariants,
+    outranks,
 )
 from elasticzero.messages import Resume
 from tests.simulation.promises import Promises
@@ -60,6 +61,8 @@ class Rules:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.worlds: dict[int, World] = {}
+        self._tokens: set[str] = set()
+        """Of all worlds that were ever written."""
         self.reached: dict[int, int] = {}
         """By generation: the last step that any of its ranks finished."""
         self._origins: dict[int, Chain] = {}
@@ -150,11 +153,30 @@ class Rules:
             self.promises.unregistered(member)
             self._last_sign[known] = self._cluster.etcd.served_s
 
+    def writes(self, before: World | None, after: World) -> None:
+        """A world is written over what stands in etcd: a new one, or, where etcd has lost its data,
+        one that stood there before."""
+        generation, lost = after.generation, self._cluster.etcd.losses > 0
+        if lost and before is not None:
+            text = f"generation {generation} was written over {before.generation}"
+            self.require(outranks(after, before), "R1", text)
+        if after.token in self._tokens:
+            self.require(lost, "R1", f"generation {generation} was written twice")
+            self.worlds[generation] = after
+            return
+        if lost and (before is None or before.generation != generation - 1):
+            before = self.worlds.get(generation - 1)
+        self.world_written(before, after)
+        self._tokens.add(after.token)
+
+    def goes_on(self) -> None:
+        """The end that was written is no end."""
+        self._ends = 0
+
     def world_written(self, before: World | None, after: World) -> None:
         generation = after.generation
-        self.require(
-            generation not in self.worlds, "R1", f"generation {generation} was written twice"
-        )
+        once = generation not in self.worlds or self._cluster.etcd.losses > 0
+        self.require(once, "R1", f"generation {generation} was written twice")
         self.require(self._cluster.done is None, "R8", "a world was written after `done`")
         expected = before.generation + 1 if before is not None else 1
         self.require(
@@ -318,7 +340,9 @@ class Rules:
     def starts(self, agent: Agent, world: World, index: int) -> None:
         written = self.worlds.get(world.generation)
         text = f"{agent.host.name} starts generation {world.generation}"
-        self.require(written is not None and written.token == world.token, "R1", text)
+        same = written is not None and written.token == world.token
+        same |= self._cluster.etcd.losses > 0 and world.token in self._tokens
+        self.require(same, "R1", text)
         mine = world.members[index]
         mine_too = (mine.node, mine.incarnation) == (
             agent.host.name,
@@ -347,7 +371,8 @@ class Rules:
         steps = [step for _, first, last in chain for step in range(first, last + 1)]
         self.require(steps == list(range(1, done.step + 1)), "R9", f"the lineage is {chain}")
         generations = [generation for generation, _, _ in chain]
-        self.require(generations == sorted(generations), "R9", f"the lineage is {chain}")
+        ordered = generations == sorted(generations) or self._cluster.etcd.losses > 0
+        self.require(ordered, "R9", f"the lineage is {chain}")
 
     def _check_stopped(self, done: Done) -> None:
         """R12: what memory held is a checkpoint, unless `done` says that it could not be saved."""

@@ -37,7 +37,9 @@ FAULTS: dict[str, float] = {
     "fade": 1,
 }
 """What can happen, and how often each is drawn."""
-HARMLESS = frozenset({"pause-etcd", "kill-etcd", "busy-worker"})
+HARMLESS = frozenset(
+    {"pause-etcd", "kill-etcd", "wipe-etcd", "restore-etcd", "back-up-etcd", "busy-worker"}
+)
 """These alone change no generation."""
 CLEAN = frozenset({"join", "drain", "scale", "stop"})
 """These alone, and those above, recompute no step."""
@@ -49,6 +51,9 @@ MACHINES = frozenset(
 LASTING = ("pause", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
 """What begins so lasts for a while."""
 HANG_TIMEOUT_S = 2.5
+LOSS_SHARE = 0.1
+"""So many schedules are about an etcd that loses its data, besides all else that happens."""
+LOSSES = ("wipe-etcd", "restore-etcd")
 STRANDED_SHARE = 0.02
 """So many schedules are about nodes that wait for others, and are lost while they do."""
 
@@ -109,12 +114,38 @@ class Plan:
     faults: tuple[Fault, ...] = field(default=())
 
     @property
+    def loses_data(self) -> bool:
+        """Whether etcd loses its data at some time."""
+        return any(fault.kind in LOSSES for fault in self.faults)
+
+    @property
     def faults_end_s(self) -> float:
         return max((fault.at_s + fault.seconds for fault in self.faults), default=0.0)
 
 
 def draw(seed: int, nodes: int | None = None) -> Plan:
     """The schedule of a seed. nodes: how many the job begins with; None: 3 to 7."""
+    plan, random = _draw(seed, nodes), Random(seed ^ 0x1055)
+    if random.random() >= LOSS_SHARE:
+        return plan
+    return replace(plan, faults=(*plan.faults, *_losses(random, plan)))
+
+
+def _losses(random: Random, plan: Plan) -> list[Fault]:
+    """etcd loses its data once or twice: all of them, or those since a backup."""
+    most_s = max(4.0, plan.faults_end_s, plan.total_steps * plan.step_s * 0.8)
+    faults = []
+    for _ in range(random.choice([1, 1, 2])):
+        at_s = random.uniform(0.2, most_s)
+        away_s = random.choice([0.0, 0.3, 1.0, 3.0]) * random.uniform(0.8, 1.2)
+        kind = random.choice(LOSSES)
+        if kind == "restore-etcd":
+            faults.append(Fault(random.uniform(0.0, at_s), "back-up-etcd", 0.0, 0.0))
+        faults.append(Fault(at_s, kind, random.random(), away_s))
+    return faults
+
+
+def _draw(seed: int, nodes: int | None) -> Plan:
     random = Random(seed)
     count = nodes or random.randint(3, 7)
     least = random.randint(1, max(1, count // 2 + 1))
@@ -180,7 +211,7 @@ def _faults(random: Random, *, hangs: bool) -> tuple[Fault, ...]:
     only = random.random()
     kinds = list(FAULTS)
     if only < 0.15:
-        kinds = sorted(HARMLESS if only < 0.07 else HARMLESS | CLEAN)
+        kinds = sorted(HARMLESS & FAULTS.keys() | (CLEAN if only >= 0.07 else frozenset()))
     if not hangs:
         kinds = [kind for kind in kinds if kind not in ("deadlock", "busy-worker")]
     count = random.choice([0, 1, 1, 2, 2, 3, 3, 4, 5, 6])

@@ -30,9 +30,9 @@ def stored(store: MemoryStore) -> dict[str, object]:
 
 def test_the_first_node_makes_it_and_the_others_take_it(server: MemoryServer) -> None:
     first, second = MemoryStore(server), MemoryStore(server)
-    token = job_token.agree(first, None)
+    token = job_token.agree(first, None).secret
     assert len(token.reveal) >= 32
-    assert job_token.agree(second, None) == token
+    assert job_token.agree(second, None).secret == token
     assert job_token.of_job(second, None) == token
     assert stored(first)["token"] == token.reveal
 
@@ -44,7 +44,7 @@ def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
     def come() -> None:
         store = MemoryStore(server)
         start.wait(20)
-        found.append(job_token.agree(store, None))
+        found.append(job_token.agree(store, None).secret)
 
     threads = [threading.Thread(target=come) for _ in range(8)]
     for thread in threads:
@@ -56,8 +56,8 @@ def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
 
 def test_of_one_that_is_given_the_store_learns_the_digest_alone(server: MemoryServer) -> None:
     store = MemoryStore(server)
-    assert job_token.agree(store, GIVEN) == GIVEN
-    assert job_token.agree(store, GIVEN) == GIVEN
+    assert job_token.agree(store, GIVEN).secret == GIVEN
+    assert job_token.agree(store, GIVEN).secret == GIVEN
     entry = store.read("token").entries["token"]
     assert GIVEN.reveal.encode() not in entry.value
     assert job_token.of_job(store, None) is None

@@ -1,0 +1,82 @@
+"""Finds from a store's answers that its data are not those that were there before.
+
+etcd can lose its data: its directory is wiped, a backup is restored, another cluster stands behind
+the same address. From then on the store tells another history, and what was known of it says
+nothing about revisions, leases or keys any more.
+
+Rules:
+ 1. An answer of another cluster begins another history.
+ 2. So does a linearizable answer at a lower revision than one that was known when it was asked for,
+    and that of a write at no higher one.
+ 3. So does what a caller knows better (`begin`): revisions of a store that others use too may have
+    passed the old ones before anything was asked of it.
+ 4. An answer to what was asked in an earlier history counts for nothing: it may be of either.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["same", "lost", "late"]
+"""The history goes on; another one begins with this answer; the answer is of an earlier one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was known of the store when something was asked of it."""
+
+    number: int
+    revision: int
+
+
+class History:
+    """The history that one connection sees; any thread may call."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """How often the data were found to be others; the present history's number."""
+        self.reason = ""
+        """How that was found, the last time."""
+        self._cluster = 0
+        self._revision = 0
+        self._lock = threading.Lock()
+
+    def asked(self) -> Asked:
+        """To be taken before something is asked, and shown with the answer."""
+        with self._lock:
+            return Asked(self.number, self._revision)
+
+    def answered(
+        self, asked: Asked, cluster: int, revision: int = 0, *, wrote: bool = False
+    ) -> Verdict:
+        """What an answer says. cluster: its id, 0 if it is not told. revision: 0 if the answer was
+        not linearizable. wrote: it was asked to put something, and did."""
+        with self._lock:
+            if asked.number != self.number:
+                return "late"
+            if cluster and self._cluster and cluster != self._cluster:
+                self._begin(f"cluster {cluster:x} answers in the place of {self._cluster:x}")
+            elif revision and revision < asked.revision + wrote:
+                self._begin(f"revision {asked.revision} was followed by {revision}")
+            else:
+                self._cluster = cluster or self._cluster
+                self._revision = max(self._revision, revision)
+                return "same"
+            self._cluster, self._revision = cluster, revision
+            return "lost"
+
+    def begin(self, reason: str, number: int) -> bool:
+        """Another history begins, as a caller has found in history `number`; False if it has begun
+        already."""
+        with self._lock:
+            if number != self.number:
+                return False
+            self._begin(reason)
+            self._revision = 0
+            return True
+
+    def _begin(self, reason: str) -> None:
+        self.number += 1
+        self.reason = reason

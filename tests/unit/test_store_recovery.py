@@ -1,0 +1,285 @@
+"""Agents write anew what the store has lost, against the store in memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticzero.launcher.job_token import KEY, agree
+from elasticzero.launcher.membership import Membership
+from elasticzero.launcher.memory import MemoryServer, MemoryStore
+from elasticzero.launcher.observe import ALARM, CONTROL, DONE, MEMBERS, WORLD, Observer
+from elasticzero.launcher.secret import Secret
+from elasticzero.launcher.store_recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
+from elasticzero.launcher.world import (
+    Alarm,
+    Control,
+    Done,
+    Drain,
+    Member,
+    World,
+    merged,
+    outranks,
+    to_bytes,
+)
+from elasticzero.messages import Resume
+from tests.watching import DEADLINE_S
+
+FOLLOWED = (WORLD, CONTROL, DONE, ALARM)
+
+
+class Node:
+    """What an agent has of the store, its loop taken by hand."""
+
+    def __init__(self, server: MemoryServer, name: str, given: Secret | None = None) -> None:
+        self.name = name
+        self.store = MemoryStore(server)
+        self.agreed = agree(self.store, given)
+        me = Member(name, name, "localhost", 1, 2, 1)
+        self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
+        self.membership.join(lambda text: None)
+        self.observer = Observer(self.store, lambda: None)
+        self.said: list[str] = []
+        self.recovery = StoreRecovery(
+            self.store, self.observer, self.membership, None, self.agreed, self.said.append
+        )
+        self.now_s = 100.0
+        self.look()
+
+    def look(self) -> None:
+        """What the watches tell."""
+        for prefix in FOLLOWED:
+            self.observer.put(prefix, self.store.read(prefix))
+
+    def turns(self) -> None:
+        """So many turns of the loop that all that is due is done."""
+        self.look()
+        for _ in range(3):
+            self.recovery.attend(self.now_s)
+            self.membership.check(self.now_s, named=True, world_revision=0)
+            self.now_s += LAST_TURN_S + AGAIN_S
+
+
+class _Port:
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer(lambda: 0.0)
+
+
+@pytest.fixture
+def node(server: MemoryServer) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(name: str, given: Secret | None = None) -> Node:
+        nodes.append(Node(server, name, given))
+        return nodes[-1]
+
+    yield make
+    for one in nodes:
+        one.store.close()
+
+
+def world(generation: int, *names: str, token: str = "", step: int = 0) -> World:
+    return World(
+        generation=generation,
+        token=token or f"g{generation}",
+        members=tuple(Member(name, name, "localhost", 1, 2, 1) for name in names),
+        strategy="ddp",
+        resume=Resume(tier="storage", step=step) if step else Resume(tier="fresh"),
+        reason="",
+    )
+
+
+def stands(server: MemoryServer) -> dict[str, Any]:
+    entries = MemoryStore(server).read("").entries
+    return {key: json.loads(entry.value) for key, entry in entries.items()}
+
+
+def test_a_wiped_store_is_written_anew(server: MemoryServer, node: Callable[..., Node]) -> None:
+    """Training went on, but no agent wrote its world again: the next failure stopped all."""
+    a, b = node("a"), node("b")
+    asked = Control(drain=(Drain(node="c", incarnation="c"),), nnodes=(1, 4), stop=True)
+    alarm = Alarm(node="a", kind="failure", reason="rank 0 failed")
+    written = world(7, "a", "b")
+    documents = {WORLD: written, CONTROL: asked, f"{ALARM}7": alarm}
+    a.store.write({key: to_bytes(value) for key, value in documents.items()})
+    a.look(), b.look()
+    before = stands(server)
+
+    server.restore(None)
+    for one in (a, b):
+        one.turns()
+        assert one.observer.world()[0] == written
+        assert one.observer.control() == asked
+        assert one.observer.alarm(7) == alarm
+    assert stands(server) == before
+    assert [len(one.said) for one in (a, b)] == [2, 1], "the second found nothing missing"
+    assert "generation 7 goes on" in a.said[0]
+    assert not a.observer.kept and not b.observer.kept
+
+
+def test_until_it_is_written_what_was_known_counts(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(3, "a")), DONE: to_bytes(_done())})
+    a.look()
+    server.restore(None, cluster=2)
+    a.look()
+    assert a.observer.world() == (world(3, "a"), 0)
+    assert a.observer.done() == _done()
+
+
+def _done() -> Done:
+    return Done(outcome="finished", step=9, reason="finished after step 9")
+
+
+def test_a_job_that_is_done_stays_done_after_a_wipe(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(3, "a")), DONE: to_bytes(_done())})
+    a.look()
+    server.restore(None)
+    a.turns()
+    assert stands(server)[DONE]["outcome"] == "finished"
+
+
+def test_newcomers_to_the_emptied_store_join_the_old_world(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """Their world, its end and their token give way: the old members train with theirs."""
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(5, "a"))})
+    a.look()
+    server.restore(None)
+    new = node("new")
+    assert new.agreed.secret != a.agreed.secret
+    new.store.write({WORLD: to_bytes(world(1, "new", token="n")), DONE: to_bytes(_done())})
+    new.look()
+    a.look()
+    assert a.observer.done() is None, "an end of another history"
+    a.turns()
+    found = stands(server)
+    assert found[WORLD]["generation"] == 5
+    assert DONE not in found
+    assert found[KEY]["token"] == a.agreed.secret.reveal
+    new.turns()
+    assert new.observer.world()[0] == world(5, "a")
+    assert new.observer.done() is None
+    assert agree(new.store, None).secret == a.agreed.secret
+
+
+def test_of_two_agents_the_one_that_knows_more_wins(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """One was cut off while the others went on to another generation, and writes first."""
+    behind, ahead = node("behind"), node("ahead")
+    behind.store.write({WORLD: to_bytes(world(4, "behind", "ahead"))})
+    behind.look()
+    behind.store.write({WORLD: to_bytes(world(5, "ahead"))})
+    ahead.look()
+    server.restore(None)
+    behind.recovery.attend(behind.now_s)
+    behind.store.read(WORLD)
+    behind.turns()
+    assert stands(server)[WORLD]["generation"] == 4
+    ahead.turns()
+    assert stands(server)[WORLD]["generation"] == 5
+    behind.turns()
+    assert behind.observer.world()[0] == world(5, "ahead")
+
+
+def test_an_old_backup_gives_way_to_what_is_known(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(2, "a", "b"))})
+    backup = server.backup()
+    a.store.write({WORLD: to_bytes(world(3, "a"))})
+    a.look()
+    server.restore(backup, cluster=9)
+    a.turns()
+    assert stands(server)[WORLD]["generation"] == 3
+    assert "members/a" in stands(server)
+
+
+def test_a_loss_that_no_revision_tells_of_is_found(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """Others use the same etcd, and have brought its revision past the old one."""
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(2, "a"))})
+    a.look()
+    server.restore(None)
+    for i in range(50):
+        server.write({f"other/{i}": b"1"}, (), (), 0)
+    a.turns()
+    assert a.store.history == 1
+    assert stands(server)[WORLD]["generation"] == 2
+
+
+def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., Node]) -> None:
+    """--restart deletes the world, once no node is registered; the token's record stays."""
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(8, "a"))})
+    a.look()
+    server.write({}, [MEMBERS, WORLD], (), 0)
+    server.revoke(1)
+    a.membership._lease.lose()  # type: ignore[union-attr] # as its keepalive would find
+    a.turns()
+    assert a.store.history == 0
+    assert a.observer.world() == (None, 0)
+
+
+def test_two_that_write_at_once_agree(server: MemoryServer, node: Callable[..., Node]) -> None:
+    nodes = [node(name) for name in "abcd"]
+    names = [one.name for one in nodes]
+    nodes[0].store.write({WORLD: to_bytes(world(6, *names))})
+    for one in nodes:
+        one.look()
+    server.restore(None, cluster=3)
+    threads = [threading.Thread(target=one.turns) for one in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert stands(server)[WORLD]["generation"] == 6
+    assert {f"members/{name}" for name in names} <= stands(server).keys()
+    assert len({one.agreed.secret.reveal for one in nodes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("higher", "lower"),
+    [
+        (world(2, "a"), world(1, "a", step=50)),
+        (world(2, "a", step=9, token="z"), world(2, "a", step=8, token="a")),
+        (world(2, "a", step=9, token="a"), world(2, "a", step=9, token="b")),
+    ],
+)
+def test_of_two_histories_one_wins(higher: World, lower: World) -> None:
+    assert outranks(higher, lower) and not outranks(lower, higher)
+    assert outranks(lower, None)
+    assert not outranks(higher, replace(higher, reason="the same world"))
+
+
+def test_no_wish_of_operators_is_lost() -> None:
+    known = Control(drain=(Drain(node="a", incarnation="1"),), nnodes=(2, 3))
+    found = Control(
+        drain=(Drain(node="b", incarnation="1"), Drain(node="a", incarnation="1")),
+        nnodes=(1, 2),
+        stop=True,
+    )
+    both = merged(known, found)
+    assert both.drain == (Drain(node="a", incarnation="1"), Drain(node="b", incarnation="1"))
+    assert both.nnodes == (2, 3) and both.stop
+    assert merged(Control(), found) == found
