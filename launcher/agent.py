@@ -51,7 +51,7 @@ from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import MEMBERS, Observer, members_of
 from elasticzero.launcher.saver import SaveOver, Saver
 from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.shared_memory import Claim, sweep
+from elasticzero.launcher.shared_memory import Claim
 from elasticzero.launcher.storage_look import StorageLook
 from elasticzero.launcher.store import Store
 from elasticzero.launcher.store_recovery import StoreRecovery
@@ -134,7 +134,8 @@ class Agent:
         self.telling = Telling(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
         self._gang: Gang | None = None
-        self._claim: Claim | None = None
+        self.claim: Claim | None = None
+        """Of this node's memory and name on this machine; released when the agent ends."""
         look = StorageLook(options.checkpoint_dir, self.wake)
         self._lookout = Lookout(store, self._observer, membership, self.snapshots, look)
         self._store_actions = StoreActions(
@@ -187,8 +188,6 @@ class Agent:
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
-        sweep()
-        self._claim = Claim(self.options.snapshot_dir)
         self._lookout.begin(time.monotonic())
         try:
             while self.exit_code is None:
@@ -401,8 +400,8 @@ class Agent:
         self.saver.close()
         self._membership.close()
         self.telling.close(self.exit_code)
-        if self._claim is not None:
-            self._claim.release()
+        if self.claim is not None:
+            self.claim.release()
 
 
 def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:

@@ -93,7 +93,9 @@ def _run(args: argparse.Namespace) -> int:
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
     from elasticzero.launcher.forkserver import Launch
+    from elasticzero.launcher.node_claim import node_claim
     from elasticzero.launcher.secret import forget_secrets
+    from elasticzero.launcher.shared_memory import snapshot_directory
     from elasticzero.launcher.view import Limits
     from elasticzero.launcher.worker_process import worker_environment
 
@@ -147,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
         nproc=nproc,
         launch=launch,
         log_dir=log_root / job / node,
-        snapshot_dir=runner.snapshot_directory(job, node),
+        snapshot_dir=snapshot_directory(job, node),
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
         snapshot_every=given.snapshot_every,
@@ -161,7 +163,8 @@ def _run(args: argparse.Namespace) -> int:
         endpoints=endpoints_of(args), access=access, token=token, restart=args.restart
     )
     network = runner.Network(args.host, args.http_host, args.http_port)
-    return int(runner.run_agent(options, coordination, network))
+    with node_claim(options, named=args.node_name is not None) as (claim, options):
+        return int(runner.run_agent(options, coordination, network, claim))
 
 
 def _local(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ connections to be closed when there are too many, and one line in the log a minu
 
 from __future__ import annotations
 
+import errno
 import hmac
 import io
 import json
@@ -41,6 +42,10 @@ class SnapshotSource(Protocol):
         """A real file, open for reading; raises `FileNotFoundError`."""
 
 
+class PortTaken(OperatorError):
+    """Another process listens at the port."""
+
+
 class AgentServer:
     """Serves until it is closed, from daemon threads; `port` is the real one when 0 was asked."""
 
@@ -64,9 +69,10 @@ class AgentServer:
         try:
             self._server = _Server(host, port, self)
         except OSError as error:
-            raise OperatorError(
+            kind = PortTaken if error.errno == errno.EADDRINUSE else OperatorError
+            raise kind(
                 f"the agent cannot serve HTTP at {host or '*'}:{port}: {error.strerror or error}; "
-                "choose another address or port, or 0 for any port"
+                "give another --http-port (0: any free one) or --http-host"
             ) from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

@@ -22,7 +22,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.events import EventReader
 from elasticzero.launcher.narrate import Narrator
-from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 LOOK_EVERY_S = 0.02

@@ -18,6 +18,7 @@ from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
 from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
+"""The first one that is tried where none is given."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
@@ -171,14 +172,16 @@ RUN_OPTIONS = (
     Option(("--tee",), "repeat workers' output here too", False, is_switch=True),
     Option(
         ("--node-name",),
-        "name of this node, its own among all; default: the host's",
+        "name of this node, its own among all; default: the host's, with a number where another "
+        "agent of the job runs on it",
         metavar="NAME",
     ),
     Option(("--host",), "address under which other nodes reach this one; gloo uses its interface", metavar="ADDRESS"),
     Option(
         ("--http-port",),
-        "port of /metrics, /healthz, /status; 0: any",
-        DEFAULT_HTTP_PORT,
+        f"port of /metrics, /healthz, /status; 0: any; default: {DEFAULT_HTTP_PORT}, or the next "
+        "one that is free",
+        None,
         int,
         metavar="PORT",
     ),

@@ -3,7 +3,6 @@ again."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import random
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticzero.errors import AccessRefused, ExitCode, StoreUnavailable, UserError
@@ -32,10 +30,11 @@ from elasticzero.launcher.membership import (
     new_incarnation,
     reachable_address,
 )
+from elasticzero.launcher.node_claim import serve_on_free_port
 from elasticzero.launcher.observe import DONE, MEMBERS
 from elasticzero.launcher.preemption import PreemptionWatch
 from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.shared_memory import PREFIX, SHARED_MEMORY
+from elasticzero.launcher.shared_memory import Claim
 from elasticzero.launcher.store import Condition, Store, job_prefix
 from elasticzero.launcher.telling import say
 from elasticzero.launcher.view import Notice
@@ -56,7 +55,8 @@ class Network:
 
     host: str | None
     http_host: str
-    http_port: int
+    http_port: int | None
+    """None: the default, or the next one that is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,10 @@ class Coordination:
     """A job that is done begins again."""
 
 
-def snapshot_directory(job: str, node: str) -> Path:
-    """This agent's own directory in shared memory."""
-    digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
-    return SHARED_MEMORY / f"{PREFIX}{digest}-{node}"
-
-
-def run_agent(options: AgentOptions, coordination: Coordination, network: Network) -> ExitCode:
-    """Run this node's agent until the job is done or the node has left."""
+def run_agent(
+    options: AgentOptions, coordination: Coordination, network: Network, claim: Claim
+) -> ExitCode:
+    """Run this node's agent until the job is done or the node has left. claim: of its name."""
     endpoints = coordination.endpoints
     metrics = Metrics()
     signal.signal(signal.SIGTERM, _leave_early)
@@ -100,17 +96,17 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
         host = network.host or reachable_address(endpoints[0])
         options = replace(options, launch=_reached_at(options.launch, host))
         agent = None
-        server = stack.enter_context(
-            AgentServer(
-                network.http_host,
-                network.http_port,
-                metrics=metrics,
-                status=lambda: agent.status() if agent is not None else {},
-                healthy=lambda: (True, "ok"),
-                snapshots=_Snapshots(lambda: agent),
-                token=agreed.secret,
-            )
+        serve = partial(
+            AgentServer,
+            network.http_host,
+            metrics=metrics,
+            status=lambda: agent.status() if agent is not None else {},
+            healthy=lambda: (True, "ok"),
+            snapshots=_Snapshots(lambda: agent),
+            token=agreed.secret,
         )
+        server = serve_on_free_port(network.http_port, serve, partial(say, options.node))
+        stack.enter_context(server)
         store_socket = bound_socket()
         me = Member(
             node=options.node,
@@ -122,6 +118,7 @@ def run_agent(options: AgentOptions, coordination: Coordination, network: Networ
         )
         membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
         agent = Agent(options, store, membership, metrics, agreed)
+        agent.claim = claim
         agent.adopted = server.use_token
         agent.telling.note("serving", port=server.port, host=host)
         signal.signal(signal.SIGTERM, lambda *_: _terminate(agent))

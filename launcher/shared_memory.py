@@ -7,6 +7,7 @@ the next agent that starts on this machine, of whatever job, sees whose owner is
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 from contextlib import suppress
@@ -19,11 +20,21 @@ PREFIX = "elasticzero-"
 _LOCK = "owner"
 
 
+class NameTaken(OperatorError):
+    """A living agent on this machine has the directory, and so the node's name."""
+
+
+def snapshot_directory(job: str, node: str) -> Path:
+    """The directory of a node's agent in shared memory."""
+    digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
+    return SHARED_MEMORY / f"{PREFIX}{digest}-{node}"
+
+
 class Claim:
     """A directory of shared memory that is this process's own until it ends."""
 
     def __init__(self, root: Path) -> None:
-        """Makes the directory if need be; raises `OperatorError` if a living agent has it."""
+        """Makes the directory if need be; raises `NameTaken` if a living agent has it."""
         self.root = root
         while True:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,7 +43,7 @@ class Claim:
             except FileNotFoundError:
                 continue
             if fd is None:
-                raise OperatorError(
+                raise NameTaken(
                     f"{root} belongs to an agent that runs on this machine: give this node "
                     "another --node-name"
                 )
@@ -43,9 +54,11 @@ class Claim:
             os.close(fd)  # swept away between the two steps: again
 
     def release(self) -> None:
-        """Give the memory back."""
-        shutil.rmtree(self.root, ignore_errors=True)
-        os.close(self._fd)
+        """Give the memory back; a second time it does nothing."""
+        if self._fd >= 0:
+            shutil.rmtree(self.root, ignore_errors=True)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticzero.launcher.lineage import Lineage, committed
 from elasticzero.launcher.local import Cluster, Node, Placement, cluster_environment, on_loopback
-from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elasticzero.launcher.assigning import CONNECT_S
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import children_of
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 from tests.integration.test_elastic_training import check_samples, check_weights

@@ -11,7 +11,7 @@ from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.slots import SLOTS
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.launcher.shared_memory import snapshot_directory
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 

@@ -1,0 +1,150 @@
+"""A real etcd loses its data under a job that trains: wiped, or restored from a backup."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from elasticzero.launcher.embedded import find_etcd
+from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.etcd_members import Member, Members
+from tests.integration.test_elastic_training import check_samples, check_weights
+
+TTL_S = 2
+LATE_S = 30.0
+"""A generous deadline."""
+
+
+def words(checkpoints: Path) -> list[str]:
+    return [
+        *("--nnodes", "2:3", "--settle", "0.5", "--lease-ttl", str(TTL_S)),
+        *("--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.1"),
+    ]
+
+
+def data_of(member: Member) -> Path:
+    return member.log.parent / member.name
+
+
+def wipe(etcd: Members) -> None:
+    """Start anew with an empty directory, on the same ports."""
+    etcd.kill()
+    for member in etcd.members:
+        shutil.rmtree(data_of(member))
+    etcd.start(*etcd.members)
+
+
+def restore(etcd: Members, backup: Path) -> None:
+    """Start anew from what `etcdctl snapshot save` has written, as an operator would."""
+    (member,) = etcd.members
+    etcd.kill()
+    shutil.rmtree(data_of(member))
+    binary = find_etcd()
+    assert binary is not None
+    subprocess.run(
+        [
+            *(str(binary.with_name("etcdutl")), "snapshot", "restore", str(backup)),
+            *("--data-dir", str(data_of(member)), "--name", member.name),
+            *("--initial-cluster", f"{member.name}={member.peer_url}"),
+            *("--initial-advertise-peer-urls", member.peer_url),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=LATE_S,
+    )
+    etcd.start(member)
+
+
+def kill_a_worker(told: Story) -> None:
+    """Of a node that trains; wait until the others have gone on without it, or with a new one."""
+    generation = told.generation
+    (pid, *_) = told.of("started")[-1]["pids"]
+    os.kill(pid, signal.SIGKILL)
+    told.wait("the next generation", lambda: told.generation > generation)
+    step = told.step
+    told.wait_for_step(step + 3)
+
+
+def written_anew(told: Story) -> list[str]:
+    said = [event["message"] for event in told.of("store_recovery")]
+    return [text for text in said if text.startswith("wrote anew")]
+
+
+@pytest.mark.timeout(240)
+def test_training_outlives_a_wiped_etcd(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    """After a kill everything stopped for good: no world could be written that the store knew."""
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        Members(tmp_path / "etcd") as etcd,
+        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        wipe(etcd)
+        told.wait("what was written anew", lambda: written_anew(told))
+        step = told.step
+        told.wait_for_step(step + 3)
+        assert told.generation == 1, told.logs()
+        kill_a_worker(told)
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(240)
+def test_training_outlives_an_old_backup_of_etcd(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    """The backup is two generations old: its world, its leases and its revisions are the past."""
+    checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
+    with (
+        Members(tmp_path / "etcd") as etcd,
+        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+    ):
+        told.wait_for_step(5)
+        etcd.control("snapshot", "save", str(backup))
+        kill_a_worker(told)
+        kill_a_worker(told)
+        generation = told.generation
+        restore(etcd, backup)
+        told.wait("what was written anew", lambda: written_anew(told))
+        step = told.step
+        told.wait_for_step(step + 3)
+        assert told.generation == generation, told.logs()
+        kill_a_worker(told)
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
+    tmp_path: Path, job: str, reference: dict[str, Tensor]
+) -> None:
+    """It may be there before them: it has no token of theirs, and knows no world."""
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        Members(tmp_path / "etcd") as etcd,
+        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        wipe(etcd)
+        told.cluster.start_node()
+        told.wait("what was written anew", lambda: written_anew(told))
+        told.wait("three nodes", lambda: told.of("world")[-1]["world_size"] == 3)
+        assert told.generation == 2, told.logs()
+        step = told.step
+        told.wait_for_step(step + 3)
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)

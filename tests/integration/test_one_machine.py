@@ -1,0 +1,104 @@
+"""Several agents that are started by hand on one machine, without a port or a name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.options import DEFAULT_HTTP_PORT
+from tests.integration.clusters import REGRESSION, elasticzero
+
+LATE_S = 120.0
+"""A generous deadline."""
+
+
+@contextmanager
+def started(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = []
+    try:
+        for words in commands:
+            agents.append(
+                subprocess.Popen(
+                    elasticzero("run", *words),
+                    env=environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield agents
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def words(etcd: EmbeddedEtcd, job: str, *more: str) -> list[str]:
+    given = ["--etcd", etcd.endpoint, "--job", job, "--nnodes", "2", "--preemption", "none"]
+    return [*given, "--host", "127.0.0.1", *more, str(REGRESSION), "--epochs", "1"]
+
+
+def ends(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What each says, once all have ended well."""
+    said = [agent.communicate(timeout=LATE_S)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(said)
+    return said
+
+
+@pytest.mark.timeout(240)
+def test_two_agents_of_one_job_share_a_machine(tmp_path: Path, job: str) -> None:
+    """The second ended with 69, "Address already in use", and no flag was named."""
+    with EmbeddedEtcd() as etcd:
+        one = words(etcd, job)
+        with started(tmp_path, one, one) as agents:
+            said = "\n".join(ends(agents))
+    host = socket.gethostname()
+    assert f"this one is node {host}-2 (--node-name)" in said
+    assert "2 ranks on" in said
+    assert f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port" in said
+
+
+@pytest.mark.timeout(240)
+def test_two_jobs_share_a_machine(tmp_path: Path, job: str) -> None:
+    """Jobs know nothing of each other: each has its nodes under the host's name."""
+    with EmbeddedEtcd() as etcd:
+        one, other = words(etcd, job), words(etcd, f"{job}-other")
+        with started(tmp_path, one, one, other, other) as agents:
+            said = ends(agents)
+    assert sum("(--node-name)" in text for text in said) == 2
+    assert sum("/metrics is at port" in text for text in said) >= 3
+
+
+@pytest.mark.timeout(120)
+def test_a_port_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
+    with EmbeddedEtcd() as etcd, socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with started(tmp_path, words(etcd, job, "--http-port", port)) as (agent,):
+            _, said = agent.communicate(timeout=LATE_S)
+    assert agent.returncode == 69
+    assert f":{port}: Address already in use" in said and "--http-port" in said
+
+
+@pytest.mark.timeout(120)
+def test_a_name_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
+    """A second agent under a name that was given takes no other: it may be a mistake."""
+    with EmbeddedEtcd() as etcd:
+        named = words(etcd, job, "--node-name", "mine", "--http-port", "0")
+        with started(tmp_path, named) as (first,):
+            assert first.stderr is not None
+            line = first.stderr.readline()
+            assert "registered" in line, line
+            with started(tmp_path, named) as (second,):
+                _, said = second.communicate(timeout=LATE_S)
+    assert second.returncode != 0
+    assert "--node-name" in said
