@@ -79,8 +79,8 @@ class StoreActions:
     def _put_report(self, generation: int, node: str, report: Report) -> None:
         world, _ = self._observer.world()
         told = replace(report, world=world.token if world is not None else "")
-        self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
-        self._lookout.reported(generation, report)
+        revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
+        self._lookout.reported(generation, report, revision or 0)
 
     def _look_again_and_write(self, now_s: float, limits: Limits) -> None:
         """Write the next world, or the end, if it is still what a fresh look at the store leads to.

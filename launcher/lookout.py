@@ -47,6 +47,10 @@ QUIET_S = 30.0
 QUIET_STAGGER_S = 0.5
 """Until then one after another begins, a TTL after the last step."""
 MEMORY_AGAIN_S = 0.25
+REPORT_AGAIN_S = 5.0
+LASTING = ("stopped", "finished")
+"""Seconds from one look whether the store still has this agent's report to the next, and the phases
+in which others wait for it."""
 SURPLUS_TTLS = 2.0
 """A node asks whether it is one too many after so many TTLs outside the world: a lost node whose
 place it could take is told of by then."""
@@ -103,6 +107,9 @@ class Lookout:
         """A world, and its members without a registration."""
         self._token = (0, "")
         self._my_reports: dict[int, Report] = {}
+        self._look_at_report_s: float | None = None
+        self._put_at = (0, 0)
+        """History and revision at which the last of them was put."""
         self.bad_steps: set[int] = set()
         """Checkpoints found damaged."""
         self._found: dict[int, str] = {}
@@ -140,9 +147,29 @@ class Lookout:
         """The node is registered: the time to wait for others counts from now."""
         self._began_s = self._last_join_s = now_s
 
-    def reported(self, generation: int, report: Report) -> None:
-        """This agent's report of a generation was put."""
+    def reported(self, generation: int, report: Report, revision: int = 0) -> None:
+        """This agent's report of a generation was put, at that revision."""
         self._my_reports = {generation: report}
+        self._put_at = (self._store.history, revision)
+        self._look_at_report_s = None
+
+    def _forget_lost_report(self, generation: int, now_s: float) -> None:
+        """Where this agent's report of a generation is not in the store, which may have lost its
+        data unnoticed, it is to be put again: others wait for it."""
+        key = f"{reports_of(generation)}{self._membership.me.node}"
+        found = self._observer.get(reports_of(generation))
+        if self._look_at_report_s is None:
+            self._look_at_report_s = now_s + REPORT_AGAIN_S
+        if found is None and now_s >= self._look_at_report_s:
+            self._look_at_report_s = now_s + REPORT_AGAIN_S
+            if self._my_reports[generation].phase in LASTING:
+                with suppress(StoreUnavailable):
+                    found = self._store.read(key)
+        if found is None or (found.history, found.revision) < self._put_at:
+            return
+        entry = found.entries.get(key)
+        if entry is None or (found.history, entry.mod_revision) != self._put_at:
+            self._my_reports = {}
 
     def saved(self, step: int) -> None:
         """A checkpoint was written: it is damaged no more, and may be the newest."""
@@ -162,6 +189,8 @@ class Lookout:
         mine = workers.generation == generation
         stopped = not workers.running and not workers.sealing
         alarm = observer.alarm(generation)
+        if generation in self._my_reports:
+            self._forget_lost_report(generation, now_s)
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
         outside = world is not None and index is None
         members = observer.members()

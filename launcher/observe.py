@@ -113,19 +113,27 @@ class Observer:
         if known.history != found.history:
             if known.history != self._doubted:
                 self._keep(known.entries)
-        elif self._has_shrunk(known.entries.get(WORLD), found.entries.get(WORLD)):
+        elif self._has_shrunk(known, found):
             self._keep(known.entries)
             for other in (CONTROL, DONE, ALARM):
                 if other in self._latest:
                     self._keep(self._latest[other].entries)
             self._doubted = known.history
 
-    def _has_shrunk(self, before: Entry | None, after: Entry | None) -> bool:
+    def _has_shrunk(self, known: Snapshot, found: Snapshot) -> bool:
+        """Whether a world is gone, or stands there at another revision, or is another one that does
+        not follow it; or the alarm of the present generation is gone."""
+        before, after = known.entries.get(WORLD), found.entries.get(WORLD)
+        gone = [k for k in known.entries if k.startswith(ALARM) and k not in found.entries]
+        world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
+        if world is not None:
+            return f"{ALARM}{self._read(World, world.value).generation}" in gone
         if before is None or before == after:
             return False
-        return after is None or outranks(
-            self._read(World, before.value), self._read(World, after.value)
-        )
+        if after is None:
+            return True
+        one, other = (self._read(World, entry.value) for entry in (before, after))
+        return one.token == other.token or outranks(one, other)
 
     def _keep(self, entries: Mapping[str, Entry]) -> None:
         before = self._kept.get(WORLD)

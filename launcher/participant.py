@@ -33,6 +33,7 @@ from elasticzero.launcher.rounds import (
     newcomers,
 )
 from elasticzero.launcher.store import Condition, LeaseLost, Store, job_prefix
+from elasticzero.launcher.store_recovery import StoreRecovery
 from elasticzero.launcher.view import StoreHealth
 from elasticzero.launcher.world import Done, Member, World, check_invariants, to_bytes
 
@@ -115,6 +116,9 @@ class Participant:
         self._membership = Membership(store, me, int(limits.lease_ttl_s), store_socket)
         self._wake, self._over = threading.Event(), threading.Event()
         self._observer = Observer(store, self._wake.set)
+        self._recovery = StoreRecovery(
+            store, self._observer, self._membership, None, None, self._tell
+        )
         self._missing = Since()
         self._known: frozenset[tuple[str, str]] = frozenset()
         self._last_join_s = self._retry_s = 0.0
@@ -225,6 +229,7 @@ class Participant:
                 fresh = replace(self._membership.me, incarnation=new_incarnation())
                 self._membership.me = fresh
             asked_s = self._asked_s
+        self._recovery.attend(now_s)
         self._keep_registered(now_s)
         view = self._view(asked_s, now_s)
         if asked_s is None:

@@ -11,8 +11,8 @@ Rules:
  4. Until then, what was known counts on for this agent, and its workers train as before.
  5. The record of the job's token stays in the store for the whole life of the job. Where the lease
     or the world is gone, but no revision tells of a loss, that record shows whether there was one.
-    So does a world that is gone while this node is registered: no job is begun again (--restart)
-    before its nodes are gone.
+    So does a world, or an alarm of its generation, that is gone while this node is registered: no
+    job is begun again (--restart) before its nodes are gone.
  6. A registration in a restored backup may be that of a node that is gone since. For twice a TTL
     and a second no registration brings a node into a world.
 """
@@ -120,8 +120,8 @@ class StoreRecovery:
         if known is not None and not same:
             what = "is gone" if record is None else "was written anew"
             self._store.distrust(f"the record of the job's token {what}", self._history)
-        elif WORLD in self._observer.kept and known is not None and not lapsed:
-            self._store.distrust("an earlier world stands there, or none", self._history)
+        elif self._observer.kept and known is not None and not lapsed:
+            self._store.distrust("what it held is gone", self._history)
         else:
             self._observer.settle()
 

@@ -40,7 +40,7 @@ def started(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.
     finally:
         for agent in agents:
             agent.kill()
-            agent.wait()
+            agent.communicate()
 
 
 def words(etcd: EmbeddedEtcd, job: str, *more: str) -> list[str]:

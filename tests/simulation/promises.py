@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.blame import ASIDE_AFTER, term_s
+from elasticzero.launcher.observe import CONTROL
 from elasticzero.launcher.world import Alarm, Control, Member, Report, World
 from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
@@ -326,7 +327,7 @@ class Promises:
         goes_on &= now_s - stepped_s < pause_s
         self._steps = (group.generation, now_s, since_s if goes_on else now_s)
         self._check_owed(group.world)
-        if self._stop_s is not None:
+        if self._stop_s is not None and not self._wish_is_lost():
             late = self._long_ago(self._stop_s, STOPPED_WITHIN_S)
             text = f"generation {group.generation} trains on after a stop"
             self._require(not late, "R12", text)
@@ -340,12 +341,19 @@ class Promises:
         if clean and storage.possible:
             self._require(step == reached, "R12", f"stopped at {step}, {reached} was reached")
 
+    def _wish_is_lost(self) -> bool:
+        """Whether etcd has lost what operators asked, and no agent was left that knew."""
+        etcd = self._cluster.etcd
+        return etcd.losses > 0 and not etcd.read(CONTROL).entries
+
     def _owed(self, world: World) -> list[str]:
         """What a world that trains owes: nodes that wait while there is room; fewer members."""
         most, count = self._sizes[-1][1][1], len(world.members)
+        if self._lately_lost:
+            return []
         if count > most:
             return [f"{count - most} members too many"]
-        if count == most or len(self._since) <= count or world.strikes or self._lately_lost:
+        if count == most or len(self._since) <= count or world.strikes:
             return []
         found = []
         for node, incarnation in self._since:

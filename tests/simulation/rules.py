@@ -7,6 +7,7 @@ agent exits (R8), and no agent gets anywhere any more (R7).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import ExitCode
@@ -113,6 +114,7 @@ class Rules:
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
+            self._replace(member)
             self._registered.add((member.node, member.incarnation))
             self.promises.registered(member)
             self._note_waiting(self._cluster.world)
@@ -121,6 +123,16 @@ class Rules:
             self.promises.alarmed(int(key.removeprefix("alarm/")), alarm)
         elif key.startswith("reports/"):
             self._reported(key, self._cluster.read_document(Report, entry.value))
+
+    def _replace(self, member: Member) -> None:
+        """An agent puts its registration over an earlier one of its own, which a backup brought
+        back."""
+        if not self._cluster.etcd.losses:
+            return
+        for node, incarnation in list(self._registered):
+            if node == member.node and incarnation != member.incarnation:
+                self._registered.discard((node, incarnation))
+                self.promises.unregistered(replace(member, incarnation=incarnation))
 
     def _reported(self, key: str, report: Report) -> None:
         """R4: nobody says that it holds what it does not."""
