@@ -29,7 +29,8 @@ Rules of every agent, the first that applies:
      running step no longer, raise the alarm; in a round, kill this node's workers that do not stop
      in half of that time.
  A11 leaving while the store is away: train on until it is back, for nobody could write a world
-     without this node; at the deadline, go.
+     without this node. When what is left until the deadline is only enough to save the state: stop
+     the workers, save the snapshot that this node holds whole, and go. This comes before A2.
 Rules of the acting leader, who is the first member of `world` that is alive (before the first
 world: the oldest registration):
  L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
@@ -86,7 +87,12 @@ from elasticzero.launcher.lead import (
     lead,
     take_over,
 )
-from elasticzero.launcher.leaving import leave, stop_limit_s
+from elasticzero.launcher.leaving import (
+    leave,
+    leave_alone,
+    must_leave_alone,
+    stop_limit_s,
+)
 from elasticzero.launcher.regroup import conclude, others_may_save, save_held
 from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
@@ -101,6 +107,8 @@ def decide(view: View, now_s: float, limits: Limits) -> Decision:
     workers, world = view.workers, view.world
     if view.done is not None:
         return _wind_up(view, view.done)
+    if must_leave_alone(view, now_s, limits):
+        return leave_alone(view, now_s, limits)
     if world is None:
         return first_world(view, now_s, limits)
     index = world.find(view.me.node, view.me.incarnation)

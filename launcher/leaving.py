@@ -9,11 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import Decision, Leave, RaiseAlarm, wait
+from elasticzero.launcher.actions import (
+    Decision,
+    KillWorkers,
+    Leave,
+    RaiseAlarm,
+    SaveHeld,
+    StopWorkers,
+    wait,
+)
 from elasticzero.launcher.lead import ask
 from elasticzero.launcher.view import Limits, Notice, View
-from elasticzero.launcher.world import Alarm
-from elasticzero.messages import FLAG_LEAVE
+from elasticzero.launcher.world import Alarm, Report, choose_resume
+from elasticzero.messages import FLAG_LEAVE, Resume
 
 MARGIN_SHARE = 0.25
 """The margin before a deadline is no more than this of the whole notice."""
@@ -54,14 +62,51 @@ def leave(view: View, now_s: float, limits: Limits) -> Decision:
     """A node that leaves while no round is open."""
     reason, workers, notice = says(view), view.workers, view.notice
     if not view.store.reachable:
-        if notice is not None and notice.by_s is not None and now_s >= notice.by_s:
-            return Decision((Leave(ExitCode.LEFT),), f"{reason}; its time is up, etcd still away")
         return wait(f"{reason}; etcd is away, so it trains on until etcd is back")
     if now_s >= last_call_s(notice, limits) and workers.running > workers.saving:
         text = f"{reason}; no time to end the running step, so back to the newest snapshot"
         alarm = Alarm(node=view.me.node, kind="leave", reason=text)
         return Decision((RaiseAlarm(alarm),), text)
     return ask(view, FLAG_LEAVE, "leave", reason)
+
+
+def must_leave_alone(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether a node's time to leave is nearly up while etcd is away, so that no other node can be
+    told: A11."""
+    return view.leaving and not view.store.reachable and now_s >= last_call_s(view.notice, limits)
+
+
+def leave_alone(view: View, now_s: float, limits: Limits) -> Decision:
+    """Stop this node's workers, save the snapshot that it holds whole, and leave in time."""
+    reason, workers, notice = f"{says(view)}; etcd is still away", view.workers, view.notice
+    if notice is None or notice.by_s is None or now_s >= notice.by_s:
+        return Decision((Leave(ExitCode.LEFT),), f"{reason}, and the time is up")
+    if workers.running and workers.aborted_s is None:
+        return Decision((StopWorkers(reason),), f"{reason}: stopping the workers")
+    if workers.running:
+        late = now_s - (workers.aborted_s or now_s) >= stop_limit_s(view, now_s, limits)
+        kill = (KillWorkers(reason, spare_saving=True),) if late and not workers.killed else ()
+        return Decision(kill, f"{reason}: waiting for the workers to stop")
+    if workers.sealing or view.saving:
+        return wait(f"{reason}: saving what memory holds")
+    held = _held_alone(view)
+    if held is None or view.saved_held == (held.generation, held.step):
+        return Decision((Leave(ExitCode.LEFT),), reason)
+    save = SaveHeld(held.generation, held.step, 1, (0,))
+    return Decision((save,), f"{reason}: saving step {held.step} from memory")
+
+
+def _held_alone(view: View) -> Resume | None:
+    """The newest snapshot that this node holds whole, where it is the one to save it: the first
+    member of the world that is not known to be gone."""
+    world, me = view.world, view.me
+    if world is None or not view.can_save:
+        return None
+    first = next((m.node for m in world.members if m.node not in view.missing_since_s), me.node)
+    report = Report(incarnation=me.incarnation, phase="stopped", holdings=view.holdings)
+    held = choose_resume(world, {me.node: report}, None)
+    whole = held.tier == "ram" and len({source.rank for source in held.sources}) == 1
+    return held if whole and first == me.node and world.names(me) else None
 
 
 def stop_limit_s(view: View, told_s: float, limits: Limits) -> float:

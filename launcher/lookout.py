@@ -192,6 +192,7 @@ class Lookout:
         if generation in self._my_reports:
             self._forget_lost_report(generation, now_s)
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
+        told_of = opened or (index is not None and leaving and not self._store.reachable)
         outside = world is not None and index is None
         members = observer.members()
         missing = self._note_members(world, members, now_s)
@@ -214,7 +215,7 @@ class Lookout:
             remnants=self._restored and now_s - self._lost_s < 2 * limits.lease_ttl_s + 1.0,
             leaving=leaving,
             workers=workers,
-            holdings=self._holdings(generation, now_s) if opened and stopped else (),
+            holdings=self._holdings(generation, now_s) if told_of and stopped else (),
             missing_since_s=self._missing.update(missing, now_s),
             struck_s=self._struck_since(world, now_s),
             store=StoreHealth(

@@ -237,7 +237,7 @@ class Membership:
         """Give the name back at once."""
         if self._lease is not None:
             with suppress(StoreUnavailable):
-                self._lease.close(revoke=True)
+                self._lease.close(revoke=self._store.reachable)
             self._lease = None
         self._socket.close()
 

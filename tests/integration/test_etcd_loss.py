@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,30 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
         assert set(codes.values()) == {0}, told.logs()
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kills", [False, True], ids=["training", "after a kill"])
+def test_sigterm_keeps_its_time_while_etcd_is_away(tmp_path: Path, job: str, kills: bool) -> None:
+    """It took 56 s of 25, or for ever where a worker had failed, and saved nothing."""
+    checkpoints, grace_s = tmp_path / "checkpoints", 8.0
+    given = ["--grace", f"{grace_s:g}", "--strategy", "ddp", *words(checkpoints)]
+    with (
+        Members(tmp_path / "etcd") as etcd,
+        story(tmp_path, etcd.endpoints, job, given, nodes=2) as told,
+    ):
+        told.wait_for_step(10)
+        etcd.kill()
+        if kills:
+            (pid, *_) = told.of("started")[-1]["pids"]
+            os.kill(pid, signal.SIGKILL)
+            told.wait("the end of that worker", lambda: told.of("ended"))
+        began_s = time.monotonic()
+        for node in told.cluster.running():
+            node.process.send_signal(signal.SIGTERM)
+        codes = told.wait_for_end()
+        took_s = time.monotonic() - began_s
+        assert set(codes.values()) == {75}, told.logs()
+        assert took_s < grace_s + 5.0, told.logs()
+        saved = [event["step"] for event in told.of("checkpoint")]
+        assert saved and max(saved) >= 9, told.logs()

@@ -14,6 +14,7 @@ from elasticzero.launcher.actions import (
     Leave,
     PutReport,
     RaiseAlarm,
+    SaveHeld,
     StopWorkers,
     WriteDone,
     WriteWorld,
@@ -42,6 +43,8 @@ def by(deadline_s: float | None, heard_s: float = 80.0) -> Notice:
 
 TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
 STOPPING = replace(TRAINS, aborted_s=98.0)
+GONE = replace(STOPPING, running=0)
+ALONE = f"a leaves: {AWS}; etcd is still away"
 TRAINING = View(
     me=A,
     members={"a": A, "b": B},
@@ -98,7 +101,18 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("stopping: long past the deadline, a moment is given", v(ANSWERED, notice=by(90.0), workers=replace(STOPPING, aborted_s=99.6)), []),
     # A11
     ("etcd is away", AWAY, []),
-    ("etcd is away, the end is near", v(AWAY, notice=by(101.0)), []),
+    ("etcd is away, there is time left", v(AWAY, notice=by(106.0)), []),
+    ("etcd is away, the end is near", v(AWAY, notice=by(101.0)), [StopWorkers(ALONE)]),
+    ("the same after a failure", v(AWAY, notice=by(101.0), workers=replace(TRAINS, failed=True)), [StopWorkers(ALONE)]),
+    ("the workers stop", v(AWAY, notice=by(101.0), workers=replace(STOPPING, aborted_s=99.9)), []),
+    ("the workers do not stop", v(AWAY, notice=by(101.0), workers=STOPPING), [KillWorkers(ALONE, spare_saving=True)]),
+    ("they are gone", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("nothing is held whole", v(AWAY, notice=by(101.0), workers=GONE, can_save=True), [Leave(ExitCode.LEFT)]),
+    ("there is no directory", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD), [Leave(ExitCode.LEFT)]),
+    ("it is being saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saving=True), []),
+    ("it is saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saved_held=(3, 20)), [Leave(ExitCode.LEFT)]),
+    ("another member saves it", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [Leave(ExitCode.LEFT)]),
+    ("that one is gone", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeld(3, 20, 1, (0,))]),
     ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [Leave(ExitCode.LEFT)]),
     ("etcd is away, no deadline", v(AWAY, notice=by(None)), []),
 ]  # fmt: skip
