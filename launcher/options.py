@@ -176,7 +176,11 @@ RUN_OPTIONS = (
         "agent of the job runs on it",
         metavar="NAME",
     ),
-    Option(("--host",), "address under which other nodes reach this one; gloo uses its interface", metavar="ADDRESS"),
+    Option(
+        ("--host",),
+        "address under which other nodes reach this one; gloo uses its interface",
+        metavar="ADDRESS",
+    ),
     Option(
         ("--http-port",),
         f"port of /metrics, /healthz, /status; 0: any; default: {DEFAULT_HTTP_PORT}, or the next "

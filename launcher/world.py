@@ -14,8 +14,11 @@ Rules of the state a generation starts from (`choose_resume`):
 
 Invariants of a job's whole life, whatever happens to its nodes and to etcd. `check_invariants` sees
 to what two worlds can tell; `tests/simulation/rules.py` checks all of them against the truth:
- R1  One world a generation: no agent ever starts another document of the same number.
- R2  Generations grow by one. Who stays keeps their order; new members come last.
+ R1  One world a generation: no agent ever starts another document of the same number. Where etcd
+     loses its data there may be two histories, and two worlds of one number; a world is only ever
+     written over one that it outranks (`outranks`), and no node trains on in the other.
+ R2  Generations grow by one, also from a world that etcd has lost and an agent knows. Who stays
+     keeps their order; new members come last.
  R3  A world has MIN to MAX members. Each was registered, as this incarnation, when it was written,
      or had been, or had reported, little more than a TTL before; outages of etcd do not count.
  R4  The state a generation starts from is whole: each source holds the shard that it is named for,
@@ -24,13 +27,15 @@ to what two worlds can tell; `tests/simulation/rules.py` checks all of them agai
      is a checkpoint's. Members that stay, and storage, hold no newer one.
  R6  A node's workers train only in its newest generation, each rank once.
  R7  When faults stop and MIN nodes are there, the job comes on, and ends.
- R8  `done` is the last document; no agent exits with 0 before it.
+ R8  `done` is the last document of its history; no agent exits with 0 before it. It stays while an
+     agent lives that knows it.
  R9  When it says `finished`, the state's lineage holds each step once, in order of generations.
- R10 Trouble with etcd alone, as long as it may be, ends no generation that trains; nor does a
-     section in which no step is due, nor a lapsed lease while steps go on. Who knows that etcd is
-     away has no workers stop at a boundary.
+ R10 Trouble with etcd alone, as long as it may be, and the loss of data that an agent knows, ends
+     no generation that trains; nor does a section in which no step is due, nor a lapsed lease while
+     steps go on. Who knows that etcd is away has no workers stop at a boundary.
  R11 A member that has stopped, and said so, has a place in the next world; a node that waits has
-     one as soon as there is room. Unless it leaves, is set aside, or is one too many for MAX.
+     one as soon as there is room, and no backup of etcd was restored a moment ago. Unless it
+     leaves, is set aside, or is one too many for MAX.
  R12 What operators ask is so soon after: no later world names a drained registration; after a stop
      no step is made, and what memory held is saved. Where nodes only come, leave and are scaled as
      asked, no step is made twice.

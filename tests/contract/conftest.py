@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -14,6 +16,7 @@ from elasticzero.launcher.etcd import EtcdStore
 from elasticzero.launcher.memory import MemoryServer, MemoryStore
 from elasticzero.launcher.store import Store, job_prefix
 from tests.contract.s3_server import Proxy, proxied, running_server
+from tests.integration.etcd_members import Members
 
 _jobs = itertools.count()
 
@@ -43,6 +46,31 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], Store]]:
     yield connect_one
     for store in opened:
         store.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def losing(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Callable[[], Store], Callable[[], None]]]:
+    """Makes connections to a store of its own, and has that store lose all its data."""
+    opened: list[Store] = []
+    with ExitStack() as stack:
+        if request.param == "memory":
+            server = MemoryServer(time.monotonic)
+            make: Callable[[], Store] = lambda: MemoryStore(server)  # noqa: E731
+            lose: Callable[[], None] = server.restore
+        else:
+            etcd = stack.enter_context(Members(tmp_path / "etcd"))
+            make = lambda: EtcdStore([etcd.endpoints], job_prefix("loss"))  # noqa: E731
+            lose = etcd.wipe
+
+        def connect_one() -> Store:
+            opened.append(make())
+            return opened[-1]
+
+        yield connect_one, lose
+        for store in opened:
+            store.close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -329,3 +330,53 @@ def test_a_closed_store_says_so(store: Store) -> None:
         store.read("k")
     with pytest.raises(StoreUnavailable, match="closed"):
         store.write({"k": b""})
+
+
+Losing = tuple[Connect, Callable[[], None]]
+
+
+def test_a_store_that_lost_its_data_says_so_and_is_followed_anew(losing: Losing) -> None:
+    """A watch stayed at the revision that it knew, and so told nothing of the new data."""
+    connect, lose = losing
+    store, other, told = connect(), connect(), Told()
+    for value in (b"1", b"2", b"3"):
+        store.write({"k/a": value, "k/b": value})
+    lease = store.lease(10)
+    store.write({"members/a": b""}, lease=lease)
+    store.watch("k/", told)
+    told.until(has(k__a=b"3", k__b=b"3"))
+    assert store.history == 0
+    lose()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not store.history:
+        assert time.monotonic() < deadline_s, "the loss was not noticed"
+        with suppress(StoreUnavailable):
+            assert not store.read("k/").entries
+    assert store.history == 1 and store.loss
+    assert told.until(lambda snapshot: not snapshot.entries).history == 1
+    other.write({"k/a": b"new"})
+    found = told.until(has(k__a=b"new"))
+    assert (found.history, found.entries["k/a"].value) == (1, b"new")
+    while not lease.lost:
+        assert time.monotonic() < deadline_s, "the lease of the lost data seems to live"
+        time.sleep(0.02)
+    with pytest.raises(LeaseLost):
+        store.write({"members/a": b""}, lease=lease)
+
+
+def test_a_condition_may_name_the_value_too(store: Store) -> None:
+    """A revision alone may be that of another history."""
+    revision = store.write({"world": b"1"})
+    wrong = Condition(key="world", mod_revision=revision, value=b"2")
+    right = Condition(key="world", mod_revision=revision, value=b"1")
+    assert store.write({"world": b"3"}, conditions=[wrong]) is None
+    assert store.write({"world": b"3"}, conditions=[right]) is not None
+
+
+def test_what_a_caller_knows_begins_another_history_once(store: Store) -> None:
+    store.write({"k": b"1"})
+    store.distrust("the record is gone", 0)
+    store.distrust("the record is gone", 0)
+    assert store.history == 1
+    assert store.read("k").history == 1
+    assert store.loss == "the record is gone"

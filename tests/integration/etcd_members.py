@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -86,6 +87,10 @@ class Member:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
+    @property
+    def data(self) -> Path:
+        return self._data
+
     def kill(self) -> None:
         process, self.process = self.process, None
         if process is not None:
@@ -158,6 +163,13 @@ class Members:
         """SIGKILL to all."""
         for member in self.members:
             member.kill()
+
+    def wipe(self) -> None:
+        """Start anew with empty directories, on the same ports."""
+        self.kill()
+        for member in self.members:
+            shutil.rmtree(member.data)
+        self.start(*self.members)
 
     def pause(self) -> None:
         """SIGSTOP to all: connections stay open and nothing answers."""

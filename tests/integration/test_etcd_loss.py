@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticzero.launcher.embedded import find_etcd
 from tests.integration.clusters import REGRESSION, Story, story
-from tests.integration.etcd_members import Member, Members
+from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights
 
 TTL_S = 2
@@ -29,29 +29,17 @@ def words(checkpoints: Path) -> list[str]:
     ]
 
 
-def data_of(member: Member) -> Path:
-    return member.log.parent / member.name
-
-
-def wipe(etcd: Members) -> None:
-    """Start anew with an empty directory, on the same ports."""
-    etcd.kill()
-    for member in etcd.members:
-        shutil.rmtree(data_of(member))
-    etcd.start(*etcd.members)
-
-
 def restore(etcd: Members, backup: Path) -> None:
     """Start anew from what `etcdctl snapshot save` has written, as an operator would."""
     (member,) = etcd.members
     etcd.kill()
-    shutil.rmtree(data_of(member))
+    shutil.rmtree(member.data)
     binary = find_etcd()
     assert binary is not None
     subprocess.run(
         [
             *(str(binary.with_name("etcdutl")), "snapshot", "restore", str(backup)),
-            *("--data-dir", str(data_of(member)), "--name", member.name),
+            *("--data-dir", str(member.data), "--name", member.name),
             *("--initial-cluster", f"{member.name}={member.peer_url}"),
             *("--initial-advertise-peer-urls", member.peer_url),
         ],
@@ -88,7 +76,7 @@ def test_training_outlives_a_wiped_etcd(
         story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
-        wipe(etcd)
+        etcd.wipe()
         told.wait("what was written anew", lambda: written_anew(told))
         step = told.step
         told.wait_for_step(step + 3)
@@ -138,7 +126,7 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
         story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
-        wipe(etcd)
+        etcd.wipe()
         told.cluster.start_node()
         told.wait("what was written anew", lambda: written_anew(told))
         told.wait("three nodes", lambda: told.of("world")[-1]["world_size"] == 3)

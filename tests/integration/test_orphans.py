@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.runner import snapshot_directory
+from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
 

@@ -326,6 +326,24 @@ def test_an_outage_of_etcd_longer_than_the_leases_disturbs_nobody() -> None:
             handler.shutdown()
 
 
+def test_nodes_meet_again_after_etcd_was_wiped(tmp_path: Path) -> None:
+    """What they know is written anew; a newcomer and those that were there come together."""
+    with Members(tmp_path / "etcd") as etcd, ThreadPoolExecutor(8) as pool:
+        nodes = Nodes(etcd.endpoints, pool)
+        a, b = (nodes.new((1, 3), last_call_timeout=2.0) for _ in "ab")
+        assert {info.world_size for info in nodes.together(a, b)} == {2}
+        etcd.wipe()
+        time.sleep(TTL_S + 1.0)
+        assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
+        new = nodes.new((1, 3))
+        (asked,) = nodes.ask(new)
+        wait_for("both see it", lambda: min(a.num_nodes_waiting(), b.num_nodes_waiting()) > 0)
+        infos = [*nodes.together(a, b), asked.result(PATIENCE_S)]
+        assert sorted(ranks(infos)) == [0, 1, 2]
+        for handler in nodes.handlers:
+            handler.shutdown()
+
+
 def test_torch_finds_the_plug_in_and_loads_nothing_with_it() -> None:
     program = (
         "import sys, torch.distributed.elastic.rendezvous\n"
