@@ -281,6 +281,32 @@ MUTANTS = (
         right="            Condition(key=DONE, mod_revision=0),\n",
         wrong="",
     ),
+    Mutant(
+        name="what etcd has lost is not written anew",
+        file="store_recovery.py",
+        right="                if self._restore():\n",
+        wrong="                if True:\n",
+    ),
+    Mutant(
+        name="of two histories the lower generation goes on",
+        file="world.py",
+        right="return mine > its if mine != its else",
+        wrong="return mine < its if mine != its else",
+    ),
+    Mutant(
+        name="what was reported is not put again where a look finds it lost",
+        file="lookout.py",
+        right="        if entry is None or (found.history, entry.mod_revision) != self._put_at:\n",
+        wrong="        if False:\n",
+        sure=False,
+    ),
+    Mutant(
+        name="the remnants of a backup are taken into the world",
+        file="lead.py",
+        right="and not (view.missing_since_s or view.remnants):",
+        wrong="and not view.missing_since_s:",
+        sure=False,
+    ),
 )
 
 
