@@ -426,7 +426,7 @@ def test_close_ends_connections_and_threads(agent: Agent) -> None:
 
 
 def test_a_port_that_is_taken_is_said_so(agent: Agent, server: AgentServer) -> None:
-    with pytest.raises(OperatorError, match=rf"127\.0\.0\.1:{server.port}.*choose another"):
+    with pytest.raises(OperatorError, match=rf"127\.0\.0\.1:{server.port}.*--http-port"):
         agent.serve(port=server.port)
 
 
