@@ -32,7 +32,7 @@ from elasticzero.meeting import Place
 
 ARITY = 16
 """So many ranks are below one at most: 6,400 ranks are four levels."""
-WIDTH = 9
+WIDTH = 12
 """Numbers in a message."""
 LEAST = -(1 << 63)
 """Says nothing: any number is greater."""
@@ -96,10 +96,14 @@ class Agreement:
     def greatest(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; what they gave before can be taken
         after it."""
-        self.give([number])
+        return self.greatest_of([number])[0]
+
+    def greatest_of(self, numbers: Sequence[int]) -> _Numbers:
+        """`greatest` of each of several numbers."""
+        self.give(numbers)
         while self._open > 1:
             self._early.append(self._next())
-        return self._next()[0]
+        return self._next()
 
     def _next(self) -> _Numbers:
         self._open -= 1

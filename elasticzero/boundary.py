@@ -4,12 +4,16 @@ what is due is captured; and the end of a generation is found here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elasticzero.barriers import Call
 from elasticzero.captures import Captures
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
 from elasticzero.link import AgentLink, GenerationEnded
-from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
+from elasticzero.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.restoring import load, open_source
 from elasticzero.state import BoundaryCopy, SmallState
@@ -19,6 +23,16 @@ FLAG_REASONS = {
     FLAG_GROW: "the world grows",
     FLAG_STOP: "the job is stopped",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """What is to be done at the boundary after an epoch's last step."""
+
+    run: Callable[[], object] | None
+    """The script's `on_epoch_end`."""
+    after: Position
+    """Where the data stands once it has run."""
 
 
 class Boundary:
@@ -45,8 +59,14 @@ class Boundary:
         """Of the last boundary; None before the state is in place."""
         self.clean = False
         """Nothing has changed the state since the last boundary."""
+        self.asked: str | None = None
+        """Why this rank's script wants to end training for all; None: it does not."""
+        self.left_at = ""
+        """Where the script left its last loop early."""
         self._applied = False
         """A step was, since the last boundary."""
+        self._epoch_end: EpochEnd | None = None
+        """After the global batch that is being worked on."""
         self._link = link
         self._groups = groups
         self._control = ControlWord(groups)
@@ -58,10 +78,67 @@ class Boundary:
             checkpoint = open_source(assignment)
             self.position = load(checkpoint, self.strategy, self.small, assignment.rank)
             self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
+            if assignment.generation == 1:  # a new run may go on where the last one ended itself
+                self.position = replace(self.position, stopped=None)
         self.copy = self.small.capture(self.step, self.position)
         self.captures.begin(self.copy)
         self.clean = True
         return bytes_read
+
+    @property
+    def stopped(self) -> str | None:
+        """Why all ranks have ended training early; None: they have not."""
+        return self.position.stopped
+
+    def begin_loop(self, position: Position) -> None:
+        """A loop over batches begins here."""
+        self.position = position
+
+    def begin_step(self, after: Position, ends: EpochEnd | None) -> None:
+        """A global batch begins. after: where its step leaves the data; ends: what is to be done
+        where it is an epoch's last."""
+        self._epoch_end = ends
+        self.next_position = after
+        if ends is not None and ends.run is None:
+            self.next_position, self._epoch_end = ends.after, None
+
+    def begin_backward(self) -> None:
+        """The first backward of a global batch begins: the words for its boundary are given."""
+        self._control.give(self.captures.word(self._flags()))
+
+    def _flags(self) -> int:
+        return self._link.flags | (FLAG_FINISH if self.asked is not None else 0)
+
+    def agree_to_stop(self, call: Call) -> None:
+        """Find out whether any rank's script ends training. All ranks call this together.
+
+        Raises `UserError` where this rank is at another call than the rest.
+        """
+        asks = self.asked is not None
+        if self._groups is not None:
+            left = f", having left its loop at {self.left_at}" if self.left_at else ""
+            asks = bool(self._groups.barrier(call, int(asks), f" after step {self.step}{left}"))
+        if asks:
+            self._stop()
+
+    def _stop(self) -> None:
+        """All ranks have agreed to end training."""
+        if self.stopped is not None:
+            return
+        groups = self._groups
+        reason = (self.asked or "") if groups is None else groups.share_text(self.asked)
+        self.position = replace(self.position, stopped=reason)
+        self.copy = self.small.capture(self.step, self.position)
+
+    def end_epoch(self, ends: EpochEnd) -> None:
+        """Do what is due at an epoch's end; the state changes to that after it in one go."""
+        if ends.run is not None:
+            with self._link.busy("on_epoch_end"):
+                ends.run()
+        self.position = replace(ends.after, stopped=self.position.stopped)
+        self.copy = self.small.capture(self.step, self.position)
+        if ends.run is not None:
+            self.agree_to_stop(Call.EPOCH_END)
 
     def copied(self) -> BoundaryCopy:
         assert self.copy is not None
@@ -104,8 +181,9 @@ class Boundary:
         """Between two steps: copy what a forward may move, exchange words with all ranks, capture
         what is due.
 
-        last: no boundary follows. Raises `GenerationEnded` when a flag was raised or the generation
-        is over, and the error that tells of a peer's end; the state is clean then too.
+        last: no boundary of this loop follows. Raises `GenerationEnded` when a flag was raised or
+        the generation is over, and the error that tells of a peer's end; the state is clean then
+        too. Where the script ends training, `stopped` says so from here on.
         """
         applied, self._applied = self._applied, False
         lost = None
@@ -119,17 +197,23 @@ class Boundary:
         self._link.check()
         if lost is not None:
             raise lost
-        word = self._control.exchange(self.captures.word(self._link.flags), last=last)
+        word = self._control.take(self.captures.word(self._flags()))
         if word is not None:
             self.captures.heard(word)
-            if word.flags:
+            if word.flags & FLAG_FINISH:
+                self._stop()
+            if word.flags & ~FLAG_FINISH:
                 if self._groups is not None:
                     self._groups.part()
                 self.captures.agreed_to_stop()
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
+        ends = self._epoch_end
+        if applied and ends is not None:
+            self._epoch_end = None
+            self.end_epoch(ends)
         every = self._link.assignment.checkpoint_every
-        due = last or (applied and every > 0 and self.step % every == 0)
+        due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
         self.captures.at_boundary(self.copy, checkpoint=due)
 
     def snapshot(self) -> Captured:

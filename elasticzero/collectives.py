@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elasticzero import nccl
-from elasticzero.agreement import Agreement, join
+from elasticzero import barriers, nccl
+from elasticzero.agreement import LEAST, WIDTH, Agreement, join
+from elasticzero.barriers import Call
 from elasticzero.data import mixed
 from elasticzero.errors import OperatorError
 from elasticzero.gloo import destroy_process_group
 from elasticzero.meeting import Place
-from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
+from elasticzero.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.pacing import Word
 
 RELEASE_S = 0.5
@@ -43,7 +44,9 @@ _kept: list[dist.ProcessGroup] = []
 and such a thread may wait for that lock to drop a finished operation: destroying a group can hang
 (seen with torch 2.13, one time in six). So none is, until the process ends."""
 
-CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP)
+CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
+MAX_TEXT_BYTES = 512
+"""Maximum length of a text that one rank gives to all; the rest is cut off."""
 
 
 class Groups:
@@ -155,6 +158,33 @@ class Groups:
         peer's GPU has come. Gloo's collectives leave nothing behind."""
         if self._on_gpu:
             self.agreement.greatest(0)
+
+    def barrier(self, call: Call, number: int = 0, where: str = "") -> int:
+        """Wait until all ranks make this call; returns the greatest of their numbers.
+
+        Raises `UserError` on a rank that is at another call than the rest, `RetryError` on the
+        rest; where: what the error says of this rank's place.
+        """
+        if self.place.world_size == 1:
+            return number
+        rank = self.place.rank
+        fill = [LEAST] * (WIDTH - 3)
+        found = self.agreement.greatest_of([number, *fill, *barriers.marks(call, rank)])
+        barriers.check(found[-2:], call, rank, where)
+        return found[0]
+
+    def share_text(self, text: str | None) -> str:
+        """The text that one rank gives, the highest where several do; empty where none does. All
+        call this together."""
+        if self.place.world_size == 1:
+            return text or ""
+        source = self.agreement.greatest(-1 if text is None else self.place.rank)
+        table = torch.zeros(MAX_TEXT_BYTES, dtype=torch.int64)
+        if text is not None and source == self.place.rank:
+            data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+            table[: len(data)] = torch.tensor(list(data), dtype=torch.int64)
+        found = bytes(self.sum(table).tolist()).rstrip(bytes(1))
+        return found.decode(errors="ignore")
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors that the ranks give, on the CPU; all call this together."""
@@ -295,38 +325,51 @@ def _shut_down(fd: int) -> None:
 
 
 class ControlWord:
-    """What all ranks know alike at the same boundary: given at one, taken at the next."""
+    """What all ranks know alike at the same boundary: given in a step, taken at its end."""
 
     def __init__(self, groups: Groups | None) -> None:
         many = groups is not None and groups.place.world_size > 1
         self._agreement = groups.agreement if groups is not None and many else None
+        self._rank = groups.place.rank if groups is not None else 0
         self._given = False
 
-    def exchange(self, mine: Word, *, last: bool = False) -> Word | None:
-        """What counts of all ranks' words of the boundary before this one, None at the first; gives
-        this rank's.
+    def give(self, mine: Word) -> None:
+        """Give this rank's word of the step that it works on; once a step, later calls do nothing.
 
-        last: no boundary follows, so nothing is given.
+        It is given as the step's first backward begins: a rank that leaves its loop before that has
+        not given it, so that what it gives next meets the others' words and tells on it.
+        """
+        if self._agreement is not None and not self._given:
+            self._agreement.give(_numbers(mine, self._rank))
+            self._given = True
+
+    def take(self, mine: Word) -> Word | None:
+        """What counts of all ranks' words of the step that ends; None where none was given. For one
+        rank alone that is its own word of now.
+
+        Raises `RetryError` where another rank has left its loop.
         """
         if self._agreement is None:
             return mine
-        agreed = _word(self._agreement.take()) if self._given else None
-        self._given = not last and not (agreed is not None and agreed.flags)
-        if self._given:
-            self._agreement.give(_numbers(mine))
-        return agreed
+        if not self._given:
+            return None
+        self._given = False
+        numbers = self._agreement.take()
+        barriers.check(numbers[-2:], Call.STEP, self._rank, "")
+        return _word(numbers)
 
 
-def _numbers(word: Word) -> list[int]:
+def _numbers(word: Word, rank: int) -> list[int]:
     """A word as numbers of which the greatest count: each flag for itself, the least negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
     least = [-int(word.ready), -word.kept, -word.saved]
-    return [*flags, *least, word.unkept, word.unsaved, word.every]
+    most = [word.unkept, word.unsaved, word.every]
+    return [*flags, *least, *most, *barriers.marks(Call.STEP, rank)]
 
 
 def _word(numbers: Sequence[int]) -> Word:
     flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
-    ready, kept, saved, unkept, unsaved, every = numbers[len(CONTROL_FLAGS) :]
+    ready, kept, saved, unkept, unsaved, every, *_ = numbers[len(CONTROL_FLAGS) :]
     return Word(
         flags=flags,
         ready=bool(ready),

@@ -24,6 +24,8 @@ Indices = npt.NDArray[np.int64]
 ROUNDS = 8
 MASK64 = (1 << 64) - 1
 MAX_SAMPLES = 1 << 62
+KEPT_DATASETS = 256
+"""Maximum number of datasets whose use is remembered beside the present one's."""
 
 
 def mixed(value: int) -> int:
@@ -93,18 +95,46 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """How far a dataset is used over which no loop runs now."""
+
+    dataset: int
+    epoch: int
+    offset: int
+    order: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """How far the data is used, at a boundary."""
 
     loop: int = 0
-    """Which call of `session.batches` in the script, from 0."""
+    """Which loop over `session.batches` in the script, from 0."""
     epoch: int = 0
+    """Of this loop's dataset, counted over all loops over it."""
     offset: int = 0
-    """Samples of the epoch already used."""
+    """Samples of the epoch already used. All of them: the epoch's last step is applied, and
+    `on_epoch_end` has not run; once it has, the next epoch begins at 0."""
     steps: int = 0
     """Global batches of this loop already used."""
     order: Any = None
     """What the order depends on (`[samples, seed, shuffle]`), to refuse another in mid-epoch."""
+    dataset: int = 0
+    """Which dataset object the loop goes over, from 0, in the order in which loops first used
+    them."""
+    first_epoch: int = 0
+    """The epoch in which the loop began."""
+    others: tuple[Mark, ...] = ()
+    """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
+    stopped: str | None = None
+    """Why the script ended training for all ranks; None: it did not."""
+
+    def mark(self, dataset: int) -> Mark:
+        """How far a dataset is used."""
+        if dataset == self.dataset:
+            return Mark(dataset=dataset, epoch=self.epoch, offset=self.offset, order=self.order)
+        unused = Mark(dataset=dataset, epoch=0, offset=0)
+        return next((mark for mark in self.others if mark.dataset == dataset), unused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,46 +181,84 @@ class Plan:
                 f"{self.order.samples} samples, and drop_last drops what is left: nothing to do"
             )
 
-    @property
-    def total_steps(self) -> int:
-        """Global batches from the beginning to the end of the loop."""
+    def steps_from(self, position: Position) -> int:
+        """Global batches from `position` to the end of the loop."""
         whole, rest = divmod(self.order.samples, self.global_batch)
-        in_epochs = (whole + bool(rest and not self.drop_last)) * (self.epochs or 0)
-        if self.epochs is None:
-            return self.steps or 0
-        return in_epochs if self.steps is None else min(in_epochs, self.steps)
+        in_epoch = whole + bool(rest and not self.drop_last)
+        found = []
+        if self.epochs is not None:
+            at = self.wrapped(position)
+            left = self.order.samples - at.offset
+            in_first = (
+                left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+            )
+            epochs_left = at.first_epoch + self.epochs - at.epoch
+            found.append(in_first + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0)
+        if self.steps is not None:
+            found.append(max(0, self.steps - position.steps))
+        return min(found)
 
-    def start(self, position: Position, loop: int) -> Position:
-        """Where loop number `loop` begins when training goes on from `position`.
+    def start(self, position: Position, loop: int, dataset: int = 0) -> Position:
+        """Where loop number `loop`, over this dataset, begins when training goes on from
+        `position`.
 
-        Raises `UserError` when it would go on in the middle of an epoch of another order.
+        A loop goes on where the loop before it over the same dataset has ended, in the middle of an
+        epoch too; with another order (seed, shuffle, length) the next epoch begins instead. Raises
+        `UserError` when training would go on inside a loop, in mid-epoch, with another order.
         """
         order = [self.order.samples, self.order.seed, self.order.shuffle]
         if position.loop < loop:
-            return Position(loop=loop, order=order)
-        if position.offset and position.order not in (None, order):
+            mark = position.mark(dataset)
+            epoch, offset = mark.epoch, mark.offset
+            if offset and (mark.order != order or offset >= self.order.samples):
+                epoch, offset = epoch + 1, 0
+            left = [m for m in position.others if m.dataset not in (dataset, position.dataset)]
+            if position.dataset != dataset:
+                left.append(position.mark(position.dataset))
+            return Position(
+                loop=loop,
+                epoch=epoch,
+                offset=offset,
+                order=order,
+                dataset=dataset,
+                first_epoch=epoch,
+                others=tuple(left[-KEPT_DATASETS:]),
+                stopped=position.stopped,
+            )
+        known = position.order
+        if known not in (None, order) and position.offset >= known[0]:
+            position = replace(position, epoch=position.epoch + 1, offset=0)
+        if position.offset and known not in (None, order):
             raise UserError(
                 f"training stopped in the middle of an epoch over [samples, seed, shuffle] = "
                 f"{position.order}, and the script now has {order}: some samples would be used "
                 "twice and others never. Go on with the same dataset and seed, or start afresh "
                 "in another checkpoint directory"
             )
-        return replace(position, order=order)
+        return replace(position, order=order, dataset=dataset)
+
+    def ends_epoch(self, position: Position) -> bool:
+        """Whether no global batch of the position's epoch is left."""
+        left = self.order.samples - position.offset
+        return left <= 0 or (self.drop_last and left < self.global_batch)
+
+    def wrapped(self, position: Position) -> Position:
+        """The same position, at the beginning of the next epoch where one has ended."""
+        if not self.ends_epoch(position):
+            return position
+        return replace(position, epoch=position.epoch + 1, offset=0)
 
     def next(self, position: Position) -> tuple[GlobalBatch, Position] | None:
         """The global batch at `position` and the position after it; None at the end."""
-        samples, size = self.order.samples, self.global_batch
+        position = self.wrapped(position)
         epoch, offset = position.epoch, position.offset
-        left = samples - offset
-        if left <= 0 or (self.drop_last and left < size):
-            epoch, offset, left = epoch + 1, 0, samples
-        if self.epochs is not None and epoch >= self.epochs:
+        if self.epochs is not None and epoch >= position.first_epoch + self.epochs:
             return None
         if self.steps is not None and position.steps >= self.steps:
             return None
-        batch = GlobalBatch(epoch=epoch, start=offset, stop=offset + min(size, left))
-        after = replace(position, epoch=epoch, offset=batch.stop, steps=position.steps + 1)
-        return batch, after
+        stop = min(offset + self.global_batch, self.order.samples)
+        batch = GlobalBatch(epoch=epoch, start=offset, stop=stop)
+        return batch, replace(position, offset=stop, steps=position.steps + 1)
 
 
 def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:

@@ -7,6 +7,7 @@ import traceback
 
 import torch
 
+from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.collectives import Groups
 from elasticzero.entering import agree_on_saving, enter_world
@@ -50,12 +51,16 @@ class Generation:
         at = self.boundary
         if at is not None and at.copy is not None:
             at.settle()
+            at.agree_to_stop(Call.FINISH)
             with self.link.busy("writing the last checkpoint"):
                 at.captures.finish(at.copied())
+        elif self.groups is not None:
+            self.groups.barrier(Call.FINISH)
         if self.groups is not None:
             self.groups.agreement.greatest(0)
         self.link.check()
-        self.link.send(Finished(step=at.step if at is not None else 0))
+        step, reason = (at.step, at.stopped) if at is not None else (0, None)
+        self.link.send(Finished(step=step, reason=reason or ""))
 
     def close(self) -> None:
         """All ranks have finished; the script goes on alone."""

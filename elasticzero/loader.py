@@ -180,6 +180,13 @@ class Progress:
             )
         return self.batch, self.part
 
+    @property
+    def is_partial(self) -> bool:
+        """Some of the global batch's gradient is computed, and its step is not applied."""
+        if self.batch is None or self.part is None:
+            return False
+        return not (self.part.last and self.stepped) and (self._weighed or self.backward)
+
     def indices(self) -> list[int]:
         """The dataset indices of the whole global batch."""
         if self.batch is None or self.plan is None:
@@ -188,6 +195,6 @@ class Progress:
         indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
         return [int(index) for index in indices]
 
-    def total(self, step: int, steps_of_loop: int) -> int:
-        """Steps of the whole run, if this loop is its last."""
-        return step - steps_of_loop + self.plan.total_steps if self.plan is not None else 0
+    def total(self, step: int, after: Position) -> int:
+        """Steps of the whole run, if this loop is its last. after: where `step` leaves the data."""
+        return step + self.plan.steps_from(after) if self.plan is not None else 0

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-FLAG_LEAVE, FLAG_GROW, FLAG_STOP = 1, 2, 4
-"""Bits of the control word: a node leaves, the world grows, the job is stopped."""
+FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
+"""Bits of the control word: a node leaves, the world grows, the job is stopped by an operator; the
+script ends training by `session.stop`."""
 
 Blame = Literal["user", "peer", "checkpoint", "environment"]
 """Of a failure. user: the script or its input; peer: another rank went away; checkpoint: a damaged
@@ -259,6 +260,8 @@ class Finished:
     """Worker to agent: the training function returned after `step` steps."""
 
     step: int
+    reason: str = ""
+    """Why the script ended training early, by `session.stop`; the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

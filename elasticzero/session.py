@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
 from elasticzero.data import Order, Plan
@@ -19,8 +20,9 @@ from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
 from elasticzero.generation import Generation
 from elasticzero.link import AgentLink
-from elasticzero.loader import Progress, Reading, Walk, length_of
-from elasticzero.messages import Logged, Looped, Restored, Stepped
+from elasticzero.loader import Reading, Walk, length_of
+from elasticzero.loops import Loops
+from elasticzero.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.state import NamedModel, SmallState, Stateful
 from elasticzero.survival import Origin, Over, survive
@@ -71,8 +73,7 @@ class Session:
         self._generation = generation
         self._link = generation.link
         self._assignment = generation.link.assignment
-        self._loops = 0
-        self._progress = Progress()
+        self._loops = Loops(generation.link)
         self.device = generation.device
         """Where batches arrive and the model is."""
 
@@ -102,7 +103,36 @@ class Session:
     @property
     def batch_indices(self) -> list[int]:
         """The dataset indices of the whole current global batch, on all ranks together."""
-        return self._progress.indices()
+        return self._loops.progress.indices()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the global batch that is being worked on, from 0, counted over all loops
+        over the same dataset object.
+
+        In `on_epoch_end` it is the one that has ended, after a loop that of the loop's last batch;
+        after a loop that an earlier generation has done it is the one in which training stands.
+        """
+        return self._loops.epoch
+
+    @property
+    def stopped(self) -> str | None:
+        """Why training was ended by `stop`, once all ranks know; None: it was not."""
+        at = self._generation.boundary
+        return at.stopped if at is not None else None
+
+    def stop(self, reason: str) -> None:
+        """End training for all ranks; any of them may call this, at any time.
+
+        All ranks leave their loop at the same boundary, at most one step later, as if it had come
+        to its end, and loops after it give nothing; the code after the loops runs. The state is
+        saved, and the job ends as finished, with this reason. A run that is begun anew from its
+        last checkpoint (`--restart`) goes on.
+        """
+        at = self._prepared("stop")
+        if not isinstance(reason, str) or not reason.strip():
+            raise UserError("session.stop takes the reason as a text, which the job ends with")
+        at.asked = " ".join(reason.split())
 
     def prepare(
         self, model: nn.Module, optimizer: OptimizerFactory, *, strategy: str | None = None
@@ -183,12 +213,16 @@ class Session:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
+        on_epoch_end: Callable[[], object] | None = None,
     ) -> Iterator[Any]:
         """This rank's micro-batches, from where training stands to the end of the loop.
 
         global_batch: samples in a step over all ranks. micro_batch: samples at once on one rank,
         by default its whole part. Call `backward` and `step` for each. The order of samples
-        depends on `seed` and the epoch only.
+        depends on `seed` and the epoch only. A loop goes on where the last one over the same
+        dataset object has ended, so that `for epoch in range(3)` around one with `epochs=1` is the
+        same as `epochs=3`. on_epoch_end: called on all ranks after the last step of each epoch,
+        before the state is captured; its effect on what is tracked counts exactly once.
         """
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
@@ -211,39 +245,7 @@ class Session:
             dataset=dataset, device=self.device, collate_fn=collate_fn, num_workers=num_workers
         )
         walk = Walk(plan=plan, rank=self.rank, world_size=self.world_size, micro_batch=micro_batch)
-        self._loops += 1
-        return self._walk(walk, reading, self._loops - 1)
-
-    def _walk(self, walk: Walk, reading: Reading, loop: int) -> Iterator[Any]:
-        at = self._prepared("batches")
-        at.settle()
-        self._progress = Progress()
-        if loop < at.position.loop:
-            return
-        at.position = position = walk.plan.start(at.position, loop)
-        progress = self._progress = Progress(walk.plan)
-        data = reading.batches(walk.indices(position))
-        try:
-            for batch, after in walk.steps(position):
-                at.reach()
-                at.next_position = after
-                progress.begin(batch)
-                for part in walk.parts(batch):
-                    began_s = time.monotonic()
-                    samples = next(data)
-                    progress.present(part, time.monotonic() - began_s)
-                    at.strategy.expect(last=part.last)
-                    yield samples
-                    if not progress.stepped:
-                        raise UserError(
-                            "session.step() was not called for this micro-batch; call "
-                            "session.backward(loss) and session.step() for each, also for those "
-                            "where step() returns False"
-                        )
-            at.reach(last=True)
-        finally:
-            self._link.send(Looped())
-        self._progress = Progress()
+        return self._loops.walk(self._prepared("batches"), walk, reading, on_epoch_end)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss to that of the global batch.
@@ -251,7 +253,7 @@ class Session:
         weight: what the mean is over, in place of the number of samples (tokens, say); then give
         it for every micro-batch.
         """
-        at, progress = self._prepared("backward"), self._progress
+        at, progress = self._prepared("backward"), self._loops.progress
         batch, part = progress.current("backward")
         if progress.backward:
             raise UserError("session.backward was called twice for one micro-batch")
@@ -263,6 +265,7 @@ class Session:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
         progress.weigh(None if weight is None else amount)
+        at.begin_backward()
         at.strategy.backward(loss, amount / len(batch))
         progress.backward = True
 
@@ -271,7 +274,7 @@ class Session:
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters.
         """
-        at, progress = self._prepared("step"), self._progress
+        at, progress = self._prepared("step"), self._loops.progress
         batch, part = progress.current("step")
         if not progress.backward:
             raise UserError("session.backward(loss) was not called before session.step()")
@@ -291,14 +294,14 @@ class Session:
                 step_s=step_s,
                 data_wait_s=progress.data_wait_s,
                 samples=len(batch),
-                total=progress.total(at.step, at.next_position.steps),
+                total=progress.total(at.step, at.next_position),
             )
         )
         return True
 
     def _weight_factor(self, samples: int) -> float:
         """What turns a mean over samples into one over the weights that the script gave."""
-        total = self._progress.weights
+        total = self._loops.progress.weights
         if total is None:
             return 1.0
         if self._generation.groups is not None:
@@ -325,6 +328,8 @@ class Session:
         at = self._prepared("evaluate")
         reading = Reading(dataset=dataset, device=self.device, collate_fn=collate_fn)
         groups = self._generation.groups
+        if groups is not None:
+            groups.barrier(Call.EVALUATE, where=f" after step {at.step}")
         with (
             self.busy("evaluating"),
             evaluating(at.strategy.model, at.small.buffers, groups),
@@ -350,7 +355,7 @@ class Session:
                 yield
         finally:
             if not self._link.is_busy:
-                self._progress.excuse(began_s)
+                self._loops.progress.excuse(began_s)
 
     def _prepared(self, call: str) -> Boundary:
         at = self._generation.boundary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from elasticzero.data import (
     share,
 )
 from elasticzero.errors import UserError
+from elasticzero.records import decode, encode
 
 sizes = st.integers(1, 2000)
 seeds = st.integers(-(2**70), 2**70)
@@ -128,13 +130,13 @@ def test_a_changed_batch_size_goes_on_from_the_same_sample(
 def test_total_steps_counts_what_the_loop_does(samples: int, size: int, epochs: int) -> None:
     order = Order(samples=samples)
     plan = Plan(order=order, global_batch=size, epochs=epochs)
-    assert plan.total_steps == len(walk(plan, Position()))
+    assert plan.steps_from(Position()) == len(walk(plan, Position()))
     both = replace(plan, steps=7)
-    assert both.total_steps == len(walk(both, Position())) <= 7
+    assert both.steps_from(Position()) == len(walk(both, Position())) <= 7
     if size <= samples:
         short = replace(plan, drop_last=True)
         batches = walk(short, Position())
-        assert short.total_steps == len(batches)
+        assert short.steps_from(Position()) == len(batches)
         assert {len(batch) for batch in batches} == {size}
 
 
@@ -164,7 +166,76 @@ def test_another_order_in_mid_epoch_is_refused() -> None:
     other = Plan(order=Order(samples=10, seed=1), global_batch=4, epochs=2)
     with pytest.raises(UserError, match="some samples would be used twice"):
         other.start(found[1], 0)
-    assert other.start(found[1], 1) == Position(loop=1, order=[10, 1, True])
+    after = other.start(found[1], 1)
+    assert (after.epoch, after.offset, after.first_epoch, after.order) == (1, 0, 1, [10, 1, True])
+
+
+def test_another_order_after_a_whole_epoch_is_taken() -> None:
+    """`[…] stopped in the middle of an epoch`, it said of an epoch that was complete."""
+    ended = Position(epoch=0, offset=10, steps=3, order=[10, 0, True])
+    longer = Plan(order=Order(samples=12, seed=0), global_batch=4, epochs=2)
+    position = longer.start(ended, 0)
+    assert [(b.epoch, b.start) for b in walk(longer, position)] == [(1, 0), (1, 4), (1, 8)]
+
+
+@given(
+    samples=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    loops=st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(1, 9),
+            st.one_of(st.none(), st.integers(1, 3)),
+            st.one_of(st.none(), st.integers(0, 12)),
+            st.integers(1, 1000),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    broken=st.lists(st.integers(0, 60), max_size=4),
+)
+def test_loops_use_each_sample_once_an_epoch(
+    samples: list[int],
+    loops: list[tuple[int, int, int | None, int | None, int]],
+    broken: list[int],
+) -> None:
+    """Over the same datasets in turn, with steps, epochs and breaks, and begun again anywhere."""
+    used: dict[int, list[tuple[int, int]]] = {}
+    position, count = Position(), 0
+    for number, (dataset, size, epochs, steps, breaks_after) in enumerate(loops):
+        dataset %= len(samples)
+        if epochs is None and steps is None:
+            epochs = 1
+        order = Order(samples=samples[dataset])
+        plan = Plan(order=order, global_batch=size, epochs=epochs, steps=steps)
+        position = plan.start(position, number, dataset)
+        expected, done = plan.steps_from(position), 0
+        while (found := plan.next(position)) is not None and done < breaks_after:
+            batch, after = found
+            position = plan.wrapped(after) if number % 2 else after
+            into = used.setdefault(dataset, [])
+            into += [(batch.epoch, p) for p in range(batch.start, batch.stop)]
+            done, count = done + 1, count + 1
+            if count in broken:  # another generation
+                position = decode(Position, json.loads(json.dumps(encode(position))))
+                position = plan.start(position, number, dataset)
+            assert plan.steps_from(position) == expected - done
+        assert done == min(expected, breaks_after)
+    for dataset, places in used.items():
+        length = samples[dataset]
+        assert places == [divmod(i, length) for i in range(len(places))]
+
+
+def test_another_seed_begins_another_epoch() -> None:
+    by_hand = [
+        Plan(order=Order(samples=10, seed=seed), global_batch=4, steps=2) for seed in range(3)
+    ]
+    position, seen = Position(), []
+    for loop, plan in enumerate(by_hand):
+        position = plan.start(position, loop)
+        for batch in walk(plan, position):
+            seen.append((batch.epoch, batch.start))
+        position = replace(position, offset=8, steps=2)
+    assert seen == [(0, 0), (0, 4), (1, 0), (1, 4), (2, 0), (2, 4)]
 
 
 @pytest.mark.parametrize(

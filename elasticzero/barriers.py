@@ -1,0 +1,67 @@
+"""What each rank is at when the ranks agree on something, so that one that is elsewhere is named.
+
+Every message of the tree (`agreement`) that a session sends carries two numbers more: the call that
+the rank is at and the rank itself, and the same negated. Of all ranks the greatest of the first is
+that of a rank whose call is the highest, of the second that of one whose call is the lowest; they
+differ where a rank has left its loop, or is alone in a call that all ranks must make.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from elasticzero.errors import RetryError, UserError
+
+_SHIFT = 32
+ADVICE = (
+    "all ranks must come to the same calls; to end a loop on all ranks, call "
+    "session.stop(reason) on any of them"
+)
+
+
+class Call(IntEnum):
+    """What a rank is at. Of two that differ the higher is taken for the one that is astray."""
+
+    STEP = 0
+    EPOCH_END = 1
+    LOOP = 2
+    EVALUATE = 3
+    STATE_DICT = 4
+    FINISH = 5
+
+
+WORDS = {
+    Call.STEP: "is at the next step of its loop",
+    Call.EPOCH_END: "is at the end of an epoch",
+    Call.LOOP: "begins a loop over session.batches",
+    Call.EVALUATE: "is in session.evaluate",
+    Call.STATE_DICT: "is in session.state_dict",
+    Call.FINISH: "has come to the end of the training function",
+}
+
+
+def marks(call: Call, rank: int) -> tuple[int, int]:
+    """The two numbers that a message of this rank carries."""
+    mark = (int(call) << _SHIFT) + rank
+    return mark, -mark
+
+
+def check(found: Sequence[int], call: Call, rank: int, where: str) -> None:
+    """Raise where the ranks are at different calls: `UserError` on one that is astray, `RetryError`
+    on the others.
+
+    found: the greatest of all ranks' two numbers. where: what is to be said of this rank's place.
+    """
+    highest, lowest = found[0], -found[1]
+    if highest < 0 or highest >> _SHIFT == lowest >> _SHIFT:
+        return  # no rank gave a mark, or all are at the same call
+    low, low_rank = Call(lowest >> _SHIFT), lowest & ((1 << _SHIFT) - 1)
+    if call == low:
+        high, high_rank = Call(highest >> _SHIFT), highest & ((1 << _SHIFT) - 1)
+        raise RetryError(f"rank {high_rank} {WORDS[high]}, while rank {rank} {WORDS[call]}")
+    raise UserError(
+        f"rank {rank} {WORDS[call]}{where}, while rank {low_rank} {WORDS[low]}: {ADVICE}"
+    )
