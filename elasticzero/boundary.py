@@ -117,7 +117,8 @@ class Boundary:
         asks = self.asked is not None
         if self._groups is not None:
             left = f", having left its loop at {self.left_at}" if self.left_at else ""
-            asks = bool(self._groups.barrier(call, int(asks), f" after step {self.step}{left}"))
+            with self._link.awaiting(self.left_at):
+                asks = bool(self._groups.barrier(call, int(asks), f" after step {self.step}{left}"))
         if asks:
             self._stop()
 

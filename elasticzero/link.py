@@ -24,6 +24,7 @@ from elasticzero.messages import (
     Kept,
     Locate,
     Located,
+    Looped,
     Message,
     Request,
     Resume,
@@ -83,6 +84,8 @@ class AgentLink:
         self._doing: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._on_abort: Callable[[], None] = lambda: None
+        self.awaits = ""
+        """Where the main thread left its loop, while it waits for the other ranks to do so."""
         self.ending = threading.Event()
         """A thread is at the stop protocol."""
         self._end_lock = threading.Lock()
@@ -159,6 +162,7 @@ class AgentLink:
         self.kept = self.unkept = self.saved = self.unsaved = -1
         self.saves = queue.SimpleQueue()
         self._doing.clear()
+        self.awaits = ""
         self._on_abort = lambda: None
         self._assignments.put(replace(assignment, store_fd=self._channel.taken_fd()))
 
@@ -181,6 +185,18 @@ class AgentLink:
         finally:
             self._doing.pop()
             self.send(Busy(doing=self._doing[-1] if self._doing else None))
+
+    @contextmanager
+    def awaiting(self, left_at: str) -> Iterator[None]:
+        """A section that waits for the other ranks, where this one left its loop early."""
+        if not left_at:
+            yield
+            return
+        self.awaits = f", having left its loop at {left_at}"
+        self.send(Looped(awaits=True))
+        yield
+        self.awaits = ""
+        self.send(Looped())
 
     @property
     def is_busy(self) -> bool:
@@ -205,7 +221,8 @@ class AgentLink:
                 case Locate():
                     place, waits = main_thread()
                     waits = waits or torch.cuda.is_initialized()
-                    self.send(Located(place=place, waits=waits))
+                    left = bool(self.awaits)
+                    self.send(Located(place=place + self.awaits, waits=waits, left=left))
                 case Save():
                     self.saves.put(message)
                 case Kept(step=step, error=None):

@@ -168,6 +168,10 @@ class Busy:
 class Looped:
     """Worker to agent: out of the loop over batches; no step is due until the next begins."""
 
+    awaits: bool = False
+    """It left the loop before its end, and waits for the other ranks to do so: not for as long as
+    what a script does after its loop may take."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
@@ -178,6 +182,8 @@ class Located:
     waits: bool
     """It is inside a collective, a backward that ends in one, or uses a GPU, whose collectives are
     waited for anywhere: it may wait for its peers."""
+    left: bool = False
+    """It left its loop before the end, and waits for the other ranks to do so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,6 +213,7 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
         if phase == "stalled"
         else None,
         final_step=view.workers.step if phase in ("finished", "stopped") else None,
+        end_reason=view.workers.end_reason if phase == "finished" else "",
     )
     return wait(reason) if view.my_report == report else Decision((PutReport(report),), reason)
 

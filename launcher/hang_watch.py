@@ -53,7 +53,8 @@ class Pace:
     progress_s: float = 0.0
     """When it last said something that shows progress."""
     in_loop: bool = False
-    """It has made a step, and is in the loop over batches."""
+    """It has made a step, and is in the loop over batches, or left it early and waits for the
+    other ranks."""
     busy: bool = False
     over: bool = False
     """Its process has ended, or waits for another generation."""
@@ -145,8 +146,8 @@ class HangWatch:
                 now_s = message.at_s
                 self._steps_s.append(max(0.0, now_s - pace.progress_s))
                 pace.step, pace.in_loop = message.step, True
-            case Looped():
-                pace.in_loop = False
+            case Looped(awaits=awaits):
+                pace.in_loop = awaits
             case Busy():
                 pace.busy = message.doing is not None
             case Attached():
@@ -223,6 +224,7 @@ class HangWatch:
         self.deaf |= {silence.rank for silence in silences if silence.deaf}
         self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}
         all_wait = len(found) == sum(pace.expected for pace in self._paces.values())
+        found.sort(key=lambda failure: not failure.final)
         self._stalled = found[0] if found and all_wait and not self.guilty else None
         return found
 

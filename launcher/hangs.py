@@ -3,14 +3,16 @@
 Pure. Rules:
  P1  In the loop over batches a step is due within --hang-timeout after the last one; with `auto`
      within STEPS_LONG times the longest of the last steps, but not before FLOOR_S.
- P2  Before the first step of a generation, and out of the loop, FIRST_STEP_S are allowed.
+ P2  Before the first step of a generation, and out of the loop, FIRST_STEP_S are allowed. A worker
+     that left its loop before the end, and waits for the other ranks to do so, is due as in P1.
  P3  In a `session.busy(…)` section no step is due.
  P4  A process that a signal has stopped is due as in P1, whatever it was at, until its training is
      over: also one that is in a busy section, one whose script is starting, and a plain script's.
  P5  A worker that is stopped is to blame; so is one past its time that does not answer, or is in
      code of its own. One that is in a collective, or uses a GPU, may wait for a peer, on this node
      or another, that is busy or to blame: it is not. If every node says so of all its workers, each
-     past its own time, they wait for each other.
+     past its own time, they wait for each other; where one of them left its loop alone, that is the
+     script's fault, for good.
  P6  After the alarm those that could not obey are killed at once; the others are told to stop, and
      killed HANG_STOP_S later. So it is where a worker is to blame here and the alarm is of another
      failure.
@@ -116,6 +118,7 @@ def blame(silence: Silence) -> Failure:
         blame="hung" if guilty else "peer",
         message=f"no step for {silence.silent_s:.1f} s {after}; {found}",
         step=silence.step,
+        final=not guilty and said is not None and said.left,
     )
 
 
@@ -125,10 +128,12 @@ def deadlock(me: str, reports: Sequence[Report | None]) -> Alarm | None:
     if "stalled" not in phases or phases - {"stalled", "finished"}:
         return None
     waiting = [r.failure for r in reports if r is not None and r.failure is not None]
+    waiting.sort(key=lambda failure: not failure.final)
     parts = [f"rank {failure.rank}: {failure.message}" for failure in waiting[:RANKS_SHOWN]]
     more = [f"and {len(waiting) - RANKS_SHOWN} more"] if len(waiting) > RANKS_SHOWN else []
     reason = "; ".join(["the ranks wait for each other", *parts, *more])
-    return Alarm(node=me, kind="hang", reason=reason)
+    left = next((failure.rank for failure in waiting if failure.final), None)
+    return Alarm(node=me, kind="hang", reason=reason, left=left)
 
 
 def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
@@ -137,3 +142,14 @@ def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
         return None
     index = next((i for i, m in enumerate(world.members) if m.node == alarm.node), 0)
     return alarm.node, Failure(rank=world.first_rank(index), blame="peer", message=alarm.reason)
+
+
+def left_alone(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
+    """The failure of a rank that left its loop alone, for which all others wait: P5."""
+    if alarm is None or alarm.left is None:
+        return None
+    for index, member in enumerate(world.members):
+        if alarm.left in world.ranks(index):
+            own = Failure(rank=alarm.left, blame="user", message=alarm.reason, final=True)
+            return member.node, own
+    return None

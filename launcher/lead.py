@@ -188,7 +188,9 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     reports = [view.reports.get(member.node) for member in world.members]
     if all(report is not None and report.phase == "finished" for report in reports):
         step = max(report.final_step or 0 for report in reports if report is not None)
-        done = Done(outcome="finished", step=step, reason=f"finished after step {step}")
+        early = max(report.end_reason for report in reports if report is not None)
+        reason = f"finished after step {step}" + (f": {early}" if early else "")
+        done = Done(outcome="finished", step=step, reason=reason)
         return Decision((WriteDone(done),), done.reason)
     if (alarm := deadlock(view.me.node, reports)) is not None:
         return Decision((RaiseAlarm(alarm),), alarm.reason)

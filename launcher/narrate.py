@@ -62,6 +62,8 @@ class Narrator:
         """Steps of which it was said that they were not saved."""
         self._shown_s = 0.0
         self._stopped = False
+        self._early = ""
+        """Why the script ended training early."""
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(
@@ -110,6 +112,8 @@ class Narrator:
                 self.say(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
             case "exit":
                 self._stopped |= event.get("outcome") == "stopped"
+                if event.get("outcome") == "finished":
+                    self._early = event.get("reason", "").partition(": ")[2]
                 if event["code"] == ExitCode.LEFT:
                     self.say(f"{node} has left", at_s)
 
@@ -187,6 +191,8 @@ class Narrator:
         again = counted(self.lineage.recomputed, "step")
         if code == ExitCode.DONE:
             how = "stopped" if self._stopped else "done"
-            self.say(f"{how}: {counted(self.step, 'step')}, {generations}, {again} recomputed")
+            why = f"; {self._early}" if self._early else ""
+            done = counted(self.step, "step")
+            self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

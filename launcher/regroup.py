@@ -22,7 +22,7 @@ from elasticzero.launcher.blame import (
     strikes,
 )
 from elasticzero.launcher.ending import given_up, passed_over, stop, too_damaged
-from elasticzero.launcher.hangs import deadlocked
+from elasticzero.launcher.hangs import deadlocked, left_alone
 from elasticzero.launcher.lead import NAMES_SHOWN, answers_of, candidates_of, count_of
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import (
@@ -60,7 +60,7 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
     present = {m.node: answers[m.node] for m in answered}
     reports = {node: report for node, report in present.items() if node not in late}
-    cause = root_cause(reports) or deadlocked(world, view.alarm)
+    cause = left_alone(world, view.alarm) or root_cause(reports) or deadlocked(world, view.alarm)
     resume = choose_resume(world, reports, view.storage_step)
     do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
     if view.storage_pending is not None and not do_without:

@@ -407,7 +407,8 @@ class Telling:
     def close(self, code: ExitCode | None) -> None:
         """The last words: if the job failed, the error that brought it about, once."""
         done = self._done
-        self.note("exit", code=code, outcome=done.outcome if done is not None else None)
+        outcome, reason = (done.outcome, done.reason) if done is not None else (None, "")
+        self.note("exit", code=code, outcome=outcome, reason=reason)
         if done is not None and done.outcome == "failed":
             lines = [f"error: {done.reason}"]
             if len(done.setbacks) > 1:

@@ -104,6 +104,8 @@ class Workers:
     """Processes alive that are out of the loop, and may be writing their snapshot."""
     finished: bool = False
     """All ended well, the training function done."""
+    end_reason: str = ""
+    """Why the script ended training early, where it did."""
     at_boundary: bool = False
     """They left the loop together, as asked by some node."""
     failed: bool = False

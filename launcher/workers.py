@@ -248,7 +248,8 @@ class Gang:
                 worker.waiting = True
             case Finished():
                 worker.finished = True
-                self._view = replace(self._view, step=max(self._view.step, message.step))
+                step, reason = max(self._view.step, message.step), message.reason
+                self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
                 worker.stopping = message
                 wanted = message.clean and not (message.complete and self._complete_given)
@@ -270,12 +271,12 @@ class Gang:
                 pass
 
     def _judge_exit(self, worker: Worker) -> None:
-        """An exit that no message explains is a failure of its own; a plain script says nothing at
-        all."""
+        """An exit that no message explains is a failure of its own, with status 0 too (`os._exit`);
+        a plain script says nothing at all."""
         code = worker.exit_code or 0
         if worker.failed or worker.stopping:
             return
-        if code == 0:
+        if code == 0 and (worker.finished or not worker.attached):
             worker.finished = True
             return
         if self._view.aborted_s is not None:
@@ -285,7 +286,7 @@ class Gang:
             text = f"killed by {_signal_name(-code)}"
             self._fail(Failure(rank=worker.rank, blame="killed", message=text, step=step))
         else:
-            text = f"exited with status {code}"
+            text = f"exited with status {code}" + " before its training was done" * (code == 0)
             self._fail(Failure(rank=worker.rank, blame="user", message=text, step=step))
 
     def _blame(self, worker: Worker, message: Failed) -> None:

@@ -161,6 +161,8 @@ class Alarm:
     node: str
     kind: Literal["failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
+    left: int | None = None
+    """Of a hang: the rank that left its loop alone, for which the others wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,8 @@ class Report:
     world: str = ""
     """Token of the generation that it is about: there may be two of one number where the store has
     lost its data. Empty: not told."""
+    end_reason: str = ""
+    """Phase finished: why the script ended training early, by `session.stop`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -112,3 +113,25 @@ def test_a_held_lock_and_a_collective_that_others_do_not_call(
     assert all(log_of(told, node).count("made no step for") >= 2 for node in told.cluster.nodes)
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "checkpoints", reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_breaks_before_its_forward_is_found(
+    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+) -> None:
+    """Under zero3 the others wait in their forward, and it waits for them: for 30 minutes."""
+    told = {
+        "log": str(tmp_path / "log"),
+        "loops": [{"epochs": 100}],
+        "strategy": "zero3",
+        "exit": [1, 5, "before"],
+    }
+    given = ["--nnodes", "2", "--hang-timeout", str(TIMEOUT_S), "--lease-ttl", "2"]
+    script = [str(SCRIPTS / "loops.py"), json.dumps(told)]
+    with story(tmp_path, etcd.endpoint, job, [*given, *script], nodes=2) as seen:
+        codes = seen.wait_for_end()
+    assert set(codes.values()) == {70}, seen.logs()
+    reason = next(event["reason"] for event in seen.of("round"))
+    assert "the ranks wait for each other" in reason, reason
+    assert len(seen.of("world")) == 2, "it is not tried again"
+    assert re.search(r"rank 1: .*, having left its loop at loops.py:\d+ in _loop", reason), reason

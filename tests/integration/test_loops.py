@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.data import Order
-from elasticzero.messages import FLAG_LEAVE, Request, Resume
+from elasticzero.messages import FLAG_LEAVE, Failed, Finished, Request, Resume, Stopping
 from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
 
@@ -49,10 +50,11 @@ def used(told: dict[str, Any], loop_of: dict[int, int]) -> dict[int, list[int]]:
     return found
 
 
-def epochs_of(dataset: int, count: int) -> list[list[int]]:
+def in_order(dataset: int, epochs: int) -> list[int]:
+    """The samples of a dataset's first epochs."""
     samples = loops.SAMPLES[dataset]
     order = Order(samples=samples)
-    return [[int(i) for i in order.indices(epoch, 0, samples)] for epoch in range(count)]
+    return [int(i) for epoch in range(epochs) for i in order.indices(epoch, 0, samples)]
 
 
 def test_the_usual_epoch_loop_reshuffles(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_the_usual_epoch_loop_reshuffles(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), json.dumps(told)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert used(told, dict.fromkeys(range(3), 0)) == {0: sum(epochs_of(0, 3), [])}
+    assert used(told, dict.fromkeys(range(3), 0)) == {0: in_order(0, 3)}
     steps = [line for line in lines(told) if "samples" in line]
     assert [line["epoch"] for line in steps] == [0] * 6 + [1] * 6 + [2] * 6
     assert [line["end"] for line in lines(told) if "end" in line] == [0, 1, 2]
@@ -107,7 +109,7 @@ def test_generations_end_around_an_epochs_end(pool: Pool, tmp_path: Path, strate
         assert resume.step == at
     assert start(pool, tmp_path, 2, told, generation=6, resume=resume).finish() == 23
     found = used(told, {0: 0, 1: 1, 2: 0, 3: 1, 4: 0})
-    assert found == {0: sum(epochs_of(0, 3), []), 1: epochs_of(1, 1)[0]}
+    assert found == {0: in_order(0, 3), 1: in_order(1, 1)}
     assert lines(told)[-1]["ended"] == [0, 0, 1, 2]
     ran = [
         (line["step"], line["end"])
@@ -115,3 +117,82 @@ def test_generations_end_around_an_epochs_end(pool: Pool, tmp_path: Path, strate
         if line.get("rank") == 0 and "end" in line
     ]
     assert ran == [(6, 0), (15, 0), (17, 1), (23, 2)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_any_rank_may_end_training_for_all(pool: Pool, tmp_path: Path, world: int) -> None:
+    """`session.stop` in a step: all ranks leave at one boundary, and the state is saved."""
+    directory = tmp_path / "checkpoints"
+    told = {
+        "log": str(tmp_path / "log"),
+        "loops": [{"epochs": 100}, {"dataset": 1, "epochs": 1}],
+        "stop": [world - 1, 5],
+    }
+    running = start(pool, tmp_path, world, told, checkpoint_dir=str(directory))
+    step = running.finish()
+    assert 5 <= step <= 6
+    assert {w.last(Finished).step for w in running.workers} == {step}
+    assert {w.last(Finished).reason for w in running.workers} == {"good enough"}
+    steps = [line["step"] for line in lines(told) if "samples" in line]
+    assert steps.count(step) == world and max(steps) == step
+    assert lines(told)[-1] == {"ended": [], "stopped": "good enough"}
+    assert [path.name for path in directory.glob("step-*")] == [step_directory(step)]
+
+
+def test_a_stop_after_validation_ends_the_loop_at_once(pool: Pool, tmp_path: Path) -> None:
+    """Early stopping: no step of the next epoch is made, though one rank alone asked for it."""
+    told = {
+        "log": str(tmp_path / "log"),
+        "loops": [{"epochs": 1}] * 5,
+        "ends": True,
+        "stop_after_epoch": [1, 1],
+    }
+    running = start(pool, tmp_path, 2, told)
+    assert running.finish() == 12
+    assert lines(told)[-1] == {"ended": [0, 1], "stopped": "the validation loss rises"}
+    assert running.workers[0].last(Finished).reason == "the validation loss rises"
+
+
+def test_a_stop_holds_in_the_next_generation(pool: Pool, tmp_path: Path) -> None:
+    """A generation that ends at the very boundary at which training was ended."""
+    told = {
+        "log": str(tmp_path / "log"),
+        "loops": [{"epochs": 100}],
+        "stop": [0, 5],
+        "hold": str(tmp_path / "hold"),
+        "hold_at": 6,
+    }
+    running = start(pool, tmp_path, 2, told)
+    ask_at(running, told)
+    resume = running.resume()
+    assert resume.step == 6
+    again = start(pool, tmp_path, 2, told, generation=2, resume=resume)
+    assert again.finish() == 6
+    assert again.workers[1].last(Finished).reason == "good enough"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "where"),
+    [
+        ({"leave": [1, 5, "break"]}, "after step 5, having left its loop at loops.py:"),
+        ({"exit": [1, 5, "after"]}, "after step 5, having left its loop at loops.py:"),
+        ({"exit": [1, 5, "before"]}, "after step 5, having left its loop at loops.py:"),
+        ({"exit": [0, 5, "before"]}, "after step 5, having left its loop at loops.py:"),
+        ({"evaluate": [1, 5, "after"]}, "is in session.evaluate after step 5"),
+        ({"evaluate": [0, 5, "before"]}, "is in session.evaluate after step 5"),
+    ],
+)
+def test_a_rank_that_leaves_its_loop_alone_is_named(
+    pool: Pool, tmp_path: Path, leaves: dict[str, Any], where: str
+) -> None:
+    """All others waited, up to 30 minutes, or one of them was blamed."""
+    told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 100}], **leaves}
+    running = start(pool, tmp_path, 3, told)
+    running.until(running.ended, 30)
+    (leaver,) = {**leaves}.values()
+    failures = {w.rank: w.last(Failed) for w in running.workers}
+    own = failures.pop(leaver[0])
+    assert own.blame == "user" and own.final and f"rank {leaver[0]} " in own.message
+    assert "session.stop(reason)" in own.message and where in own.message, own.message
+    assert {failure.blame for failure in failures.values()} == {"peer"}, running.logs()
+    assert all(w.last(Stopping).clean for w in running.workers if w.rank != leaver[0])

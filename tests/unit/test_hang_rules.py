@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.hangs import Silence, blame, overdue
+from elasticzero.launcher.hangs import Silence, blame, deadlock, left_alone, overdue
 from elasticzero.launcher.view import Limits, Workers
-from elasticzero.messages import Located
+from elasticzero.launcher.world import Member, Report, World
+from elasticzero.messages import Located, Resume
 
 AUTO = Limits(min_nodes=1, max_nodes=2)
 GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)
@@ -59,3 +60,29 @@ def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> N
     failure = blame(Silence(**known))  # type: ignore[arg-type]
     assert (failure.rank, failure.blame) == (3, guilty)
     assert words in failure.message
+
+
+def test_a_rank_that_left_its_loop_alone_is_to_blame_for_good() -> None:
+    left = Located(place="train.py:9, having left its loop at train.py:7", waits=True, left=True)
+    known = {"silent_s": 4.0, "overdue": True, "state": "S"}
+    astray = blame(Silence(rank=2, step=8, located=left, **known))  # type: ignore[arg-type]
+    waits = blame(Silence(rank=0, step=8, located=WAITS, **known))  # type: ignore[arg-type]
+    assert (astray.blame, astray.final, waits.final) == ("peer", True, False)
+    reports = [
+        Report(incarnation="1", phase="stalled", failure=failure) for failure in (waits, astray)
+    ]
+    alarm = deadlock("a", reports)
+    assert alarm is not None and alarm.left == 2
+    assert alarm.reason.startswith("the ranks wait for each other; rank 2: "), alarm.reason
+    members = tuple(
+        Member(node=node, incarnation="1", host="h", http_port=1, store_port=1, nproc=2)
+        for node in "ab"
+    )
+    resume = Resume(tier="fresh")
+    world = World(
+        generation=1, token="t", members=members, strategy="ddp", resume=resume, reason=""
+    )
+    found = left_alone(world, alarm)
+    assert found is not None and found[0] == "b"
+    assert (found[1].rank, found[1].blame, found[1].final) == (2, "user", True)
+    assert left_alone(world, deadlock("a", reports[:1])) is None

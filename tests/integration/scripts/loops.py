@@ -1,8 +1,8 @@
 """Loops over datasets, as a test asks for: writes down what each step used and each epoch's end.
 
-Argument: JSON with `loops`, each a dict with dataset (0 or 1), epochs or steps, and at will `breaks`
-(steps after which the script leaves it), and at will log and hold (files), hold_at, stop, leave, odd
-and strategy.
+Argument: JSON with log (a file) and loops, each a dict with dataset (0 or 1), epochs or steps, and
+at will breaks (steps after which the script leaves it). At will: hold (file) and hold_at (step),
+stop, leave, exit and evaluate (rank, step, perhaps place), stop_after_epoch, ends, strategy.
 """
 
 from __future__ import annotations
