@@ -61,6 +61,8 @@ class Boundary:
         """Nothing has changed the state since the last boundary."""
         self.asked: str | None = None
         """Why this rank's script wants to end training for all; None: it does not."""
+        self.in_loop = False
+        """The script is in a loop over batches."""
         self.left_at = ""
         """Where the script left its last loop early."""
         self._applied = False

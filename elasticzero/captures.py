@@ -43,8 +43,11 @@ class Captures:
         *,
         replicated: bool,
         saving: bool,
+        save: Callable[[Manifest, list[Piece]], None] | None = None,
     ) -> None:
-        """replicated: each rank alone holds the whole state. saving: checkpoints are written."""
+        """replicated: each rank alone holds the whole state. saving: checkpoints are written.
+        save: without an agent: writes one, at once; raises `ElasticZeroError`."""
+        self._save = save
         self._link = link
         self._assignment = a = link.assignment
         self._strategy = strategy
@@ -86,7 +89,7 @@ class Captures:
 
     def _reserve(self, copy: BoundaryCopy) -> None:
         """Allocate and map memory for captures of this size, while training goes on."""
-        if not self._snapshots and not self._saving:
+        if self._save is not None or not (self._snapshots or self._saving):
             return
         manifest, _ = self._draft(copy, self._author(complete=False))
         size = shard_header(manifest, self._assignment.rank)[1]
@@ -164,7 +167,8 @@ class Captures:
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
             self._await_save()
-        if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
+        failed = self._saved_step in (self._unsaved, self._link.unsaved)
+        if (self._saved_step is not None and failed) or self._unsaved_state(copy):
             why = self._link.save_error or self._save_error
             raise StorageError(f"the last checkpoint, of step {copy.step}, was not saved: {why}")
 
@@ -180,6 +184,9 @@ class Captures:
 
     def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
         author = self._author(complete=False)
+        if self._save is not None:
+            self._save_at_once(self._save, copy)
+            return
         if self._reserving is not None:
             self._reserving.join()
         began_s = time.monotonic()
@@ -204,6 +211,18 @@ class Captures:
             self._saved_step = self._handed = copy.step
         message = replace(captured, checkpoint=checkpoint, seconds=seconds, bytes=size)
         self._link.send(message)
+
+    def _save_at_once(
+        self, save: Callable[[Manifest, list[Piece]], None], copy: BoundaryCopy
+    ) -> None:
+        """Write a checkpoint in this process; where that fails, say so and go on."""
+        try:
+            save(*self._draft(copy, self._author(complete=False)))
+        except (ElasticZeroError, OSError) as error:
+            self._save_error = one_line(error)
+            self._say(f"the checkpoint of step {copy.step} was not saved: {self._save_error}")
+        else:
+            self._saved_step = copy.step
 
     def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> str | None:
         """Without memory for a snapshot: write the shard to storage while training waits.

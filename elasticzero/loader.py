@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ def _die_with_parent(_: int) -> None:
     """A data worker has copies of the training process's connections: it must not outlive it, or
     the peers would not notice that it died."""
     die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
 
 
 def length_of(dataset: Any) -> int:

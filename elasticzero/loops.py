@@ -136,7 +136,7 @@ class Loops:
     ) -> Iterator[Any]:
         progress = self.progress = Progress(walk.plan)
         data = reading.batches(walk.indices(at.position))
-        plan = walk.plan
+        plan, at.in_loop = walk.plan, True
         try:
             for batch, after in walk.steps(at.position):
                 at.reach()
@@ -162,6 +162,7 @@ class Loops:
                 at.left_at = place_of(sys._getframe())
             raise
         finally:
+            at.in_loop = False
             self._link.send(Looped())
         self.progress = Progress()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from elasticzero import single_process
 from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
 from elasticzero.data import Order, Plan
-from elasticzero.errors import ElasticZeroError, UserError
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
 from elasticzero.generation import Generation
 from elasticzero.link import AgentLink
 from elasticzero.loader import Reading, Walk, length_of
 from elasticzero.loops import Loops
 from elasticzero.messages import Logged, Restored, Stepped
+from elasticzero.model_state import whole_state
 from elasticzero.parallel import OptimizerFactory, Setting, create
+from elasticzero.single_process import LocalLink
 from elasticzero.state import NamedModel, SmallState, Stateful
 from elasticzero.survival import Origin, Over, survive
 
@@ -35,10 +39,14 @@ def run(train: Callable[[Session], None]) -> None:
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
     another process, or with --keep-workers in the same one; the lines after `run` are reached once
-    training has finished. Without an agent this trains on one process, and an error of this
-    project's is printed in one line and raised as `SystemExit` with its exit code.
+    training has finished. Without an agent this trains on one process, which prints its progress
+    and saves as ELASTICZERO_CHECKPOINT_DIR and its like say; an error of this project's is printed
+    in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
     """
     link = AgentLink.from_environment()
+    if link.alone:
+        _alone(train)
+        return
     origin = Origin()
     while (over := _generation(link, train)) is not None:
         survive(link, over, origin)
@@ -49,21 +57,37 @@ def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | Non
     generation = Generation(link)
     try:
         generation.enter()
-        try:
-            train(Session(generation))
-        except SystemExit as exit_:
-            if exit_.code not in (None, 0):
-                raise
+        _enter(train, generation)
         generation.finish()
-    except BaseException as error:
-        if link.alone:
-            if isinstance(error, ElasticZeroError):
-                print(f"error: {error}", file=sys.stderr)
-                raise SystemExit(int(error.exit_code)) from error
-            raise
+    except BaseException as error:  # noqa: BLE001 - the end of a generation: told to the agent
         return generation.end(error)
     generation.close()
     return None
+
+
+def _alone(train: Callable[[Session], None]) -> None:
+    """Train on this process, which no agent has started."""
+    try:
+        link = single_process.begin(os.environ)
+    except ElasticZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(int(error.exit_code)) from error
+    generation = Generation(link)
+    with link.interruptions(lambda: generation.boundary):
+        try:
+            generation.enter()
+            _enter(train, generation)
+            generation.finish()
+        except BaseException as error:  # noqa: BLE001 - raised again there
+            link.end(error, generation.boundary)
+
+
+def _enter(train: Callable[[Session], None], generation: Generation) -> None:
+    try:
+        train(Session(generation))
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0):
+            raise
 
 
 class Session:
@@ -74,6 +98,7 @@ class Session:
         self._link = generation.link
         self._assignment = generation.link.assignment
         self._loops = Loops(generation.link)
+        self._state: Callable[[], dict[str, Tensor]] = dict
         self.device = generation.device
         """Where batches arrive and the model is."""
 
@@ -152,6 +177,8 @@ class Session:
         if generation.groups is not None and self._assignment.resume.tier == "fresh":
             every = {**named.parameters, **dict(model.named_buffers())}
             generation.groups.broadcast({name: tensor.data for name, tensor in every.items()})
+        names = list(model.state_dict())
+        self._state = lambda: whole_state(names, named, laid.share(), generation.groups)
         name = strategy or self._assignment.strategy
         setting = Setting(
             model=model,
@@ -166,7 +193,12 @@ class Session:
         small.buffers, small.aliases = named.buffers, named.aliases
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
         captures = Captures(
-            self._link, name, laid.share, replicated=laid.replicated, saving=generation.saving
+            self._link,
+            name,
+            laid.share,
+            replicated=laid.replicated,
+            saving=generation.saving,
+            save=self._link.save if isinstance(self._link, LocalLink) else None,
         )
         generation.boundary = Boundary(self._link, generation.groups, laid, small, captures)
         return laid.model, laid.optimizer
@@ -188,7 +220,7 @@ class Session:
         self._link.check()
         generation, began_s = self._generation, time.monotonic()
         with self._link.leaving_at_once():
-            bytes_read = at.restore()
+            bytes_read = self._restore(at)
         self._link.send(
             Restored(
                 step=at.step,
@@ -199,6 +231,16 @@ class Session:
                 bytes_read=bytes_read,
             )
         )
+
+    def _restore(self, at: Boundary) -> int:
+        """Returns the bytes read. An agent is told of a damaged checkpoint, and chooses another."""
+        while True:
+            try:
+                return at.restore()
+            except CheckpointDamaged as error:
+                if not isinstance(self._link, LocalLink):
+                    raise
+                self._link.fall_back(error)
 
     def batches(
         self,
@@ -336,9 +378,18 @@ class Session:
         ):
             return evaluate(reading, fn, batch_size, groups, self._link.check)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state, as copies on the CPU by the names of the model's own
+        `state_dict`, in every strategy. All ranks call this; rank 0 receives it, the others an
+        empty dict."""
+        at, groups = self._prepared("state_dict"), self._generation.groups
+        if groups is not None:
+            groups.barrier(Call.STATE_DICT, where=f" after step {at.step}")
+        return self._state()
+
     def log(self, **scalars: float | Tensor) -> None:
-        """Hand numbers to the agent's metrics and log, for the current step; without an agent
-        nobody hears them."""
+        """Hand numbers to the agent's metrics and log, for the current step; `loss` stands in the
+        lines that tell of progress."""
         values = {name: _scalar(name, value) for name, value in scalars.items()}
         self._link.send(Logged(step=self.step_count, scalars=values))
 

@@ -1,4 +1,4 @@
-"""The scripts in docs/checkpoints.md, as they stand there."""
+"""The scripts in README.md and docs/checkpoints.md, as they stand there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
 
 from elasticzero import checkpoint
 
@@ -18,9 +21,9 @@ TORCH_S_END = "terminate called without an active exception"
 process then aborts, with all its work done. What was saved is looked at below."""
 
 
-def scripts(directory: Path) -> list[str]:
+def scripts(directory: Path, page: Path = PAGE) -> list[str]:
     """Write every example under its name; the names."""
-    found = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    found = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     for name, text in found:
         (directory / name).write_text(text)
     return [name for name, _ in found]
@@ -59,3 +62,23 @@ def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
         assert saved["step"] == step
         assert {float(each["step"]) for each in saved["optimizer"]["state"].values()} == {step}
     assert "output: " in run(tmp_path, "infer.py")
+
+
+def test_the_quick_start_runs_as_printed(tmp_path: Path) -> None:
+    assert scripts(tmp_path, ROOT / "README.md") == ["train.py"]
+    quick_start = (tmp_path / "train.py").read_text()
+    assert quick_start == (ROOT / "examples" / "quickstart.py").read_text()
+    assert "finished after step 939" in run(tmp_path, "train.py")
+    alone = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in alone.items()} == {
+        "0.weight": (128, 64),
+        "0.bias": (128,),
+        "2.weight": (10, 128),
+        "2.bias": (10,),
+    }
+    (tmp_path / "model.safetensors").unlink()
+    words = ["-m", "elasticzero.launcher.cli", "local", "--nodes", "2", "--strategy", "zero3"]
+    assert "done: 939 steps" in run(tmp_path, *words, "train.py")
+    together = load_file(tmp_path / "model.safetensors")
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=0.05, atol=0.01)

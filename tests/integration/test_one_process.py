@@ -1,14 +1,24 @@
-"""`python train.py`: mistakes without an agent."""
+"""`python train.py`: mistakes, progress and checkpoints without an agent."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elasticzero.data import Order
+from elasticzero.launcher.options import RUN_OPTIONS
+from elasticzero.single_process import read_settings
+
 ROOT = Path(__file__).resolve().parents[2]
+LOOPS = Path(__file__).parent / "scripts" / "loops.py"
 
 SCRIPT = """
 import torch
@@ -51,7 +61,9 @@ def run(body: str, call: str = "ez.run(train)") -> subprocess.CompletedProcess[s
 def test_a_mistake_is_one_line(body: str, complaint: str) -> None:
     done = run(body)
     assert (done.returncode, done.stdout) == (64, "")
-    assert done.stderr.startswith(f"error: {complaint}") and done.stderr.count("\n") == 1
+    *progress, last = done.stderr.splitlines()
+    assert last.startswith(f"error: {complaint}")
+    assert all(re.match(r"\[\d\d:\d\d:\d\d\] (training on|step) ", line) for line in progress)
 
 
 def test_who_calls_run_can_still_catch_it() -> None:
@@ -62,8 +74,137 @@ def test_who_calls_run_can_still_catch_it() -> None:
     assert run("pass", call).stdout == "UserError 64\n"
 
 
-def test_other_errors_are_the_scripts_own_and_a_right_one_says_nothing() -> None:
+def test_other_errors_are_the_scripts_own() -> None:
     done = run("1 / 0")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+def test_training_alone_shows_how_it_gets_on() -> None:
+    """It printed nothing at all."""
     done = run("session.backward(loss); session.step()", "ez.run(train); print('after')")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "after\n", "")
+    assert (done.returncode, done.stdout) == (0, "after\n")
+    begins, first, ends = [line.partition("] ")[2] for line in done.stderr.splitlines()]
+    assert begins.startswith("training on one process, from the beginning; nothing is saved: set ")
+    assert re.fullmatch(r"step 1/2  loss -?[\d.]+", first), first
+    assert re.fullmatch(r"finished after step 2 in [\d.]+ s  loss -?[\d.]+", ends), ends
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
+
+
+def alone(told: dict[str, Any], **options: str) -> subprocess.Popen[str]:
+    variables = {f"ELASTICZERO_{name}": value for name, value in options.items()}
+    return subprocess.Popen(
+        [sys.executable, str(LOOPS), json.dumps(told)],
+        env=os.environ | variables,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_training_alone_saves_and_goes_on_as_an_agent_does(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    given = {"CHECKPOINT_DIR": str(directory), "CHECKPOINT_EVERY": "4", "KEEP": "2"}
+    given["KEEP_EVERY"] = "8"
+    told: dict[str, Any] = {"log": str(tmp_path / "log"), "loops": [{"steps": 14}]}
+    first = alone(told, **given)
+    said = first.communicate(timeout=60)[1]
+    assert first.returncode == 0 and steps_in(directory) == [8, 12, 14], said
+    assert f"checkpoints every 4 steps and at the end in {directory}" in said
+    newest = next((directory / "step-000000000014").glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    told["loops"] = [{"steps": 20}]
+    refused = alone(told, **given, STRICT_CHECKPOINT="1")
+    said = refused.communicate(timeout=60)[1]
+    assert refused.returncode == 70 and "error: the checkpoint of step 14 is damaged" in said
+    second = alone(told, **given)
+    said = second.communicate(timeout=60)[1]
+    assert second.returncode == 0, said
+    assert "the checkpoint of step 14 is damaged: " in said and "step 12 is used" in said
+    steps = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    samples = {step["step"]: step["samples"] for step in steps if "samples" in step}
+    order = Order(samples=23)
+    places = [order.indices(epoch, 0, 23) for epoch in range(4)]
+    expected = [int(i) for indices in places for i in indices]
+    assert [i for step in sorted(samples) for i in samples[step]] == expected[: 3 * 23 + 8]
+    assert [step["step"] for step in steps if "samples" in step][14:16] == [13, 14]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_an_interrupt_ends_at_a_boundary_and_saves(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    directory = tmp_path / "checkpoints"
+    told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]}
+    training = alone(told, CHECKPOINT_DIR=str(directory))
+    assert training.stderr is not None
+    while "step 1/" not in (line := training.stderr.readline()):
+        assert line
+    training.send_signal(number)
+    said = training.communicate(timeout=60)[1]
+    assert training.returncode == code, said
+    (step,) = steps_in(directory)
+    assert f"interrupted after step {step}; the same command goes on from the checkpoint" in said
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_without_checkpoints_is_one_line(tmp_path: Path) -> None:
+    training = alone({"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]})
+    assert training.stderr is not None
+    while "step 1/" not in (line := training.stderr.readline()):
+        assert line
+    training.send_signal(signal.SIGINT)
+    said = training.communicate(timeout=60)[1]
+    assert (
+        training.returncode == 130 and "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR" in said
+    )
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"ELASTICZERO_KEEP": "some"}, "ELASTICZERO_KEEP=some: must be a whole number"),
+        ({"ELASTICZERO_STRATEGY": "zero9"}, "ELASTICZERO_STRATEGY=zero9: must be one of ddp, "),
+        ({"ELASTICZERO_KEEP_EVERY": "2"}, "--keep-every adds to what --keep N keeps"),
+        ({"ELASTICZERO_CHECKPOINT_DIR": "/proc/none"}, "/proc/none cannot be written"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "start the script by `elasticzero run`"),
+    ],
+)
+def test_bad_surroundings_are_one_line(variables: dict[str, str], complaint: str) -> None:
+    script = SCRIPT.format(body="pass", call="ez.run(train)")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 64, done.stderr
+    assert done.stderr.startswith("error: ") and complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_variables_mean_what_they_mean_to_the_launcher() -> None:
+    given = {
+        "ELASTICZERO_CHECKPOINT_DIR": "/x",
+        "ELASTICZERO_CHECKPOINT_EVERY": "7",
+        "ELASTICZERO_KEEP": "3",
+        "ELASTICZERO_KEEP_EVERY": "10",
+        "ELASTICZERO_STRATEGY": "zero2",
+        "ELASTICZERO_STRICT_CHECKPOINT": "TRUE",
+    }
+    options = {option.variable: option for option in RUN_OPTIONS}
+    for environment in (given, {}, dict.fromkeys(given, "")):
+        wanted = [options[name].default_in(environment) for name in given]
+        found = read_settings(environment)
+        keep = [None if n is None else str(n) for n in (found.keep.last, found.keep.every)]
+        assert wanted == [
+            found.checkpoint_dir,
+            found.checkpoint_every,
+            *keep,
+            found.strategy,
+            found.strict,
+        ]
