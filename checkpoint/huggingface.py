@@ -104,6 +104,16 @@ def export_hf(
     return Exported(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
 
 
+def what_else(where: str, *, has_config: bool) -> str:
+    """What a Transformers model's `from_pretrained` needs besides the weights, in one line."""
+    config = "" if has_config else "config.json (model.config.save_pretrained, or --config FILE), "
+    return (
+        f"for from_pretrained({where!r}) put beside it what a checkpoint does not hold: {config}"
+        "generation_config.json of a model that generates, and the files of its tokenizer or "
+        "processor (tokenizer.save_pretrained)"
+    )
+
+
 def check_export_target(target: str) -> None:
     """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
     directory."""

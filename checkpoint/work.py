@@ -212,6 +212,8 @@ def _export(args: argparse.Namespace) -> int:
         f"{done.where}: {counted(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
         f"{counted(len(done.files), 'file')}, from {source.where}"
     )
+    if args.format == "hf":
+        say(huggingface.what_else(done.where, has_config=args.config is not None))
     return 0
 
 

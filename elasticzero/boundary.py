@@ -12,6 +12,7 @@ from elasticzero.captures import Captures
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Position
 from elasticzero.errors import is_peer_error
+from elasticzero.gradients import HiddenGradients
 from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
@@ -65,6 +66,10 @@ class Boundary:
         """The script is in a loop over batches."""
         self.left_at = ""
         """Where the script left its last loop early."""
+        self.gradients = HiddenGradients(())
+        """Those of parameters that are partitioned."""
+        self.applying = False
+        """The optimizer takes its step."""
         self._applied = False
         """A step was, since the last boundary."""
         self._epoch_end: EpochEnd | None = None
@@ -151,7 +156,9 @@ class Boundary:
         """Have the optimizer take its step: the state is torn until the next boundary."""
         self._confirm()  # the gradients
         self._link.change(self._tear)
+        self.applying = True
         self.strategy.apply()
+        self.applying = False
         self._applied = True
         self.step += 1
 

@@ -50,7 +50,7 @@ class Captures:
         self._save = save
         self._link = link
         self._assignment = a = link.assignment
-        self._strategy = strategy
+        self.strategy = strategy
         self._share = share
         self._replicated = replicated
         self._saving = saving and a.checkpoint_dir is not None
@@ -317,7 +317,7 @@ class Captures:
             world_size=1 if complete else a.world_size,
             generation=a.generation,
             token=a.token,
-            strategy=self._strategy,
+            strategy=self.strategy,
         )
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from elasticzero.collectives import Groups
 from elasticzero.data import dealt
 from elasticzero.errors import UserError
-from elasticzero.loader import Reading, length_of
+from elasticzero.loader import Reading
 from elasticzero.state import generators_kept
+from elasticzero.usage import length_of
 
 Result = float | dict[str, float]
 EvaluationFn = Callable[[Any], Any]

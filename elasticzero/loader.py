@@ -63,16 +63,6 @@ def _die_with_parent(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
 
 
-def length_of(dataset: Any) -> int:
-    """The number of samples; raises `UserError` for a dataset without `len` and index."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__: samples must be reachable "
-            "by index, so that each is used exactly once when the world changes"
-        )
-    return len(dataset)
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor inside on `device`."""
     if isinstance(batch, torch.Tensor):

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elasticzero import single_process
+from elasticzero import single_process, usage
 from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
@@ -21,8 +21,9 @@ from elasticzero.data import Order, Plan
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
 from elasticzero.generation import Generation
+from elasticzero.gradients import HiddenGradients
 from elasticzero.link import AgentLink
-from elasticzero.loader import Reading, Walk, length_of
+from elasticzero.loader import Reading, Walk
 from elasticzero.loops import Loops
 from elasticzero.messages import Logged, Restored, Stepped
 from elasticzero.model_state import whole_state
@@ -170,8 +171,8 @@ class Session:
         generation = self._generation
         if generation.boundary is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
-        if not any(True for _ in model.parameters()):
-            raise UserError("session.prepare was given a model without parameters")
+        usage.check_model(model)
+        factory = usage.check_factory(optimizer)
         model.to(self.device)
         named = NamedModel(model)
         if generation.groups is not None and self._assignment.resume.tier == "fresh":
@@ -183,7 +184,7 @@ class Session:
         setting = Setting(
             model=model,
             named=named,
-            factory=optimizer,
+            factory=factory,
             device=self.device,
             rank=self.rank,
             world_size=self.world_size,
@@ -191,6 +192,8 @@ class Session:
         laid = create(name, setting)
         small = SmallState(self.device)
         small.buffers, small.aliases = named.buffers, named.aliases
+        usage.ease_copies(model, laid.model, name)
+        usage.manage(laid.optimizer, lambda: generation.boundary)
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
         captures = Captures(
             self._link,
@@ -200,7 +203,10 @@ class Session:
             saving=generation.saving,
             save=self._link.save if isinstance(self._link, LocalLink) else None,
         )
-        generation.boundary = Boundary(self._link, generation.groups, laid, small, captures)
+        boundary = Boundary(self._link, generation.groups, laid, small, captures)
+        if name != "ddp":
+            boundary.gradients = HiddenGradients(laid.model.parameters())
+        generation.boundary = boundary
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
@@ -208,6 +214,7 @@ class Session:
         at = self._prepared("track")
         if at.copy is not None:
             raise UserError("session.track comes before session.restore")
+        usage.check_tracked(name, thing, at.strategy.optimizer, at.captures.strategy)
         at.small.track(name, thing)
         return thing
 
@@ -256,6 +263,7 @@ class Session:
         num_workers: int = 0,
         drop_last: bool = False,
         on_epoch_end: Callable[[], object] | None = None,
+        **others: Never,
     ) -> Iterator[Any]:
         """This rank's micro-batches, from where training stands to the end of the loop.
 
@@ -266,11 +274,12 @@ class Session:
         same as `epochs=3`. on_epoch_end: called on all ranks after the last step of each epoch,
         before the state is captured; its effect on what is tracked counts exactly once.
         """
+        usage.check_arguments(others)
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch is {micro_batch}; it must be at least 1")
-        order = Order(samples=length_of(dataset), seed=seed, shuffle=shuffle)
+        order = Order(samples=usage.length_of(dataset), seed=seed, shuffle=shuffle)
         plan = Plan(
             order=order,
             global_batch=global_batch,
@@ -308,7 +317,9 @@ class Session:
             amount = 0.0
         progress.weigh(None if weight is None else amount)
         at.begin_backward()
+        at.gradients.show()
         at.strategy.backward(loss, amount / len(batch))
+        at.gradients.hide()
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
@@ -324,6 +335,7 @@ class Session:
         if not part.last:
             return False
         self._link.check()
+        at.gradients.show()
         at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
         at.apply()
         now_s = time.monotonic()

@@ -33,7 +33,7 @@ from elasticzero.messages import (
 )
 from elasticzero.spans import STRATEGIES
 from tests.integration.test_strategies import assert_close, plain
-from tests.integration.training_exact import SAMPLES
+from tests.integration.training_exact import SAMPLES, Model
 from tests.integration.training_harness import Pool, Running
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
@@ -329,3 +329,16 @@ def test_checkpoints_are_written_on_the_way_and_a_run_goes_on_from_them(
     more = start(pool, tmp_path, 3, told | {"steps": 31}, generation=2, resume=resume, **given)
     assert more.finish() == 31
     assert_close(tmp_path / "checkpoints", plain(31, weighted=False))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_whole_model_is_given_to_rank_0(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    directory, state = tmp_path / "checkpoints", tmp_path / "state"
+    told = {"strategy": strategy, "steps": 5, "state": str(state)}
+    start(pool, tmp_path, 3, told, checkpoint_dir=str(directory)).finish()
+    found = json.loads(state.read_text())
+    assert list(found) == list(Model().state_dict())
+    saved = ez_checkpoint.load(directory)
+    for name, values in found.items():
+        stored = saved.get(f"model/{name}", saved.get("model/out.weight"))
+        assert stored.tolist() == values, name

@@ -110,6 +110,12 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
                     log.write(line + "\n")
             fault(session, options)
     value = session.evaluate(Samples(), lambda b: squares(model, b).mean(), batch_size=5)
+    if "state" in options:
+        state = session.state_dict()
+        assert session.rank == 0 or state == {}
+        if session.rank == 0:
+            text = json.dumps({name: tensor.tolist() for name, tensor in state.items()})
+            Path(options["state"]).write_text(text)
     if "out" in options:
         write(Path(options["out"]), session, value)
 

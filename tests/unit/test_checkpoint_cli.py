@@ -168,7 +168,10 @@ def test_export(directory: Path, tmp_path: Path, capsys: Output) -> None:
     target = tmp_path / "hf"
     order = ["export", str(directory), str(target), "--format", "hf", "--max-shard-size", "8KB"]
     assert main(order) == 0
-    assert "2 tensors, 15.6 KiB, in 2 files" in capsys.readouterr().out
+    told, needed = capsys.readouterr().out.splitlines()
+    assert "2 tensors, 15.6 KiB, in 2 files" in told
+    assert "config.json (model.config.save_pretrained, or --config FILE)" in needed
+    assert "for from_pretrained" in needed and "tokenizer" in needed
     read = safetensors.numpy.load_file(target / "model-00001-of-00002.safetensors")
     assert read["w"].tobytes() == CONTENTS["model/w"]
 

@@ -1,0 +1,178 @@
+"""What a script gives the session, looked at: a mistake becomes one sentence that says what to
+write instead."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
+
+from elasticzero.errors import UserError
+from elasticzero.parallel import OptimizerFactory
+
+BATCH_ARGUMENTS = {
+    "sampler": "the order is the session's, so that each sample is used once in every world; give "
+    "shuffle= and seed=, or a dataset that is in your order with shuffle=False",
+    "batch_sampler": "the session makes the batches; give global_batch= and, for smaller ones on "
+    "each rank, micro_batch=",
+    "batch_size": "give global_batch=, the samples of a step over all ranks, and, for smaller "
+    "batches on each rank, micro_batch=",
+    "generator": "the order follows from seed=",
+    "pin_memory": "batches arrive on session.device, from pinned memory where that is a GPU",
+    "worker_init_fn": "data workers are the session's; seed what is random by the sample's index",
+}
+
+
+def check_factory(factory: Any) -> OptimizerFactory:
+    """The factory, whose optimizer is looked at when it is made."""
+    if isinstance(factory, torch.optim.Optimizer):
+        kind = type(factory).__name__
+        raise UserError(
+            f"session.prepare was given an optimizer, an object of {kind}: give a function that "
+            "makes it of the parameters it gets, session.prepare(model, lambda params: "
+            f"torch.optim.{kind}(params, …)), and use the optimizer that is returned"
+        )
+    if not callable(factory):
+        raise UserError(
+            "session.prepare takes a model and a function that makes the optimizer, such as lambda "
+            f"params: torch.optim.AdamW(params, lr=3e-4), not a {type(factory).__name__}"
+        )
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = factory(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"the function that session.prepare was given made a {type(optimizer).__name__}, "
+                "not a torch.optim.Optimizer: let it return the optimizer"
+            )
+        _check_step(optimizer)
+        return optimizer
+
+    return make
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    parameters = inspect.signature(type(optimizer).step).parameters
+    closure = parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} computes the loss anew inside its step, by a closure that "
+            "session.step() cannot give it: use an optimizer that takes one gradient a step, such "
+            "as AdamW"
+        )
+
+
+class Applying(Protocol):
+    applying: bool
+    """The session has the optimizer take its step."""
+
+
+def manage(optimizer: torch.optim.Optimizer, at: Callable[[], Applying | None]) -> None:
+    """From now on the session alone steps the optimizer and drops gradients.
+
+    `zero_grad` of a script's own does nothing: what is added up is of the global batch, and is
+    dropped when its step is applied. A `step` of its own is refused.
+    """
+
+    def check(*_: Any) -> None:
+        boundary = at()
+        if boundary is not None and not boundary.applying:
+            raise UserError(
+                "the script calls optimizer.step() itself: leave it out, for session.step() steps "
+                "the optimizer once the global batch is complete"
+            )
+
+    optimizer.register_step_pre_hook(check)
+    optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
+
+
+def check_model(model: Any) -> None:
+    """Raise `UserError` for what is no model to be trained."""
+    if isinstance(model, DistributedDataParallel):
+        raise UserError(
+            "session.prepare was given a DistributedDataParallel: give it the model inside, for "
+            "the session lays it over the ranks"
+        )
+    if not isinstance(model, nn.Module):
+        raise UserError(f"session.prepare takes an nn.Module first, not a {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise UserError("session.prepare was given a model without parameters")
+
+
+def ease_copies(given: nn.Module, laid: nn.Module, strategy: str) -> None:
+    """Have a deep copy of the model that a script trains (`AveragedModel` makes one) be one of the
+    model that it gave; refuse it where no rank has the whole."""
+
+    def refuse(_: Any) -> NoReturn:
+        raise UserError(PARTITIONED_COPY)
+
+    def copy_given(memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(given, memo)
+
+    if strategy == "zero3":
+        laid.__dict__["__deepcopy__"] = refuse
+    elif laid is not given:
+        laid.__dict__["__deepcopy__"] = copy_given
+
+
+PARTITIONED_COPY = (
+    "under zero3 no rank has the whole model, so it can neither be copied nor averaged by an "
+    "AveragedModel: use zero1 or zero2, or average what session.state_dict() gives rank 0"
+)
+
+
+def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raise `UserError` for a scheduler of another optimizer, or an average that cannot be kept."""
+    if isinstance(thing, AveragedModel) and strategy == "zero3":
+        raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")
+    for part in (thing, *getattr(thing, "_schedulers", ())):
+        other = getattr(part, "optimizer", None)
+        if isinstance(other, torch.optim.Optimizer) and other is not optimizer:
+            raise UserError(
+                f"session.track({name!r}, …): this {type(part).__name__} was built on another "
+                "optimizer than the one that session.prepare has returned, so it would change "
+                "nothing: build it on that one, after session.prepare"
+            )
+
+
+def check_arguments(others: Mapping[str, Any]) -> None:
+    """Raise `UserError` for arguments that `session.batches` does not take."""
+    for name in others:
+        known = BATCH_ARGUMENTS.get(name)
+        advice = f": {known}" if known else ""
+        raise UserError(f"session.batches takes no {name}={advice}")
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples; raises `UserError` for what does not give them by index."""
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "session.batches was given a DataLoader: give its dataset, and what else it was told, "
+            "session.batches(loader.dataset, global_batch=…, collate_fn=loader.collate_fn, "
+            "num_workers=…)"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"{type(dataset).__name__} is an IterableDataset, which only gives its samples in a "
+            "row: samples must be reachable by index (__len__ and __getitem__), so that each is "
+            "used exactly once when the world changes; write it as a Dataset, of files or offsets"
+        )
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, list(dataset)[:4]))
+        raise UserError(
+            f"session.batches was given a {type(dataset).__name__} with the keys {names}: give one "
+            "dataset of it"
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{type(dataset).__name__} has no __len__ and __getitem__: samples must be reachable "
+            "by index, so that each is used exactly once when the world changes"
+        )
+    return len(dataset)

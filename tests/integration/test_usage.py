@@ -1,0 +1,64 @@
+"""Mistakes of a first script: each is one sentence that says what to write instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLD = {
+    "optimizer object": "lambda params: torch.optim.AdamW(params, …)",
+    "no factory": "a function that makes the optimizer",
+    "made nothing": "let it return the optimizer",
+    "forgotten restore": "call session.restore() before session.batches(…)",
+    "loader": "session.batches(loader.dataset, global_batch=…",
+    "evaluated loader": "give its dataset",
+    "iterable": "samples must be reachable by index",
+    "generator": "samples must be reachable by index",
+    "dict": "with the keys 'train': give one dataset of it",
+    "sampler": "session.batches takes no sampler=: the order is the session's",
+    "batch_size": "session.batches takes no batch_size=: give global_batch=",
+    "typo": "session.batches takes no shufle=",
+    "own step": "the script calls optimizer.step() itself: leave it out",
+    "scheduler": "this LambdaLR was built on another optimizer",
+    "nested scheduler": "this SequentialLR was built on another optimizer",
+    "half a batch": "leave it where session.step() has returned True",
+    "nested loops": "inside the loop over session.batches",
+    "early epoch": "session.epoch is there once a loop over session.batches has begun",
+    "average zero3": "under zero3 no rank has the whole model",
+    "plain average zero3": "under zero3 no rank has the whole model",
+}
+for strategy in ("zero1", "zero2", "zero3"):
+    TOLD[f"norm {strategy}"] = TOLD[f"value {strategy}"] = "session.step(max_grad_norm=…)"
+for strategy in ("ddp", "zero1", "zero2", "zero3"):
+    TOLD[f"closure {strategy}"] = "LBFGS computes the loss anew"
+WORKS = {
+    *("norm ddp", "value ddp"),
+    *(
+        f"{what} {which}"
+        for what in ("average", "plain average")
+        for which in ("ddp", "zero1", "zero2")
+    ),
+    *(f"zero_grad {which}" for which in ("ddp", "zero1", "zero2", "zero3")),
+}
+
+
+def test_each_mistake_is_a_sentence_or_works() -> None:
+    """They ended in tracebacks of torch's, or had no effect at all."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.scripts.mistakes"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == TOLD.keys() | WORKS
+    for name, (code, text) in found.items():
+        if name in WORKS:
+            assert (code, text) == (0, ""), (name, text)
+        else:
+            assert code == 64 and TOLD[name] in text, (name, code, text)
