@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticzero.entry_point import run
     from elasticzero.errors import (
         CheckpointDamaged,
         CheckpointMismatch,
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
         StorageError,
         UserError,
     )
-    from elasticzero.session import Session, run
+    from elasticzero.session import Session
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "session" if name in ("Session", "run") else "errors"
+    home = {"Session": "session", "run": "entry_point"}.get(name, "errors")
     return getattr(import_module(f"{__name__}.{home}"), name)
 
 

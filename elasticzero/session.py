@@ -1,9 +1,7 @@
-"""`run` and `Session`: what a training script uses."""
+"""`Session`: what a training script uses."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elasticzero import single_process, usage
+from elasticzero import usage
 from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
 from elasticzero.data import Order, Plan
-from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
+from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
 from elasticzero.generation import Generation
 from elasticzero.gradients import HiddenGradients
-from elasticzero.link import AgentLink
 from elasticzero.loader import Reading, Walk
 from elasticzero.loops import Loops
 from elasticzero.messages import Logged, Restored, Stepped
@@ -30,65 +27,8 @@ from elasticzero.model_state import whole_state
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.single_process import LocalLink
 from elasticzero.state import NamedModel, SmallState, Stateful
-from elasticzero.survival import Origin, Over, survive
 
 S = TypeVar("S", bound=Stateful)
-
-
-def run(train: Callable[[Session], None]) -> None:
-    """Train: call `train` with the session of this process's generation.
-
-    Under an agent the process ends here when the generation does, and `train` is entered again in
-    another process, or with --keep-workers in the same one; the lines after `run` are reached once
-    training has finished. Without an agent this trains on one process, which prints its progress
-    and saves as ELASTICZERO_CHECKPOINT_DIR and its like say; an error of this project's is printed
-    in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
-    """
-    link = AgentLink.from_environment()
-    if link.alone:
-        _alone(train)
-        return
-    origin = Origin()
-    while (over := _generation(link, train)) is not None:
-        survive(link, over, origin)
-
-
-def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | None:
-    """One generation; None: training has finished."""
-    generation = Generation(link)
-    try:
-        generation.enter()
-        _enter(train, generation)
-        generation.finish()
-    except BaseException as error:  # noqa: BLE001 - the end of a generation: told to the agent
-        return generation.end(error)
-    generation.close()
-    return None
-
-
-def _alone(train: Callable[[Session], None]) -> None:
-    """Train on this process, which no agent has started."""
-    try:
-        link = single_process.begin(os.environ)
-    except ElasticZeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(int(error.exit_code)) from error
-    generation = Generation(link)
-    with link.interruptions(lambda: generation.boundary):
-        try:
-            generation.enter()
-            _enter(train, generation)
-            generation.finish()
-        except BaseException as error:  # noqa: BLE001 - raised again there
-            link.end(error, generation.boundary)
-
-
-def _enter(train: Callable[[Session], None], generation: Generation) -> None:
-    try:
-        train(Session(generation))
-    except SystemExit as exit_:
-        if exit_.code not in (None, 0):
-            raise
 
 
 class Session:

@@ -75,7 +75,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.distributed.fsdp",
     "numpy",
-    "elasticzero.session",
+    "elasticzero.entry_point",
     "elasticzero.gloo",
 )
 

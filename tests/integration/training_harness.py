@@ -35,7 +35,13 @@ from elasticzero.messages import (
     Stopping,
 )
 
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "elasticzero.session")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "numpy",
+    "elasticzero.entry_point",
+)
 M = TypeVar("M")
 
 

@@ -1,0 +1,70 @@
+"""`run`: where a training script hands over to the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from elasticzero import single_process
+from elasticzero.errors import ElasticZeroError
+from elasticzero.generation import Generation
+from elasticzero.link import AgentLink
+from elasticzero.session import Session
+from elasticzero.survival import Origin, Over, survive
+
+
+def run(train: Callable[[Session], None]) -> None:
+    """Train: call `train` with the session of this process's generation.
+
+    Under an agent the process ends here when the generation does, and `train` is entered again in
+    another process, or with --keep-workers in the same one; the lines after `run` are reached once
+    training has finished. Without an agent this trains on one process, which prints its progress
+    and saves as ELASTICZERO_CHECKPOINT_DIR and its like say; an error of this project's is printed
+    in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
+    """
+    link = AgentLink.from_environment()
+    if link.alone:
+        _alone(train)
+        return
+    origin = Origin()
+    while (over := _generation(link, train)) is not None:
+        survive(link, over, origin)
+
+
+def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | None:
+    """One generation; None: training has finished."""
+    generation = Generation(link)
+    try:
+        generation.enter()
+        _enter(train, generation)
+        generation.finish()
+    except BaseException as error:  # noqa: BLE001 - the end of a generation: told to the agent
+        return generation.end(error)
+    generation.close()
+    return None
+
+
+def _alone(train: Callable[[Session], None]) -> None:
+    """Train on this process, which no agent has started."""
+    try:
+        link = single_process.begin(os.environ)
+    except ElasticZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(int(error.exit_code)) from error
+    generation = Generation(link)
+    with link.interruptions(lambda: generation.boundary):
+        try:
+            generation.enter()
+            _enter(train, generation)
+            generation.finish()
+        except BaseException as error:  # noqa: BLE001 - raised again there
+            link.end(error, generation.boundary)
+
+
+def _enter(train: Callable[[Session], None], generation: Generation) -> None:
+    try:
+        train(Session(generation))
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0):
+            raise
