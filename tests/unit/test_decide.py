@@ -259,7 +259,6 @@ TABLE = [
     # L2
     ("all finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": says("finished", B, final_step=30)}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30"))]),
     ("the reports are not read yet", v(AT_REST, reports=None, members=named(A), missing_since_s={"b": 99.5}), []),
-    ("finished, by session.stop", v(AT_REST, workers=w(TRAINS, running=0, finished=True, end_reason="enough")), [PutReport(says("finished", A, final_step=20, end_reason="enough"))]),
     ("all finished, by session.stop", v(AT_REST, reports={"a": says("finished", A, final_step=30, end_reason="enough"), "b": says("finished", B, final_step=30, end_reason="enough")}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30: enough"))]),
     ("one has not finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": RESTORED}), []),
     # L3

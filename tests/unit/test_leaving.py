@@ -228,3 +228,10 @@ def test_leaving_ends_no_job_that_is_out_of_restarts() -> None:
     stuck = replace(view.world, fruitless=3, resume=Resume(tier="storage", step=20))
     (action,) = decide(v(view, world=stuck, round_s=60.0), NOW, LIMITS).actions
     assert isinstance(action, WriteWorld) and not isinstance(action, WriteDone)
+
+
+def test_why_a_script_ended_training_is_reported() -> None:
+    ended = replace(TRAINS, running=0, finished=True, end_reason="the validation loss rises")
+    (put,) = decide(v(TRAINING, workers=ended), NOW, LIMITS).actions
+    assert isinstance(put, PutReport)
+    assert (put.report.phase, put.report.end_reason) == ("finished", "the validation loss rises")
