@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +95,37 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
 
 
-def alone(told: dict[str, Any], **options: str) -> subprocess.Popen[str]:
+@contextmanager
+def alone(told: dict[str, Any], **options: str) -> Iterator[subprocess.Popen[str]]:
     variables = {f"ELASTICZERO_{name}": value for name, value in options.items()}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(LOOPS), json.dumps(told)],
         env=os.environ | variables,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as training:
+        try:
+            yield training
+        finally:
+            training.kill()
+
+
+def ended(told: dict[str, Any], **options: str) -> tuple[int, str]:
+    """The exit code, and what it said."""
+    with alone(told, **options) as training:
+        said = training.communicate(timeout=100)[1]
+        return training.returncode, said
+
+
+def interrupted(told: dict[str, Any], number: signal.Signals, **options: str) -> tuple[int, str]:
+    """The same of a process that gets this signal after its first step."""
+    with alone(told, **options) as training:
+        assert training.stderr is not None
+        while "step 1/" not in (line := training.stderr.readline()):
+            assert line
+        training.send_signal(number)
+        said = training.communicate(timeout=60)[1]
+        return training.returncode, said
 
 
 def test_training_alone_saves_and_goes_on_as_an_agent_does(tmp_path: Path) -> None:
@@ -108,19 +133,16 @@ def test_training_alone_saves_and_goes_on_as_an_agent_does(tmp_path: Path) -> No
     given = {"CHECKPOINT_DIR": str(directory), "CHECKPOINT_EVERY": "4", "KEEP": "2"}
     given["KEEP_EVERY"] = "8"
     told: dict[str, Any] = {"log": str(tmp_path / "log"), "loops": [{"steps": 14}]}
-    first = alone(told, **given)
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 0 and steps_in(directory) == [8, 12, 14], said
+    code, said = ended(told, **given)
+    assert code == 0 and steps_in(directory) == [8, 12, 14], said
     assert f"checkpoints every 4 steps and at the end in {directory}" in said
     newest = next((directory / "step-000000000014").glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     told["loops"] = [{"steps": 20}]
-    refused = alone(told, **given, STRICT_CHECKPOINT="1")
-    said = refused.communicate(timeout=60)[1]
-    assert refused.returncode == 70 and "error: the checkpoint of step 14 is damaged" in said
-    second = alone(told, **given)
-    said = second.communicate(timeout=60)[1]
-    assert second.returncode == 0, said
+    code, said = ended(told, **given, STRICT_CHECKPOINT="1")
+    assert code == 70 and "error: the checkpoint of step 14 is damaged" in said
+    code, said = ended(told, **given)
+    assert code == 0, said
     assert "the checkpoint of step 14 is damaged: " in said and "step 12 is used" in said
     steps = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     samples = {step["step"]: step["samples"] for step in steps if "samples" in step}
@@ -137,28 +159,17 @@ def test_an_interrupt_ends_at_a_boundary_and_saves(
 ) -> None:
     directory = tmp_path / "checkpoints"
     told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]}
-    training = alone(told, CHECKPOINT_DIR=str(directory))
-    assert training.stderr is not None
-    while "step 1/" not in (line := training.stderr.readline()):
-        assert line
-    training.send_signal(number)
-    said = training.communicate(timeout=60)[1]
-    assert training.returncode == code, said
+    found, said = interrupted(told, number, CHECKPOINT_DIR=str(directory))
+    assert found == code, said
     (step,) = steps_in(directory)
     assert f"interrupted after step {step}; the same command goes on from the checkpoint" in said
     assert "Traceback" not in said
 
 
 def test_an_interrupt_without_checkpoints_is_one_line(tmp_path: Path) -> None:
-    training = alone({"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]})
-    assert training.stderr is not None
-    while "step 1/" not in (line := training.stderr.readline()):
-        assert line
-    training.send_signal(signal.SIGINT)
-    said = training.communicate(timeout=60)[1]
-    assert (
-        training.returncode == 130 and "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR" in said
-    )
+    told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]}
+    code, said = interrupted(told, signal.SIGINT)
+    assert code == 130 and "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR" in said
     assert "Traceback" not in said
 
 
