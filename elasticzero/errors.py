@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 
@@ -103,3 +104,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ElasticZeroError):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def same_error(one: str, other: str) -> bool:
+    """Whether two errors in one line are the same, but for the numbers in them."""
+    return NUMBERS.sub("#", one) == NUMBERS.sub("#", other)

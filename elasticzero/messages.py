@@ -14,9 +14,9 @@ FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, the job is stopped by an operator; the
 script ends training by `session.stop`."""
 
-Blame = Literal["user", "peer", "checkpoint", "environment"]
+Blame = Literal["user", "peer", "checkpoint", "environment", "killed"]
 """Of a failure. user: the script or its input; peer: another rank went away; checkpoint: a damaged
-checkpoint; environment: anything else outside."""
+checkpoint; environment: anything else outside; killed: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

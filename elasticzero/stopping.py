@@ -4,8 +4,8 @@ Rules:
  S0  A worker that is told to stop while it connects or restores has nothing to hand over: it exits
      at once, for what it reads from may be gone and never answer.
  S1  An exception, of this rank or through a peer: first shut the group's sockets, so that the
-     peers notice at once; then say `Failed`, and whose fault it is. A boundary with a raised flag
-     needs neither.
+     peers notice at once; then say `Failed`, and whose fault it is. An interrupt is said first. A
+     boundary with a raised flag needs neither.
  S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
  S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
      `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
@@ -101,9 +101,13 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
         if error.aborted:
             standing.shut()
         return ExitCode.LEFT if error.aborted else 0, False
-    standing.shut()
     if isinstance(error, KeyboardInterrupt):
-        leave(ExitCode.INTERRUPTED)
+        text = "interrupted by SIGINT (KeyboardInterrupt)"
+        link.send(Failed(step=standing.step, blame="killed", message=text, traceback=_trace(error)))
+        standing.shut()
+        print(_trace(error), end="", file=sys.stderr)
+        return ExitCode.INTERRUPTED, True
+    standing.shut()
     from_agent = link.aborted is not None
     unread = (CheckpointDamaged, StorageError)
     message = Failed(

@@ -16,7 +16,8 @@ Rules of every agent, the first that applies:
      `stalled` until a step is made.
  A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill;
      those that a signal has stopped at once (P7 in `hangs`). If it is of a hang, look where they
-     are before any is stopped, and kill those that cannot obey.
+     are before any is stopped, and kill those that cannot obey. If it is of bad input, where no
+     node has trained yet, stop them ALIKE_S later: they may come to the same error.
  A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
      what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
      it holds of it, and stay until that is done.
@@ -56,6 +57,8 @@ write is conditioned on that document's revision.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.actions import (
@@ -97,6 +100,8 @@ from elasticzero.launcher.regroup import conclude, others_may_save, save_held
 from elasticzero.launcher.view import Limits, View, steered
 from elasticzero.launcher.world import Alarm, Done, Failure, Phase, Report, World
 
+ALIKE_S = 1.0
+"""Workers that begin are not stopped for so long after another's bad input."""
 READ = ("restored", "stalled", "finished")
 """Phases of a node that has the state it starts from."""
 
@@ -129,6 +134,8 @@ def _wind_up(view: View, done: Done) -> Decision:
     if workers.running:
         return wait("the job is over: the workers are being stopped")
     code = ExitCode.FAILED if done.outcome == "failed" else ExitCode.DONE
+    if done.outcome == "failed" and done.failure is not None and done.failure.final:
+        code = ExitCode.USAGE
     last = {
         "failed": "the job has failed",
         "stopped": f"the job is stopped: {done.reason}",
@@ -164,7 +171,9 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if workers.failed:
         reason = _first_words(workers.failure)
         hung = workers.failure is not None and workers.failure.blame == "hung"
-        alarm = Alarm(node=view.me.node, kind="hang" if hung else "failure", reason=reason)
+        final = workers.failure is not None and workers.failure.final
+        kind: Literal["hang", "failure"] = "hang" if hung else "failure"
+        alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
         return Decision((RaiseAlarm(alarm),), reason)
     late = overdue(workers, limits)
     if late is not None and workers.look == "none":
@@ -214,8 +223,15 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
         else None,
         final_step=view.workers.step if phase in ("finished", "stopped") else None,
         end_reason=view.workers.end_reason if phase == "finished" else "",
+        ran=_has_run(view, phase),
     )
     return wait(reason) if view.my_report == report else Decision((PutReport(report),), reason)
+
+
+def _has_run(view: View, phase: Phase) -> bool:
+    """Whether a plain script has been seen to run here in this generation."""
+    known = view.my_report is not None and view.my_report.ran
+    return known or (phase == "restored" and view.workers.plain)
 
 
 def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
@@ -259,6 +275,8 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
             actions.append(LookAtWorkers(step_limit_s(workers, limits)))
         if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
+    if _may_fail_alike(view, alarm, now_s):
+        return Decision(tuple(actions), f"{alarm.reason}: the workers here may fail alike")
     frozen = workers.stopped_s >= STOPPED_S
     patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s and not frozen
     stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
@@ -276,6 +294,15 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
         return Decision(tuple(actions), f"stopping: {alarm.reason}")
     text = f"stopping: {alarm.reason}; a worker here is stopped by a signal, and is killed"
     return Decision((*actions, KillStopped()), text)
+
+
+def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
+    """Whether this node's workers are given time to come to the error of another's: where no node
+    has trained yet, bad input is mostly that of all."""
+    fresh = view.world is not None and not view.world.trained and not view.workers.step
+    asked = view.workers.aborted_s is not None
+    alarm_s = view.alarm_s if view.alarm_s is not None else now_s
+    return alarm.final and fresh and not asked and now_s - alarm_s < ALIKE_S
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:

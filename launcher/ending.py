@@ -1,8 +1,9 @@
 """How a job ends before its training has: given up, or stopped by an operator.
 
 Pure. Rules:
- E1  Where trying again is useless, the job has failed: the input is bad, or --max-restarts failures
-     in a row came no further.
+ E1  Where trying again is useless, the job has failed: the input is bad on all nodes, or on so many
+     that fewer than MIN are without the mistake (exit code 64); the error is the script's for
+     certain (B3 in `blame`); or --max-restarts failures in a row came no further (70).
  E2  An operator's stop waits until the newest whole state in memory is a checkpoint, if there is a
      directory; what cannot be saved in time is said, and the job ends all the same.
  E3  Behind a committed checkpoint that is damaged the job goes on from the newest good one, and its
@@ -12,7 +13,7 @@ Pure. Rules:
 from __future__ import annotations
 
 from elasticzero.launcher.actions import Decision, WriteDone, wait
-from elasticzero.launcher.blame import Cause, likeness
+from elasticzero.launcher.blame import Cause, is_the_scripts, likeness, recurs
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import Done, World
 from elasticzero.messages import Resume
@@ -21,20 +22,28 @@ SAVE_PATIENCE_S = 10.0
 """A save that is over, of which storage shows nothing for so long after the stop, has failed."""
 
 
-def given_up(following: World, cause: Cause | None, limits: Limits) -> Decision | None:
-    """The end of a job that it is useless to try again; None: it may be."""
+def given_up(
+    following: World, cause: Cause | None, limits: Limits, *, excused: bool = False
+) -> Decision | None:
+    """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
+    nodes that are set aside for it (B6 in `blame`)."""
     if cause is None:
         return None
     node, failure = cause
-    if not failure.final and following.fruitless <= limits.max_restarts:
+    row = following.setbacks
+    sure = bool(row) and row[-1].generation == following.generation - 1 and is_the_scripts(row)
+    final = failure.final and not excused
+    if not (final or sure or (not excused and following.fruitless > limits.max_restarts)):
         return None
     reason = f"rank {failure.rank} on {node} failed: {failure.message}"
-    row = () if failure.final else following.setbacks
     step = following.resume.step
-    if not failure.final:
-        reason += f"; {following.fruitless} times in a row without progress past step {step}"
+    if not (final or sure):
+        past = max(step, row[-1].step) if recurs(row[:-1], row[-1], step) else step
+        reason += f"; {following.fruitless} times in a row without progress past step {past}"
+    if sure or not final:
         alike = likeness(row)
         reason += f"; {alike}" if alike else ""
+    row = row if sure or not final else ()
     done = Done(outcome="failed", step=step, reason=reason, failure=failure, setbacks=row)
     return Decision((WriteDone(done),), reason)
 

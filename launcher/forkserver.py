@@ -155,6 +155,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.close(fds[0])
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    faulthandler.enable(file=2)  # a crash in native code leaves the stacks of Python's threads
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -177,6 +178,8 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
             left.append(runpy.run_path(launch.target, run_name="__main__"))
     except SystemExit as stop:
         code = _exit_code(stop)
+        if code != 0:  # said now: what runs at exit may take its time, and lose the peers first
+            _tell(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         traceback.print_exc()
         _tell(fds[1], fds[2], _failure_of(error))
@@ -197,13 +200,14 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _failure_of(error: BaseException) -> Failed:
-    """What ended a script that `elasticzero.run` does not look after."""
+def _failure_of(error: BaseException, text: str = "") -> Failed:
+    """What ended a script that `elasticzero.run` does not look after. text: in the place of the
+    error's own words and of its traceback."""
     return Failed(
         step=0,
         blame="peer" if is_peer_error(error) else "user",
-        message=one_line(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=text or one_line(error),
+        traceback="" if text else "".join(traceback.format_exception(error)),
         final=is_final(error),
     )
 

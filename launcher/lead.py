@@ -25,7 +25,7 @@ from elasticzero.launcher.actions import (
     WriteWorld,
     wait,
 )
-from elasticzero.launcher.blame import AGAIN, kept_aside, set_aside
+from elasticzero.launcher.blame import kept_aside, set_aside, why_aside
 from elasticzero.launcher.ending import passed_over, stop_from_storage, too_damaged
 from elasticzero.launcher.hangs import deadlock
 from elasticzero.launcher.view import Limits, View
@@ -139,7 +139,8 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if not gone or not view.oldest or view.members is None:
         after = f"the generation after {world.generation}"
         if view.me.node in aside:
-            return wait(f"set aside, for a place in {after} later: {AGAIN}")
+            why = why_aside(world.strikes, view.me.node)
+            return wait(f"set aside, for a place in {after} later: {why}")
         return wait(f"waiting for a place in {after}")
     if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:
         return wait(

@@ -7,19 +7,21 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elasticzero.launcher.actions import Decision, SaveHeld, WriteWorld, wait
 from elasticzero.launcher.blame import (
-    AGAIN,
     Cause,
     fruitless,
     furthest,
     kept_aside,
     likeness,
+    outliers,
     set_aside,
     setbacks,
     strikes,
+    trained,
+    why_aside,
 )
 from elasticzero.launcher.ending import given_up, passed_over, stop, too_damaged
 from elasticzero.launcher.hangs import deadlocked, left_alone
@@ -27,6 +29,7 @@ from elasticzero.launcher.lead import NAMES_SHOWN, answers_of, candidates_of, co
 from elasticzero.launcher.view import Limits, View
 from elasticzero.launcher.world import (
     Alarm,
+    Failure,
     Member,
     Report,
     World,
@@ -35,6 +38,7 @@ from elasticzero.launcher.world import (
     lost_snapshot,
     root_cause,
 )
+from elasticzero.messages import Resume
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
@@ -67,21 +71,15 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         return wait(view.storage_pending)
     if (refused := too_damaged(view, resume, limits)) is not None:
         return refused
-    count = fruitless(world, resume.step, cause, present)
-    following = World(
-        generation=world.generation + 1,
-        token=view.token,
-        members=(),
-        strategy=world.strategy,
-        resume=resume,
-        reason="",
-        fruitless=count,
-        furthest=furthest(world, resume.step, count),
-        bad_steps=view.bad_steps,
-        setbacks=setbacks(world, resume.step, cause),
-        strikes=strikes(world, reports, now_s - (view.world_s or now_s)),
+    staying = tuple(
+        replace(m, store_port=reports[m.node].store_port)
+        for m in answered
+        if m.node in reports and not reports[m.node].leaving
     )
-    if (ended := given_up(following, cause, limits)) is not None:
+    odd = outliers(world, reports, _able(view, world, staying, now_s), limits.min_nodes)
+    found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
+    following = _judged(view, world, found, resume, (present, reports), now_s)
+    if (ended := given_up(following, cause, limits, excused=bool(odd))) is not None:
         return ended
     if view.control.stop:
         return stop(view, resume, now_s - opened_s, limits)
@@ -89,13 +87,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
     if now_s - opened_s < pause_s:
         return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
-    staying = tuple(
-        replace(m, store_port=reports[m.node].store_port)
-        for m in answered
-        if m.node in reports and not reports[m.node].leaving
-    )
     aside = set_aside(world.strikes, following.strikes, view.struck_s, now_s)
-    found = _Round(silent=tuple(silent), staying=staying, aside=aside, cause=cause)
+    found = replace(found, aside=aside)
     return _next_world(view, following, found, limits, lost_snapshot(world, reports, resume))
 
 
@@ -105,9 +98,50 @@ class _Round:
 
     silent: tuple[str, ...]
     staying: tuple[Member, ...]
-    aside: Mapping[str, float]
-    """The nodes that are set aside, and for how much longer."""
     cause: Cause | None
+    odd: Mapping[str, Failure]
+    """The nodes that are set aside at once, and what speaks against them."""
+    aside: Mapping[str, float] = field(default_factory=dict)
+    """The nodes that are set aside, and for how much longer."""
+
+
+def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> set[str]:
+    """The nodes that the next world could be of: members that stay, and those that wait and are not
+    set aside."""
+    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    waiting = {m.node for m in candidates_of(view) if not world.names(m)}
+    return (waiting - aside.keys()) | {member.node for member in staying}
+
+
+def _judged(
+    view: View,
+    world: World,
+    found: _Round,
+    resume: Resume,
+    said: tuple[Mapping[str, Report], Mapping[str, Report]],
+    now_s: float,
+) -> World:
+    """The next world without its members: its state, and whose fault the failures are. said: the
+    reports of the nodes that are there, and of those whose workers have stopped."""
+    present, reports = said
+    cause = found.cause
+    recorded = None if found.odd and world.trained else cause
+    count = fruitless(world, resume.step, recorded, present, excused=bool(found.odd))
+    lasted_s = now_s - (view.world_s or now_s)
+    return World(
+        generation=world.generation + 1,
+        token=view.token,
+        members=(),
+        strategy=world.strategy,
+        resume=resume,
+        reason="",
+        fruitless=count,
+        furthest=furthest(world, resume.step, count),
+        bad_steps=view.bad_steps,
+        setbacks=setbacks(world, resume.step, recorded, reports),
+        strikes=strikes(world, reports, lasted_s, found.odd),
+        trained=0,
+    )
 
 
 def _next_world(view: View, following: World, found: _Round, limits: Limits, lost: str) -> Decision:
@@ -124,7 +158,8 @@ def _next_world(view: View, following: World, found: _Round, limits: Limits, los
     members = line_up(world, new, old, limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
-    following = replace(following, members=members)
+    before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
+    following = replace(following, members=members, trained=before)
     reason = _why(view, world, following, found)
     if cause is None or cause[1].bad_step is None:
         reason += passed_over(view, following.resume)
@@ -220,16 +255,19 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
         parts.append(f"{', '.join(unexplained)} left")
     parts += explained.values()
     if needed := sorted((after - before) & found.aside.keys()):
-        parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {AGAIN}")
+        why = why_aside(following.strikes, needed[0])
+        parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {why}")
     spare = sorted((before - after) & stay)
-    parts += [f"{node} is set aside: {AGAIN}" for node in spare if node in found.aside]
+    struck = [node for node in spare if node in found.aside]
+    parts += [f"{node} is set aside: {why_aside(following.strikes, node)}" for node in struck]
     parked = [node for node in spare if node not in found.aside]
     if parked:
         most = count_of(len(after))
         parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
     if after - before:
         parts.append(f"{', '.join(sorted(after - before))} joined")
-    if cause is not None and cause[1].blame != "peer":
+    told = cause is not None and cause[0] in found.odd and cause[0] in struck
+    if cause is not None and cause[1].blame != "peer" and not told:
         node, failure = cause
         verb = "hung" if failure.blame == "hung" else "failed"
         parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")

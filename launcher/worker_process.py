@@ -23,6 +23,12 @@ from elasticzero.messages import (
 )
 
 TAIL_BYTES = 1 << 20
+STACK_BYTES = 1 << 16
+"""The end of a log in which the stack of a crash is looked for."""
+FATAL = "Fatal Python error: "
+"""How such a stack begins."""
+PF_EXITING, PF_DUMPCORE = 0x4, 0x200
+"""Bits of a process's flags in /proc (include/linux/sched.h)."""
 HAND_S = 1.0
 """A kept process takes its new assignment within so long."""
 
@@ -50,6 +56,8 @@ class Worker:
     script_ended_s: float | None = None
     """When its script and the exit functions had ended, though the process may still run."""
     script_exit_code: int | None = None
+    ending: bool = False
+    """Its end had begun when it was asked to stop."""
     exit_code: int | None = None
     ended_s: float = 0.0
     """When its process had ended; 0: it has not."""
@@ -136,6 +144,31 @@ def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | 
         return None
     log_start = old.log.stat().st_size
     return Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process's end has begun: the kernel has marked it, though it may still write a core
+    dump or give back its memory; or it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    words = text.rpartition(")")[2].split()
+    return words[0] in "ZX" or bool(int(words[6]) & (PF_EXITING | PF_DUMPCORE))
+
+
+def fatal_stack(worker: Worker) -> str:
+    """What Python wrote into a worker's log about the signal that ended it; empty if it wrote
+    nothing."""
+    try:
+        with worker.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(worker.log_start, size - STACK_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    begins = text.rfind(FATAL)
+    return text[begins:].rstrip() if begins >= 0 else ""
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:

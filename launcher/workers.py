@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticzero.launcher.blame import judge_exit
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.hang_watch import HangWatch, Pace
 from elasticzero.launcher.view import Workers
-from elasticzero.launcher.worker_process import Worker, fork, hand
+from elasticzero.launcher.worker_process import Worker, fatal_stack, fork, hand, is_ending
 from elasticzero.launcher.world import BLAME_ORDER, Failure
 from elasticzero.messages import (
     Abort,
@@ -73,6 +74,8 @@ class Gang:
     """So many workers are processes of a generation before."""
     _view: Workers = field(default_factory=Workers)
     _complete_given: bool = False
+    _early: list[Heard] = field(default_factory=list)
+    """What was taken from the channels before it was asked for."""
 
     def start(
         self,
@@ -146,7 +149,14 @@ class Gang:
         self._send_all(Request(flags=self._view.asked))
 
     def stop(self, reason: str, now_s: float) -> None:
-        """Tell the workers to stop where they are; a script that does not listen gets SIGTERM."""
+        """Tell the workers to stop where they are; a script that does not listen gets SIGTERM.
+
+        What they have said, and whose end has begun, is looked at first: see B7 in `blame`.
+        """
+        for worker in self.workers:
+            if worker.running:
+                worker.ending = is_ending(worker.pid)
+                self._early += self._receive(worker, now_s)
         self._view = replace(self._view, aborted_s=now_s)
         self._send_all(Abort(reason=reason))
         for worker in self.workers:
@@ -205,18 +215,23 @@ class Gang:
     def hear(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
         """Everything the workers said, and which of them ended, since the last call; does not
         wait."""
-        heard: list[Heard] = []
+        heard, self._early = self._early, []
         for worker in self.workers:
-            heard += [(worker, message) for message in worker.receive()]
+            heard += self._receive(worker, now_s)
         by_pid = {worker.pid: worker for worker in self.workers}
         for pid, code in ended:
             if pid in by_pid:
                 worker = by_pid[pid]
-                heard += [(worker, message) for message in worker.receive()]
+                heard += self._receive(worker, now_s)
                 heard.append((worker, Ended(code)))
-        for worker, message in heard:
-            self._take(worker, message, now_s)
+                self._take(worker, Ended(code), now_s)
         return heard
+
+    def _receive(self, worker: Worker, now_s: float) -> list[Heard]:
+        messages = worker.receive()
+        for message in messages:
+            self._take(worker, message, now_s)
+        return [(worker, message) for message in messages]
 
     def lost(self, message: str) -> None:
         """The fork server died, and with it every worker."""
@@ -279,19 +294,17 @@ class Gang:
         if code == 0 and (worker.finished or not worker.attached):
             worker.finished = True
             return
-        if self._view.aborted_s is not None:
-            return
+        asked = self._view.aborted_s is not None
         step = self._view.step
-        if code < 0:
-            text = f"killed by {_signal_name(-code)}"
-            self._fail(Failure(rank=worker.rank, blame="killed", message=text, step=step))
-        else:
-            text = f"exited with status {code}" + " before its training was done" * (code == 0)
-            self._fail(Failure(rank=worker.rank, blame="user", message=text, step=step))
+        failure = judge_exit(worker.rank, code, step, asked=asked, had_begun=worker.ending)
+        if failure is not None:
+            stack = fatal_stack(worker) if code < 0 else ""
+            self._fail(replace(failure, traceback=stack[-MAX_TRACEBACK:]))
 
     def _blame(self, worker: Worker, message: Failed) -> None:
-        if self._view.aborted_s is not None and message.blame == "peer":
-            return
+        asked = self._view.aborted_s is not None
+        if asked and (message.blame == "peer" or not worker.attached):
+            return  # what a script says that SIGTERM has ended is no failure
         failure = Failure(
             rank=worker.rank,
             blame=message.blame,
@@ -314,10 +327,3 @@ class Gang:
         for worker in self.workers:
             if worker.at_work:
                 worker.send(message)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -89,6 +89,8 @@ class Setback:
     step: int
     """The last step that was finished before."""
     message: str
+    others: tuple[str, ...] = ()
+    """Other nodes whose workers failed by the same error at the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class Strikes:
 
     node: str
     count: int
+    why: str = field(default="", compare=False)
+    """Why the node is set aside, if it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +126,8 @@ class World:
     """Nodes whose workers failed in a row, where others' did not."""
     token_digest: str = ""
     """Of the job's token that its members use, shortened; empty: not told."""
+    trained: int = 0
+    """So many of the first members have made steps with this job: new ones come last."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Each node's index; an agent looks for its own several times a round of its loop."""
 
@@ -163,6 +169,8 @@ class Alarm:
     reason: str
     left: int | None = None
     """Of a hang: the rank that left its loop alone, for which the others wait."""
+    final: bool = False
+    """A failure that the same input would bring about again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +227,13 @@ class Report:
     lost its data. Empty: not told."""
     end_reason: str = ""
     """Phase finished: why the script ended training early, by `session.stop`."""
+    ran: bool = False
+    """Its workers are of a plain script, whose steps are not counted, and have run for a while."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether its workers have trained in this generation; said once they have stopped."""
+        return self.ran or bool(self.final_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

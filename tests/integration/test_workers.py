@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.worker_process import worker_environment
+from elasticzero.launcher.worker_process import is_ending, worker_environment
 from elasticzero.launcher.workers import Gang, Heard
 from elasticzero.messages import Assignment, Failed, Resume, Stepped
 from elasticzero.processes import is_alive
@@ -186,6 +186,60 @@ def test_a_plain_script_is_stopped(server: ForkServer, tmp_path: Path, deaf: boo
     play.gang.stop("the generation is over", time.monotonic())
     assert play.wait_for_end() == [-9 if deaf else -15]
     assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
+
+
+def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Its peers' loss of it opened a round, and had it asked to stop, before its exit was read: it
+    got no strike, and the peers were named."""
+    code = "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: "up" in play.log())
+    pid = play.gang.workers[0].pid
+    os.kill(pid, signal.SIGSEGV)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_ending(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    play.gang.stop("rank 1 lost a peer", time.monotonic())
+    assert play.wait_for_end() == [-11]
+    failure = play.gang.failure
+    assert failure is not None
+    assert (failure.blame, failure.message) == ("killed", "killed by SIGSEGV")
+    assert "Fatal Python error: Segmentation fault" in play.log()
+    assert failure.traceback.startswith("Fatal Python error: Segmentation fault")
+    assert "script.py" in failure.traceback
+
+
+def test_a_status_is_told_before_what_runs_at_exit(server: ForkServer, tmp_path: Path) -> None:
+    """A slow end: peers are lost, and the round begins, while functions of atexit still run."""
+    code = (
+        "import atexit, sys, time\n"
+        "def last(): print('ending', flush=True); time.sleep(60)\n"
+        "atexit.register(last)\nsys.exit(3)\n"
+    )
+    play = Play(server, tmp_path, code)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while "ending" not in play.log() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    play.gang.stop("rank 1 lost a peer", time.monotonic())
+    assert play.wait_for_end() == [-15]
+    assert play.gang.failure is not None
+    assert play.gang.failure.message == "exited with status 3"
+    assert next(type(message) for _, message in play.heard) is Failed
+
+
+def test_what_a_script_says_of_its_stop_is_no_failure(server: ForkServer, tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "print('up', flush=True)\ntime.sleep(60)\n"
+    )
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: "up" in play.log())
+    play.gang.stop("the generation is over", time.monotonic())
+    assert play.wait_for_end() == [143]
+    assert not play.gang.view(time.monotonic()).failed
 
 
 def test_killing_a_worker_ends_its_children_too(server: ForkServer, tmp_path: Path) -> None:

@@ -7,16 +7,22 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.launcher.blame import (
+    ASIDE_AFTER,
     FORGIVEN_S,
     KEPT_SETBACKS,
     MOST_ASIDE_S,
     fruitless,
     furthest,
+    is_the_scripts,
+    judge_exit,
     kept_aside,
     likeness,
+    outliers,
     set_aside,
     setbacks,
     strikes,
+    trained,
+    why_aside,
 )
 from elasticzero.launcher.world import Failure, Member, Report, Setback, Strikes, World
 from elasticzero.messages import Resume, Source
@@ -235,3 +241,143 @@ def test_as_many_are_taken_back_as_are_wanting(here: str, least: int, waits: str
     row = tuple(Strikes(node=node, count=count) for node, count in (("b", 4), ("c", 3), ("d", 3)))
     aside = {"b": 5.0, "c": 10.0, "d": 20.0}
     assert kept_aside(aside, row, set(here), least) == set(waits)
+
+
+BAD_INPUT = Failure(rank=1, blame="user", message="ImportError: no", final=True)
+KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("trained", "a", "b", "c", "found"),
+    [
+        (2, None, None, OWN, "c"),
+        (2, PEER, PEER, KILLED, "c"),
+        (2, PEER, PEER, BAD_INPUT, "c"),
+        (1, PEER, OWN, OWN, "bc"),
+        (2, OWN, None, OWN, "c"),
+        (2, OWN, None, None, ""),
+        (2, PEER, PEER, PEER, "c"),
+        (2, PEER, None, None, "c"),
+        (2, None, None, None, ""),
+        (2, UNREAD, None, PEER, ""),
+        (3, None, None, OWN, ""),
+        (3, None, None, BAD_INPUT, "c"),
+        (0, None, None, OWN, ""),
+        (0, None, PEER, BAD_INPUT, "c"),
+        (0, BAD_INPUT, BAD_INPUT, BAD_INPUT, ""),
+        (0, None, BAD_INPUT, BAD_INPUT, ""),
+    ],
+    ids=[
+        *("newcomer", "newcomer's worker is killed", "newcomer's input", "two newcomers"),
+        *("an old node fails too", "only an old node", "they only lose each other"),
+        *("a peer is lost on an old node", "a drain", "not a peer alone", "no newcomer"),
+        *("input of an old node", "none has trained", "input at the start", "input of all"),
+        "fewer than MIN would be left",
+    ],
+)
+def test_which_nodes_are_set_aside_at_once(trained, a, b, c, found) -> None:
+    three = world(members=tuple(map(member, "abc")), trained=trained)
+    reports = {"a": said(a), "b": said(b), "c": said(c)}
+    assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(found)
+
+
+def test_a_newcomer_that_made_steps_is_judged_like_the_others() -> None:
+    three = world(members=tuple(map(member, "abc")), trained=2)
+    reports = {"a": replace(said(None), final_step=21), "b": said(None), "c": said(OWN)}
+    assert not outliers(three, reports, set("abc"), 1)
+    assert trained(three, reports, {"a", "b", "c"}) == 3
+    assert trained(three, {"a": said(None)}, {"a", "c"}) == 1
+
+
+@pytest.mark.parametrize("c", [replace(said(PEER), leaving=True), None], ids=["leaves", "is lost"])
+def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -> None:
+    three = world(members=tuple(map(member, "abc")), trained=2)
+    reports = {"a": said(PEER), "b": said(PEER)} | ({"c": c} if c is not None else {})
+    assert not outliers(three, reports, set("ab"), 1)
+
+
+def test_what_a_node_is_set_aside_for_does_not_count_and_strikes_at_once() -> None:
+    reports = {"a": said(PEER), "b": said(BAD_INPUT)}
+    assert fruitless(world(), 20, ("b", BAD_INPUT), reports, excused=True) == world().fruitless
+    row = (Strikes(node="a", count=1),)
+    after = strikes(world(strikes=row), reports, 1.0, {"b": BAD_INPUT})
+    assert after == (*row, Strikes(node="b", count=ASIDE_AFTER))
+    assert why_aside(after, "b") == "rank 1 failed where others did not (ImportError: no)"
+    again = strikes(world(strikes=after), reports, 1.0, {"b": BAD_INPUT})
+    assert again[-1] == Strikes(node="b", count=ASIDE_AFTER + 1), "and waits for twice as long"
+
+
+@pytest.mark.parametrize(
+    ("row", "so"),
+    [
+        ((told(1),), False),
+        ((told(1), told(2)), False),
+        ((told(1), told(2, node="b", rank=1)), True),
+        ((told(1, others=("b",)), told(2)), True),
+        ((told(1), told(2, others=("b",))), True),
+        ((told(1), told(2, message="KeyError: 1"), told(3, node="b")), True),
+        ((told(1), told(2, node="b", step=21)), False),
+        ((told(1), told(2, node="b", message="KeyError: 1")), False),
+        ((told(1, message="E: row 17"), told(2, node="b", message="E: row 23")), True),
+        ((told(1, message="OSError: gone"), told(2, node="b", message="OSError: gone")), False),
+        ((told(1, blame="killed"), told(2, node="b", blame="killed")), False),
+    ],
+)
+def test_the_same_exception_at_one_step_on_two_nodes(row, so) -> None:
+    assert is_the_scripts(row) is so
+
+
+def test_all_nodes_that_fail_alike_are_remembered() -> None:
+    reports = {"a": said(OWN), "b": said(replace(OWN, rank=1)), "c": said(PEER)}
+    (setback,) = setbacks(world(), 20, ("a", OWN), reports)
+    assert (setback.node, setback.others) == ("a", ("b",))
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "step", "message", "count"),
+    [
+        (18, 25, "ValueError: no", 2),
+        (18, 26, "ValueError: no", 0),
+        (18, 25, "KeyError: 3", 0),
+        (26, 25, "ValueError: no", 0),
+    ],
+    ids=["at the same step", "at another step", "another error", "the state is past it"],
+)
+def test_snapshots_are_no_progress_for_a_crash_that_recurs(
+    resume_step, step, message, count
+) -> None:
+    """The state comes on from step 15 to 18 by a snapshot; it failed before after step 25."""
+    failure = replace(OWN, step=step, message=message)
+    creeps = world(resume=Resume(tier="ram", step=15), setbacks=(told(2, step=25),))
+    reports = dict.fromkeys("ab", said(None))
+    assert fruitless(creeps, resume_step, ("a", failure), reports) == count
+    kept = told(2, step=25) in setbacks(creeps, resume_step, ("a", failure), reports)
+    assert kept == (resume_step <= 25), "remembered until the state is past that step"
+
+
+def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
+    """The others show whether it is the script's."""
+    once = world(setbacks=(told(2),), strikes=(Strikes(node="a", count=1),))
+    assert strikes(once, {"a": said(OWN), "b": said(PEER)}, 1.0)[0].count == ASIDE_AFTER
+    killed = world(setbacks=(told(2, blame="killed", message=KILLED.message),))
+    assert strikes(killed, {"a": said(KILLED), "b": said(PEER)}, 1.0)[0].count == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "had_begun", "blame"),
+    [
+        (-11, False, False, "killed"),
+        (-11, True, True, "killed"),
+        (-15, True, False, None),
+        (-9, True, False, None),
+        (3, False, False, "user"),
+        (3, True, True, "user"),
+        (75, True, False, None),
+        (0, False, False, "user"),
+        (0, True, False, None),
+    ],
+)
+def test_a_death_is_judged_by_when_it_began(code, asked, had_begun, blame) -> None:
+    failure = judge_exit(2, code, 7, asked=asked, had_begun=had_begun)
+    assert (failure.blame if failure is not None else None) == blame
+    assert failure is None or (failure.rank, failure.step) == (2, 7)

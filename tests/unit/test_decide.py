@@ -253,7 +253,7 @@ TABLE = [
     # A9
     ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
     ("at rest", AT_REST, []),
-    ("a plain script, read by nobody", v(AT_REST, my_report=None, workers=w(TRAINS, attached=False, restored=False, plain=True)), [PutReport(RESTORED)]),
+    ("a plain script, read by nobody", v(AT_REST, my_report=None, workers=w(TRAINS, attached=False, restored=False, plain=True)), [PutReport(replace(RESTORED, ran=True))]),
     ("perhaps a plain script, somebody waits", v(AT_REST, world=world(A, B, resume=RAM), my_report=None, workers=w(TRAINS, attached=False, restored=False, plain=True)), []),
     ("starting", v(AT_REST, my_report=None, workers=w(TRAINS, restored=False)), []),
     # L2
