@@ -45,6 +45,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownError:
+    """An error that ended a generation before this one; its traceback has been printed."""
+
+    message: str
+    node: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """Agent to worker, first: who you are in which generation, and where its state comes from."""
 
@@ -85,6 +94,8 @@ class Assignment:
     """The job's token, which other nodes' snapshots are read with."""
     keep: bool = False
     """The process may outlive its generation and take part in the next."""
+    known_errors: tuple[KnownError, ...] = ()
+    """Of generations that came no further, newest last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

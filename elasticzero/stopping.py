@@ -31,6 +31,7 @@ from elasticzero.errors import (
     is_final,
     is_peer_error,
     one_line,
+    same_error,
 )
 from elasticzero.link import AgentLink, GenerationEnded, leave, wait_for_the_end
 from elasticzero.messages import Blame, Captured, Failed, Stopping
@@ -126,6 +127,11 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)
+        return 1, True
+    known = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
+    if known:
+        where = f"generation {known[-1].generation} on {known[-1].node}"
+        print(f"error: {message.message}; the same as in {where}", file=sys.stderr)
     else:
         print(message.traceback, end="", file=sys.stderr)
     return 1, True

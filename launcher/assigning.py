@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elasticzero.launcher.saver import Charge, Post
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.world import World, charge
-from elasticzero.messages import Assignment
+from elasticzero.messages import Assignment, KnownError
 
 if TYPE_CHECKING:
     from elasticzero.launcher.agent import AgentOptions
@@ -25,6 +25,11 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
     member = world.members[index]
     first = world.first_rank(index)
     connect_s, start_s = patience_s(world.fruitless)
+    known = tuple(
+        KnownError(message=s.message, node=s.node, generation=s.generation)
+        for s in world.setbacks
+        if s.blame == "user"
+    )
     return [
         Assignment(
             job=options.job,
@@ -51,6 +56,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             connect_timeout_s=connect_s,
             start_timeout_s=start_s,
             keep=options.keep_workers,
+            known_errors=known,
         )
         for local_rank in range(member.nproc)
     ]

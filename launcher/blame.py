@@ -276,7 +276,7 @@ def _struck(node: str, failure: Failure, before: Collection[Strikes], least: int
     known = sum(struck.count for struck in before if struck.node == node)
     why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
     count = max(known + 1, least)
-    return Strikes(node=node, count=count, why=why if count > known + 1 else AGAIN)
+    return Strikes(node=node, count=count, why=why if least > 1 else AGAIN)
 
 
 def why_aside(row: Collection[Strikes], node: str) -> str:

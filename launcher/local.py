@@ -298,8 +298,8 @@ def _outcome(cluster: Cluster, narrator: Narrator) -> ExitCode:
     if ExitCode.DONE in codes.values():
         return ExitCode.DONE
     for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
-        for name, code in codes.items():
-            if code == wanted:
-                narrator.quote(cluster.nodes[name].log)
-                return wanted
+        logs = [cluster.nodes[name].log for name, code in codes.items() if code == wanted]
+        if logs:
+            narrator.quote(logs, traced=cluster.output is not None)
+            return wanted
     return ExitCode.FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +179,14 @@ class Narrator:
         if what in ("kill-node", "kill-worker"):
             self._killed_s = at_s
 
-    def quote(self, log: Path) -> None:
-        """The last error in an agent's own words."""
-        lines = log.read_text(errors="replace").splitlines()
-        starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-        if starts:
-            print("\n".join(lines[starts[-1] :]), file=sys.stderr, flush=True)
+    def quote(self, logs: Sequence[Path], *, traced: bool) -> None:
+        """The last error of the first agent, in its own words. traced: the terminal has shown the
+        workers' tracebacks, so an agent that does not repeat one goes first."""
+        texts = [text for log in logs if (text := _last_error(log))]
+        if traced:
+            texts.sort(key=lambda text: "Traceback" in text)
+        if texts:
+            print(texts[0], file=sys.stderr, flush=True)
 
     def close(self, code: ExitCode) -> None:
         generations = counted(len(self.lineage.resume_steps), "generation")
@@ -196,3 +198,9 @@ class Narrator:
             self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    return "\n".join(lines[starts[-1] :]) if starts else ""

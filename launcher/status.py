@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.blame import ASIDE_AFTER
+from elasticzero.launcher.blame import AGAIN, ASIDE_AFTER, why_aside
 from elasticzero.launcher.control import Job, look, opened, standing_drains
 from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.job_token import HOW, of_job
@@ -101,6 +101,8 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
     placed = {member.node: index for index, member in enumerate(job.placed)}
     given = job.control.nnodes
     struck = {s.node: s.count for s in world.strikes} if world is not None else {}
+    row = world.strikes if world is not None else ()
+    aside = {s.node: why_aside(row, s.node) for s in row if s.count >= ASIDE_AFTER}
     nodes = []
     for node, member in job.nodes.items():
         own, index = said.get(node, {}), placed.get(node)
@@ -113,6 +115,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
                 "state": _state(job, member, phases.get(node), struck.get(node, 0), own),
                 "strikes": struck.get(node, 0),
                 "set_aside_s": words.get("set_aside_s", {}).get(node),
+                "set_aside_for": aside.get(node),
                 "step": own.get("step") if index is not None else None,
                 "step_age_s": own.get("step_age_s") if index is not None else None,
                 "up_s": own.get("up_s"),
@@ -187,6 +190,11 @@ def table(found: Mapping[str, Any]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    lines += [
+        f"{node['node']} is set aside: {node['set_aside_for']}"
+        for node in found["nodes"]
+        if node["state"] == "set aside" and node["set_aside_for"] not in (None, AGAIN)
+    ]
     return "\n".join(lines)
 
 
@@ -242,7 +250,8 @@ def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
     step, age_s, up_s, aside_s = (node[k] for k in ("step", "step_age_s", "up_s", "set_aside_s"))
     state = node["state"]
     if state == "set aside":
-        state += f" after {node['strikes']} failures"
+        often = node["set_aside_for"] in (None, AGAIN)
+        state += f" after {node['strikes']} failures" if often else ""
         state += f", {_span(aside_s)} more" if aside_s is not None else ""
     return (
         node["node"],

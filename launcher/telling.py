@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.errors import ElasticZeroError, ExitCode, same_error
 from elasticzero.launcher.actions import Decision, WriteWorld
-from elasticzero.launcher.blame import set_aside
+from elasticzero.launcher.blame import ASIDE_AFTER, set_aside, term_s, why_aside
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.progress import Progress
@@ -18,7 +18,7 @@ from elasticzero.launcher.saver import SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
 from elasticzero.launcher.worker_process import LogTail, Worker
 from elasticzero.launcher.workers import Ended, Gang, Heard
-from elasticzero.launcher.world import Control, Done, Failure, World
+from elasticzero.launcher.world import Control, Done, Failure, Strikes, World
 from elasticzero.messages import (
     Attached,
     Captured,
@@ -80,6 +80,10 @@ class Telling:
         self._done: Done | None = None
         self._said_outlasted = 0
         """The generation of which it was said."""
+        self._aside: Strikes | None = None
+        """This node's strikes, as it was last said that it is set aside for them."""
+        self._traced: list[str] = []
+        """Errors whose traceback this agent has repeated on the terminal."""
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -126,6 +130,23 @@ class Telling:
         self._metrics.world_size.set(world.world_size)
         self._metrics.members.set(len(world.members))
         self._say_world(world)
+        self._say_aside(world)
+
+    def _say_aside(self, world: World) -> None:
+        """That the world does without this node, and why."""
+        me = self._options.node
+        struck = [s for s in world.strikes if s.node == me and s.count >= ASIDE_AFTER]
+        if not struck or me in [member.node for member in world.members]:
+            self._aside = None
+        elif struck[0] != self._aside:
+            self._aside = struck[0]
+            why = why_aside(struck, me)
+            say(
+                me,
+                f"this node is set aside for {term_s(struck[0].count):g} s: {why}; the others go "
+                f"on without it, and it is tried again then; its workers' logs are in "
+                f"{self._options.log_dir}",
+            )
 
     def _say_world(self, world: World) -> None:
         mine = self._options.limits.strategy
@@ -252,6 +273,8 @@ class Telling:
                 case Stopping():
                     self.note("stopping", **_plain(message) | {"rank": worker.rank})
                 case Failed():
+                    if message.traceback and self._repeats(worker):
+                        self._traced.append(message.message)
                     self.note("failed", rank=worker.rank, **_plain(message))
                 case Ended(code):
                     self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
@@ -298,11 +321,14 @@ class Telling:
     def _recovery(self, phase: str, seconds: float) -> None:
         self._metrics.recovery_seconds.labels(phase).observe(seconds)
 
+    def _repeats(self, worker: Worker) -> bool:
+        """Whether this worker's output is repeated on the terminal."""
+        tee = self._options.tee
+        return tee == "all" or (tee == "first" and worker.local_rank == 0)
+
     def _tee(self, gang: Gang, *, last: bool) -> None:
-        if self._options.tee == "none":
-            return
         for worker in gang.workers:
-            if self._options.tee == "all" or worker.local_rank == 0:
+            if self._repeats(worker):
                 self._tail.follow(worker, last=last)
 
     def looked(self, gang: Gang, found: Failure) -> None:
@@ -419,7 +445,9 @@ class Telling:
                 ]
             failure = done.failure
             if failure is not None and failure.traceback and not failure.final:
-                lines.append(failure.traceback.rstrip())
+                told = any(same_error(text, failure.message) for text in self._traced)
+                text = failure.traceback.rstrip()
+                lines.append("its traceback stands above" if told else text)
             lines.append(f"logs: {self._options.log_dir.parent}")
             with suppress(OSError):
                 print("\n".join(lines), file=sys.stderr, flush=True)

@@ -88,6 +88,13 @@ def test_a_silent_agent_is_shown_as_such() -> None:
     assert not any(line.startswith("step ") for line in lines(said={}))
 
 
+def test_what_a_node_is_set_aside_for_is_shown() -> None:
+    why = "rank 4 failed where others did not (ImportError: no)"
+    job = replace(JOB, world=replace(WORLD, strikes=(Strikes(node="d", count=3, why=why),)))
+    assert lines(job)[-1] == f"d is set aside: {why}"
+    assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
+
+
 def states(job: Job, said=SAID) -> dict[str, str]:
     return {node["node"]: node["state"] for node in gather(job, PHASES, said)["nodes"]}
 
