@@ -28,10 +28,11 @@ Pure. Rules:
  B6  A newcomer is a member that has made no step with this job, where others have. A newcomer
      whose workers fail before the first step of the generation, and a node whose workers fail by
      bad input (a failure that is final), are set aside at once, as by ASIDE_AFTER strikes, if MIN
-     nodes are there without them. The failure does not count (B1), and the job goes on from the
-     state it has. If the ranks of such a generation only lose each other, though no node is lost
-     and none leaves, its newcomers are set aside. Where fewer than MIN nodes would be there, a
-     final failure ends the job, and any other is judged by B1 to B5.
+     nodes are there without them. The failure does not count (B1), nor is it remembered (B2) where
+     the node has not trained, and the job goes on from the state it has. If the ranks of such a
+     generation only lose each other, though no node is lost and none leaves, its newcomers are set
+     aside. Where fewer than MIN nodes would be there, a final failure ends the job, and any other
+     is judged by B1 to B5.
  B7  A worker that ends without a word, and not well, has failed by itself if its end had begun
      when it was asked to stop, however late its agent learns of it. What ends after that was
      stopped.
@@ -46,7 +47,7 @@ from elasticzero.errors import same_error
 from elasticzero.launcher.world import Failure, Report, Setback, Strikes, World
 
 KEPT_SETBACKS = 8
-KEPT_STRIKES = 16
+KEPT_STRIKES = 64
 MAX_MESSAGE = 300
 ASIDE_AFTER = 3
 ASIDE_S = 30.0
@@ -208,9 +209,16 @@ def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failu
 
 def trained(world: World, reports: Mapping[str, Report], staying: Collection[str]) -> int:
     """B6: so many of the members that stay have made steps: all, if this generation made any."""
-    stepped = any(report.trained for report in reports.values())
-    known = world.members if stepped else world.members[: world.trained]
+    known = world.members if _has_trained(reports) else world.members[: world.trained]
     return sum(member.node in staying for member in known)
+
+
+def _has_trained(reports: Mapping[str, Report]) -> bool:
+    """Whether this generation made a step, or is of a plain script and ran for a while. One node
+    alone may have a script that starts slowly, and looks like a plain one."""
+    if any(report.final_step for report in reports.values()):
+        return True
+    return bool(reports) and all(report.ran for report in reports.values())
 
 
 def outliers(
@@ -222,9 +230,8 @@ def outliers(
     of.
     """
     own = own_failures(world, reports)
-    stepped = any(report.trained for report in reports.values())
     newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
-    young = () if stepped else newcomers
+    young = () if _has_trained(reports) else newcomers
     found = {node: failure for node, failure in own.items() if failure.final or node in young}
     if not found and young and _only_lose_each_other(world, reports):
         lost = next(r.failure for r in reports.values() if r.failure is not None)

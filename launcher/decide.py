@@ -231,7 +231,7 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
 def _has_run(view: View, phase: Phase) -> bool:
     """Whether a plain script has been seen to run here in this generation."""
     known = view.my_report is not None and view.my_report.ran
-    return known or (phase == "restored" and view.workers.plain)
+    return view.workers.plain and (known or phase == "restored")
 
 
 def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:

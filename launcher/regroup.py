@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.launcher.actions import Decision, SaveHeld, WriteWorld, wait
 from elasticzero.launcher.blame import (
+    AGAIN,
     Cause,
     fruitless,
     furthest,
@@ -113,6 +114,11 @@ def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> 
     return (waiting - aside.keys()) | {member.node for member in staying}
 
 
+def _trains(world: World, cause: Cause | None) -> bool:
+    """Whether a failure is of a node that has trained before this generation."""
+    return cause is not None and cause[0] in {m.node for m in world.members[: world.trained]}
+
+
 def _judged(
     view: View,
     world: World,
@@ -125,7 +131,7 @@ def _judged(
     reports of the nodes that are there, and of those whose workers have stopped."""
     present, reports = said
     cause = found.cause
-    recorded = None if found.odd and world.trained else cause
+    recorded = cause if not found.odd or _trains(world, cause) else None
     count = fruitless(world, resume.step, recorded, present, excused=bool(found.odd))
     lasted_s = now_s - (view.world_s or now_s)
     return World(
@@ -266,12 +272,12 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
         parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
     if after - before:
         parts.append(f"{', '.join(sorted(after - before))} joined")
-    told = cause is not None and cause[0] in found.odd and cause[0] in struck
-    if cause is not None and cause[1].blame != "peer" and not told:
+    if cause is not None and cause[1].blame != "peer":
         node, failure = cause
         verb = "hung" if failure.blame == "hung" else "failed"
-        parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
-        if alike := likeness(following.setbacks):
+        if node not in struck or why_aside(following.strikes, node) == AGAIN:
+            parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
+        if not found.odd and (alike := likeness(following.setbacks)):
             parts.append(alike)
     if not parts:
         parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")

@@ -45,6 +45,9 @@ to what two worlds can tell; `tests/simulation/rules.py` checks all of them agai
  R15 Where nodes only come, leave and are lost, and etcd is well, no failure counts.
  R16 A generation that stands still for a lapsed lease ends soon: about a TTL after its last step,
      or after etcd is back.
+ R17 Nodes that fail by bad input, or before they have made a step where others have, end no job
+     that has MIN nodes without them, take no step from it, and count as no failure.
+ R18 Where a worker has died of itself, its node reports that death, whoever learnt of it first.
 """
 
 from __future__ import annotations
@@ -228,12 +231,8 @@ class Report:
     end_reason: str = ""
     """Phase finished: why the script ended training early, by `session.stop`."""
     ran: bool = False
-    """Its workers are of a plain script, whose steps are not counted, and have run for a while."""
-
-    @property
-    def trained(self) -> bool:
-        """Whether its workers have trained in this generation; said once they have stopped."""
-        return self.ran or bool(self.final_step)
+    """Its workers have run for a while and never called `elasticzero.run`: the steps of a plain
+    script are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import greenlet
 
@@ -57,6 +57,11 @@ JOIN_AGAIN_S = 0.5
 TOKEN = Secret("the token of every job")
 
 
+BadInput = Literal["", "import", "model", "script", "crash"]
+"""What is wrong with a node's input: a module is missing, the state does not fit its model, its
+script raises, or its workers die as they begin."""
+
+
 class Port:
     """Stands for a bound socket."""
 
@@ -88,8 +93,12 @@ class Host:
         """It went without a word: no peer is told."""
         self.back_s = 0.0
         """When it was last cut off no more."""
+        self.bad_input: BadInput = ""
+        """Why its workers always fail before they train, if they do."""
         self.faults_left = 0
         """So often its workers will still fail soon after they began to train."""
+        self.dies = False
+        """They die, and say nothing."""
         random = cluster.random
         self._offset_s = random.uniform(100.0, 1e5)
         self._rate = random.uniform(0.99, 1.01)
@@ -110,7 +119,10 @@ class Host:
     def _break(self, worker: Worker) -> None:
         if worker.phase == "training":
             self.cluster.rules.cause("bad-node")
-            worker.gang.fail(worker, "environment", "OSError: a bad machine")
+            if self.dies:
+                worker.gang.crash(worker)
+            else:
+                worker.gang.fail(worker, "environment", "OSError: a bad machine")
 
     @property
     def serves(self) -> bool:

@@ -14,7 +14,7 @@ from elasticzero.launcher.store import Entry
 from elasticzero.launcher.view import View, steered
 from elasticzero.launcher.world import Control, Done, World
 from elasticzero.messages import Resume
-from tests.simulation.agents import Agent, Host
+from tests.simulation.agents import Agent, BadInput, Host
 from tests.simulation.etcd import Costs, Etcd
 from tests.simulation.faults import Faults
 from tests.simulation.rules import Rules
@@ -199,10 +199,11 @@ class Cluster:
         agents = [h.agent for h in self.hosts.values() if h.agent is not None]
         return [agent for agent in agents if not agent.dead]
 
-    def add_node(self) -> Host:
+    def add_node(self, bad_input: BadInput = "") -> Host:
         number = self._names + self.plan.names_from if self._names else 1
         self._names += 1
         host = Host(self, f"node-{number}")
+        host.bad_input = bad_input
         self.hosts[host.name] = host
         host.agent = Agent(self, host)
         return host
@@ -220,7 +221,7 @@ class Cluster:
             if not host.lost and (host.agent is None or host.agent.dead):
                 host.agent = Agent(self, host)
         least = steered(self.plan.limits, self.asked).min_nodes
-        while sum(not h.lost for h in self.hosts.values()) < least:
+        while sum(not (h.lost or h.bad_input) for h in self.hosts.values()) < least:
             self.add_node()
         self.rules.registered(self.running())
         self.timeline.after(MEND_S, self._mend)

@@ -53,6 +53,9 @@ class Faults:
             case "wipe-etcd" | "restore-etcd":
                 cluster.note(f"-- {kind}{lasts}")
                 self._lose_data(kind, seconds, renamed=hidden)
+            case _ if kind.startswith("join-bad:"):
+                cluster.note(f"-- {kind}")
+                cluster.add_node(kind.partition(":")[2])  # type: ignore[arg-type]
             case "join":
                 cluster.note("-- join")
                 cluster.add_node()
@@ -111,7 +114,7 @@ class Faults:
     def _kill_worker(self, agent: Agent, seconds: float) -> None:
         worker = self._worker(agent)
         if worker is not None:
-            worker.gang.kill_one(worker)
+            worker.gang.crash(worker)
 
     def _hang_worker(self, agent: Agent, seconds: float) -> None:
         worker = self._worker(agent)
@@ -160,6 +163,7 @@ class Faults:
     def _bad_node(self, agent: Agent, seconds: float) -> None:
         """Its workers fail, one generation after another."""
         agent.host.faults_left = self._random.randint(2, BAD_FOR)
+        agent.host.dies = agent.host.faults_left % 2 == 0
         worker = self._worker(agent)
         if worker is not None:
             agent.host.breaks(worker)

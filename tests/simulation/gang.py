@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from elasticzero.launcher.blame import judge_exit
 from elasticzero.launcher.hangs import STOPPED_S
 from elasticzero.launcher.view import Workers
 from elasticzero.launcher.workers import LATE_AFTER_S
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 LONG_SECTION_S = 4.0
 """A worker in a long kernel hears an abort so late."""
+SLOW_END_S = 0.2
+"""An agent learns of a worker's own end so much later than its peers at most."""
 SLOW_SHARE = 0.25
 """Of scripts that start slowly, where some do."""
 WAITS_S = 0.5
@@ -71,7 +75,7 @@ class Gang:
         running = saving = heard = 0
         restored = finished = left = True
         for worker in workers:
-            alive = worker.phase != "gone"
+            alive = worker.phase != "gone" or worker.unheard
             running += alive
             saving += alive and worker.stopping
             restored &= worker.restored
@@ -132,6 +136,7 @@ class Gang:
         """Tell the workers to stop where they are."""
         self.aborted_s = self.host.clock()
         for worker in self.workers:
+            worker.ending = worker.unheard
             self._tell_abort(worker)
 
     def _tell_abort(self, worker: Worker) -> None:
@@ -168,19 +173,42 @@ class Gang:
                 self.kill_one(worker)
 
     def kill_one(self, worker: Worker) -> None:
-        """SIGKILL."""
+        """SIGKILL, by its agent."""
+        if worker.alive:
+            self._end(worker)
+            self.group.lose(worker)
+
+    def crash(self, worker: Worker) -> None:
+        """A worker dies of itself; its peers may notice before its agent has read of its end."""
         if not worker.alive:
             return
-        explained = worker.failed or worker.stopping or self.aborted_s is not None
+        said = worker.failed or worker.stopping
+        if not said and self.aborted_s is None and not self.agent.dead:
+            self.cluster.rules.promises.crashed(self.generation, self.host.name)
         self._end(worker)
-        if not explained:
-            self._blame(worker, Failure(rank=worker.rank, blame="killed", message="SIGKILL"))
+        worker.unheard = True
         self.group.lose(worker)
+        self.cluster.later(0.0, SLOW_END_S, self._read_end, worker, said)
+
+    def _read_end(self, worker: Worker, said: bool) -> None:
+        worker.unheard = False
+        asked, code = self.aborted_s is not None, -signal.SIGKILL
+        failure = judge_exit(worker.rank, code, worker.step, asked=asked, had_begun=worker.ending)
+        if failure is not None and not said:
+            self._blame(worker, failure)
+        self.wake()
 
     # -- a worker's life
 
     def _attach(self, worker: Worker) -> None:
         if not worker.alive:
+            return
+        if self.host.bad_input == "import":
+            self.fails_by_input(worker)
+            return
+        if self.host.bad_input == "crash":
+            self.cluster.rules.cause("bad-join")
+            self.crash(worker)
             return
         if worker.deaf:
             self.cluster.later(0.1, 0.3, self._attach, worker)
@@ -225,8 +253,20 @@ class Gang:
             self._blame(worker, failure)
             self.group.lose(worker)
 
+    def fails_by_input(self, worker: Worker) -> None:
+        """Its script, or what the script needs, is not that of the others."""
+        self.cluster.rules.cause("bad-join")
+        kind, final = self.host.bad_input, self.host.bad_input != "script"
+        self.fail(worker, "user", f"{kind}Error: not as on the others", final=final)
+
     def fail(
-        self, worker: Worker, blame: str, message: str, *, bad_step: int | None = None
+        self,
+        worker: Worker,
+        blame: str,
+        message: str,
+        *,
+        bad_step: int | None = None,
+        final: bool = False,
     ) -> None:
         """An error ends a worker: S1 to S4 of `elasticzero/stopping.py`."""
         if not worker.alive or worker.stopping:
@@ -239,8 +279,9 @@ class Gang:
                 rank=worker.rank,
                 blame=blame,  # type: ignore[arg-type]
                 message=message,
-                step=worker.step,
+                step=worker.step if worker.phase == "training" else 0,
                 bad_step=bad_step,
+                final=final,
             ),
         )
         self._stop(worker)

@@ -222,6 +222,38 @@ MUTANTS = (
         wrong="set(struck if wanting else ())",
     ),
     Mutant(
+        name="a newcomer that cannot train ends the job",
+        file="blame.py",
+        right="return found if len(good) >= max(1, least) else {}",
+        wrong="return {}",
+    ),
+    Mutant(
+        name="newcomers are judged like members that have trained",
+        file="blame.py",
+        right="newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []",
+        wrong="newcomers: list[str] = []",
+    ),
+    Mutant(
+        name="nodes with bad input are set aside though too few are left",
+        file="blame.py",
+        right="good = [node for node in here if node not in found]",
+        wrong="good = list(here)",
+        sure=False,
+    ),
+    Mutant(
+        name="a death that was learnt of late is no failure",
+        file="blame.py",
+        right="if exit_code == 0 or (asked and not had_begun):",
+        wrong="if exit_code == 0 or asked:",
+    ),
+    Mutant(
+        name="each snapshot forgives a crash that recurs",
+        file="blame.py",
+        right="return resume_step <= last.step and any(_same(earlier, last) for earlier in row)",
+        wrong="return False",
+        sure=False,
+    ),
+    Mutant(
         name="a job is given up one failure earlier",
         file="ending.py",
         right="following.fruitless <= limits.max_restarts",

@@ -1,4 +1,4 @@
-"""What is promised to nodes and operators: rules R10 to R15 of `launcher/world.py`.
+"""What is promised to nodes and operators: rules R10 to R18 of `launcher/world.py`.
 
 Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
 take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.launcher.blame import ASIDE_AFTER, term_s
 from elasticzero.launcher.observe import CONTROL
-from elasticzero.launcher.world import Alarm, Control, Member, Report, World
+from elasticzero.launcher.world import Alarm, Control, Done, Failure, Member, Report, World
 from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class Promises:
         when they go on without a pause, in time that etcd served."""
         self._struck: dict[tuple[str, int], float] = {}
         """By node and how many strikes it has: since when, in true time."""
+        self._crashed: set[tuple[int, str]] = set()
+        """By generation and node: a worker has died of itself."""
         self._only_machines = not cluster.plan.trouble and not cluster.plan.crash_at
         """Nothing has happened but what machines suffer."""
 
@@ -143,6 +145,14 @@ class Promises:
 
     def reported(self, generation: int, node: str, report: Report) -> None:
         self._reports[generation, node] = (self._now_s, report)
+        if report.phase == "stopped" and (generation, node) in self._crashed:
+            named = report.failure is not None and report.failure.blame != "peer"
+            text = f"{node} does not say that a worker of {generation} died: {report.failure}"
+            self._require(named, "R18", text)
+
+    def crashed(self, generation: int, node: str) -> None:
+        """A worker dies of itself, and was not asked to stop before."""
+        self._crashed.add((generation, node))
 
     def alarmed(self, generation: int, alarm: Alarm) -> None:
         """R10: a lapsed lease ends no generation whose steps go on; R16: it ends one soon where
@@ -202,6 +212,8 @@ class Promises:
         self._check_aside(before, after, max(least for least, _ in sizes))
         self._check_take_over(before, after)
         self._check_writer(after)
+        if before is not None:
+            self._check_odd(before, after)
         charged = self._only_machines and after.fruitless > 0
         self._require(not charged, "R15", f"a failure was charged: {after.reason}")
         self._written_s = self._now_s
@@ -298,6 +310,50 @@ class Promises:
             needed = len(after.members) <= least
             text = f"{node} has {count} strikes: {after.generation}"
             self._require(not aside or node not in named or needed, "R13", text)
+
+    def _check_odd(self, before: World, after: World) -> None:
+        """R17: of a generation that ended by nothing but nodes with bad input."""
+        said = [(m.node, self._reports.get((before.generation, m.node))) for m in before.members]
+        failed: dict[str, Failure] = {}
+        for node, entry in said:
+            if entry is None or entry[1].phase != "stopped" or entry[1].leaving:
+                return  # a node is lost, or leaves
+            if entry[1].failure is not None and entry[1].failure.blame != "peer":
+                failed[node] = entry[1].failure
+            elif self._now_s - entry[0] < self._read_s:
+                return
+        bad = [node for node in failed if self._cluster.hosts[node].bad_input]
+        judged = before.trained > 0 or all(failed[node].final for node in bad)
+        least = max(least for least, _ in self.sizes())
+        left = sum(node not in bad for node, _ in said)
+        if not bad or len(bad) < len(failed) or not judged or left < least:
+            return
+        text = f"{after.generation} follows failures of {', '.join(bad)} alone"
+        self._require(after.fruitless <= before.fruitless, "R17", f"{text}, and they count")
+        self._require(after.resume.step >= before.resume.step, "R17", f"{text}, and goes back")
+        kept = [node for node in bad if any(m.node == node for m in after.members)]
+        self._require(not kept, "R17", f"{text}, and has {', '.join(kept)}")
+
+    def few_are_good(self, done: Done) -> bool:
+        """Whether a job may have ended by nodes with bad input; R17: not where MIN others train."""
+        world = self._cluster.world
+        assert world is not None
+        hosts = [self._cluster.hosts[member.node] for member in world.members]
+        reports = [self._reports.get((world.generation, host.name)) for host in hosts]
+        if done.failure is None or not any(host.bad_input for host in hosts):
+            return False
+        row = list(zip(hosts, reports, strict=True))
+        good = [h for h, r in row if not h.bad_input and r is not None and not r[1].leaving]
+        bad = [h.name for h in hosts if h.bad_input]
+        mine = [r for h, r in row if h.name in bad and r is not None and r[1].failure is not None]
+        judged = world.trained > 0 or all(
+            r[1].failure is not None and r[1].failure.final for r in mine
+        )
+        least = min(least for least, _ in self.sizes())
+        by_bad = done.failure.message.endswith("not as on the others")
+        ended = by_bad and judged and len(good) >= least
+        self._require(not ended, "R17", f"{', '.join(bad)} ended the job: {done.reason}")
+        return by_bad
 
     def _check_take_over(self, before: World | None, after: World) -> None:
         """R14."""

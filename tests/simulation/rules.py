@@ -402,6 +402,8 @@ class Rules:
         """R7: only after --max-restarts failures in a row that came no further."""
         plan = self._cluster.plan
         often = len(self._causes) > plan.limits.max_restarts
+        often |= self._causes.count("crash-worker") > 1  # B3 of `blame`
+        often |= self.promises.few_are_good(done)
         explained = often or bool(plan.crash_at) or "damage" in self._causes
         explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)
         self.require(explained, "R7", f"failed: {done.reason}")
@@ -412,7 +414,9 @@ class Rules:
         row = [*began[-count:], done.step]
         first = self.worlds[max(1, max(self.worlds) - count + 1)]
         furthest = max(first.resume.step, first.furthest)
-        stood = len(row) > count and max(row) <= furthest
+        failed_at = [setback.step for setback in done.setbacks]
+        recurs_at = max((s for s in failed_at if failed_at.count(s) > 1), default=0)
+        stood = len(row) > count and max(row) <= max(furthest, recurs_at)
         self.require(stood, "R7", f"given up, and the last generations began at {row}")
 
     def exits(self, agent: Agent) -> None:

@@ -54,6 +54,9 @@ HANG_TIMEOUT_S = 2.5
 LOSS_SHARE = 0.1
 """So many schedules are about an etcd that loses its data, besides all else that happens."""
 LOSSES = ("wipe-etcd", "restore-etcd")
+BAD_JOIN_SHARE = 0.08
+"""So many schedules have a node that comes, and whose workers always fail before they train."""
+BAD_INPUTS = ("import", "model", "script", "crash")
 STRANDED_SHARE = 0.02
 """So many schedules are about nodes that wait for others, and are lost while they do."""
 
@@ -168,6 +171,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
     faults = _faults(random, hangs=limits.hang_timeout_s is not None)
     if random.random() < STRANDED_SHARE:
         faults = _stranded(random, count, least)
+    faults = (*faults, *_bad_joins(Random(f"{seed} joins")))
     step_s = random.choice([0.06, 0.1, 0.15, 0.25])
     lasts_s = 1.5 + max((f.at_s + f.seconds for f in faults), default=0.0)
     steps = max(10, int(lasts_s * random.uniform(0.5, 1.3) / step_s))
@@ -205,6 +209,15 @@ def _stranded(random: Random, count: int, least: int) -> tuple[Fault, ...]:
     come_s = at_s + waits_s + random.uniform(3.0, 8.0)
     joins = [Fault(come_s, "join", 0.0, 0.0) for _ in range(count)]
     return (*lost, later, *joins)
+
+
+def _bad_joins(random: Random) -> tuple[Fault, ...]:
+    """Nodes with bad input come, one or two; drawn apart, so that a seed's other faults stay."""
+    if random.random() >= BAD_JOIN_SHARE:
+        return ()
+    at_s = random.choice([0.0, random.uniform(0.5, 8.0)])
+    kinds = [f"join-bad:{random.choice(BAD_INPUTS)}" for _ in range(random.choice([1, 1, 2]))]
+    return tuple(Fault(at_s + random.uniform(0.0, 1.0), kind, 0.0, 0.0) for kind in kinds)
 
 
 def _faults(random: Random, *, hangs: bool) -> tuple[Fault, ...]:

@@ -34,6 +34,7 @@ class Worker:
     __slots__ = (
         "busy",
         "deaf",
+        "ending",
         "failed",
         "finished",
         "gang",
@@ -47,6 +48,7 @@ class Worker:
         "restored",
         "step",
         "stopping",
+        "unheard",
     )
 
     def __init__(self, gang: Gang, group: Group, rank: int) -> None:
@@ -67,6 +69,10 @@ class Worker:
         """In a section in which no step is due."""
         self.progress_s = gang.cluster.timeline.now_s
         self.restored = self.stopping = self.failed = self.finished = False
+        self.unheard = False
+        """It has died, and its agent has not learnt of it."""
+        self.ending = False
+        """That was so when it was asked to stop."""
 
     @property
     def alive(self) -> bool:
@@ -155,6 +161,9 @@ class Group:
             return
         if worker.deaf:
             self.cluster.later(0.1, 0.3, self._restore, worker)
+            return
+        if worker.gang.host.bad_input in ("model", "script"):
+            worker.gang.fails_by_input(worker)
             return
         trouble = self.cluster.unreadable(self.world.resume, worker.gang.host)
         if trouble is not None:

@@ -289,6 +289,13 @@ def test_a_newcomer_that_made_steps_is_judged_like_the_others() -> None:
     assert trained(three, {"a": said(None)}, {"a", "c"}) == 1
 
 
+def test_a_script_that_starts_slowly_on_one_node_has_not_trained() -> None:
+    three = world(members=tuple(map(member, "abc")), trained=2)
+    ran = {node: replace(said(None), ran=True) for node in "abc"}
+    assert set(outliers(three, {**ran, "a": said(None), "c": said(OWN)}, set("abc"), 1)) == {"c"}
+    assert trained(three, ran, set("abc")) == 3, "all run a plain script"
+
+
 @pytest.mark.parametrize("c", [replace(said(PEER), leaving=True), None], ids=["leaves", "is lost"])
 def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
