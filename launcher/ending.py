@@ -26,7 +26,7 @@ def given_up(
     following: World, cause: Cause | None, limits: Limits, *, excused: bool = False
 ) -> Decision | None:
     """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
-    nodes that are set aside for it (B6 in `blame`)."""
+    nodes that are set aside for it (B6 in `blame`), or of one that leaves."""
     if cause is None:
         return None
     node, failure = cause

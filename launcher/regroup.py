@@ -77,10 +77,12 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
         for m in answered
         if m.node in reports and not reports[m.node].leaving
     )
+    excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
     odd = outliers(world, reports, _able(view, world, staying, now_s), limits.min_nodes)
     found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
     following = _judged(view, world, found, resume, (present, reports), now_s)
-    if (ended := given_up(following, cause, limits, excused=bool(odd))) is not None:
+    excused |= bool(odd)
+    if (ended := given_up(following, cause, limits, excused=excused)) is not None:
         return ended
     if view.control.stop:
         return stop(view, resume, now_s - opened_s, limits)

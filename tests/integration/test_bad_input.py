@@ -58,7 +58,7 @@ def test_a_script_that_is_not_there() -> None:
 
 def test_a_script_that_fails_on_import(tmp_path: Path) -> None:
     found = run("run", "--http-port", "0", "--log-dir", str(tmp_path), str(FAILS_ON_IMPORT))
-    assert found.returncode == 70
+    assert found.returncode == 64
     assert "ModuleNotFoundError: No module named 'there_is_no_such_module'" in found.stderr
     assert "Traceback" not in found.stderr
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_directory_that_is_none(place: str, tmp_path: Path) -> None
 def test_a_global_batch_smaller_than_the_world(tmp_path: Path) -> None:
     words = ["local", "--nodes", "2", "--log-dir", str(tmp_path), str(REGRESSION)]
     found = run(*words, "--global-batch", "1")
-    assert found.returncode == 70, found.stderr
+    assert found.returncode == 64, found.stderr
     assert "global_batch is 1, smaller than the world of 2 ranks" in found.stderr
     assert "Traceback" not in found.stderr
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_does_not_fit_the_model(tmp_path: Path) -> None:
     script = [str(REGRESSION), "--epochs", "1"]
     assert run(*words, "--log-dir", str(tmp_path / "a"), *script).returncode == 0
     found = run(*words, "--log-dir", str(tmp_path / "b"), *script, "--hidden", "9")
-    assert found.returncode == 70, found.stderr
+    assert found.returncode == 64, found.stderr
     assert "model/0.weight" in found.stderr
     assert "Traceback" not in found.stderr
 

@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         name="newcomers are judged like members that have trained",
         file="blame.py",
-        right="newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []",
-        wrong="newcomers: list[str] = []",
+        right="young = () if _has_trained(reports) else newcomers",
+        wrong="young: list[str] = []",
     ),
     Mutant(
         name="nodes with bad input are set aside though too few are left",

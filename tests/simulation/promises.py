@@ -330,7 +330,10 @@ class Promises:
             return
         text = f"{after.generation} follows failures of {', '.join(bad)} alone"
         self._require(after.fruitless <= before.fruitless, "R17", f"{text}, and they count")
-        self._require(after.resume.step >= before.resume.step, "R17", f"{text}, and goes back")
+        here = {member.node for member in before.members}
+        held = all(source.node in here for source in before.resume.sources)
+        back = held and after.resume.step < before.resume.step
+        self._require(not back, "R17", f"{text}, and goes back")
         kept = [node for node in bad if any(m.node == node for m in after.members)]
         self._require(not kept, "R17", f"{text}, and has {', '.join(kept)}")
 
@@ -338,22 +341,16 @@ class Promises:
         """Whether a job may have ended by nodes with bad input; R17: not where MIN others train."""
         world = self._cluster.world
         assert world is not None
-        hosts = [self._cluster.hosts[member.node] for member in world.members]
-        reports = [self._reports.get((world.generation, host.name)) for host in hosts]
-        if done.failure is None or not any(host.bad_input for host in hosts):
+        bad = [m.node for m in world.members if self._cluster.hosts[m.node].bad_input]
+        if done.failure is None or not done.failure.message.endswith("not as on the others"):
             return False
-        row = list(zip(hosts, reports, strict=True))
-        good = [h for h, r in row if not h.bad_input and r is not None and not r[1].leaving]
-        bad = [h.name for h in hosts if h.bad_input]
-        mine = [r for h, r in row if h.name in bad and r is not None and r[1].failure is not None]
-        judged = world.trained > 0 or all(
-            r[1].failure is not None and r[1].failure.final for r in mine
-        )
-        least = min(least for least, _ in self.sizes())
-        by_bad = done.failure.message.endswith("not as on the others")
-        ended = by_bad and judged and len(good) >= least
+        put = [(m.node, self._reports.get((world.generation, m.node))) for m in world.members]
+        said = [(node, p[1]) for node, p in put if p is not None and p[1].phase == "stopped"]
+        good = [node for node, report in said if node not in bad and not report.leaving]
+        least = max(least for least, _ in self.sizes())
+        ended = len(good) >= least and (world.trained > 0 or done.failure.final)
         self._require(not ended, "R17", f"{', '.join(bad)} ended the job: {done.reason}")
-        return by_bad
+        return True
 
     def _check_take_over(self, before: World | None, after: World) -> None:
         """R14."""

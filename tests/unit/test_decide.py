@@ -288,6 +288,12 @@ TABLE = [
     ("peers fail and all are there: counted", v(blamed(blame="peer"), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
     ("a pause after several failures", v(blamed(), world=world(A, B, fruitless=2, resume=Resume(tier="storage", step=20))), []),
     ("useless to try again", blamed(final=True), [WriteDone]),
+    ("useless to try again, on a node that leaves", v(blamed(), reports={"a": MY_STOPPED, "b": says("stopped", B, leaving=True, failure=replace(FAILED, final=True))}, control=scaled(1, 2)), [WriteWorld]),
+    ("useless to try again, but MIN others are there", v(blamed(final=True), control=scaled(1, 2)), [WriteWorld]),
+    ("a newcomer fails, MIN others are there", v(blamed(), world=world(A, B, trained=1, fruitless=3), control=scaled(1, 2)), [WriteWorld]),
+    ("bad input of another, where none has trained", v(ROUND, workers=replace(TRAINS, step=0), alarm=replace(ALARM, final=True), alarm_s=99.5, my_report=says("alive", A)), []),
+    ("bad input of another, some time later", v(ROUND, workers=replace(TRAINS, step=0), alarm=replace(ALARM, final=True), alarm_s=98.9, my_report=says("alive", A)), [StopWorkers("it broke")]),
+    ("bad input of another, where others have trained", v(ROUND, world=world(A, B, trained=1), workers=replace(TRAINS, step=0), alarm=replace(ALARM, final=True), alarm_s=99.5, my_report=says("alive", A)), [StopWorkers("it broke")]),
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
     # A4, A5, L8: hangs
@@ -598,3 +604,36 @@ def test_a_slow_answer_brings_nobody_back_who_was_missing_before(
     )  # fmt: skip
     following = next_world(view) if stays else next_world(v(view, members=named(A, C)))
     assert following.names(B) == stays
+
+
+def test_a_newcomer_that_fails_is_set_aside_and_the_rest_have_trained() -> None:
+    joined = v(
+        blamed(), world=world(A, B, trained=1, fruitless=1, resume=Resume(tier="storage", step=20)),
+        holdings=(), my_report=(mine := says("stopped", A, final_step=0)), control=scaled(1, 2),
+        workers=replace(STOPPED, step=0),
+        reports={"a": mine, "b": says("stopped", B, failure=FAILED)},
+    )  # fmt: skip
+    following = next_world(joined)
+    assert (following.members, following.trained, following.fruitless) == ((A,), 1, 1)
+    assert following.strikes == (Strikes(node="b", count=3),) and not following.setbacks
+    assert following.reason == "b is set aside: rank 0 failed where others did not (ValueError: no)"
+
+
+def test_a_job_ended_by_bad_input_exits_with_64() -> None:
+    for final, code in ((True, ExitCode.USAGE), (False, ExitCode.FAILED)):
+        done = Done(outcome="failed", step=1, reason="x", failure=replace(FAILED, final=final))
+        gone = v(AT_REST, done=done, workers=w(TRAINS, running=0))
+        assert decide(gone, NOW, LIMITS).actions == (Leave(code),)
+
+
+def test_the_same_exception_on_a_second_node_ends_the_job() -> None:
+    before = Setback(
+        generation=2, node="a", rank=0, blame="user", step=20, message=FAILED.message
+    )  # fmt: skip
+    view = v(
+        blamed(step=20), world=world(A, B, resume=Resume(tier="ram", step=20), setbacks=(before,))
+    )  # fmt: skip
+    (action,) = decide(view, NOW, LIMITS).actions
+    assert isinstance(action, WriteDone)
+    assert "on different nodes: the script or its data, not a machine" in action.done.reason
+    assert len(action.done.setbacks) == 2
