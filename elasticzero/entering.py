@@ -113,7 +113,8 @@ class Watchdog:
 def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
     """All ranks save at the same steps or none does, whatever each node was told.
 
-    Returns whether checkpoints are written.
+    Returns whether checkpoints are written: not where rank 0's node has no directory. Raises
+    `UserError` on a rank that has none where rank 0 has: a node that joins must not end the saves.
     """
     given = link.assignment
     every = groups.agreement.greatest(given.checkpoint_every if given.rank == 0 else 0)
@@ -122,11 +123,17 @@ def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
     link.assignment = replace(
         given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
     )
+    wanted = groups.agreement.greatest(int(given.rank == 0 and given.checkpoint_dir is not None))
+    if wanted and given.checkpoint_dir is None:
+        raise UserError(
+            f"{given.node} has no --checkpoint-dir, and rank 0's node has one; give the same "
+            "directory on all nodes"
+        )
     saving = not groups.agreement.greatest(int(given.checkpoint_dir is None))
     if saving:
         _check_shared(given, groups.agreement.greatest)
     elif given.checkpoint_dir is not None:
-        print("no checkpoints: some nodes have no --checkpoint-dir", file=sys.stderr)
+        print("no checkpoints: rank 0's node has no --checkpoint-dir", file=sys.stderr)
     return saving
 
 

@@ -35,6 +35,7 @@ NEWCOMERS = {
         ["--checkpoint-dir", "{tmp}/other", str(REGRESSION)],
         "other on node-2 is not the one of rank 0's",
     ),
+    "no checkpoint directory": ([str(REGRESSION)], "node-2 has no --checkpoint-dir"),
     "another script": (
         [str(SCRIPTS / "raises_in_train.py")],
         "RuntimeError: this script is not of this job",
@@ -56,7 +57,7 @@ def test_a_bad_newcomer_is_set_aside_and_the_others_train(
     saved = ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(REGRESSION), "--epochs", "4"]
     with story(tmp_path, etcd.endpoint, job, [*good, *saved, "--pause", "0.2"], nodes=2) as told:
         told.wait_for_step(8)
-        own = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+        own = ["--checkpoint-dir", str(tmp_path / "checkpoints")] * (what[:2] != "no")
         own += [word.format(tmp=tmp_path) for word in words]
         bad = joins_with(told, [*good, *own])
         told.wait("it is set aside", lambda: told.generation >= 3)

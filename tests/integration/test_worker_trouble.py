@@ -222,10 +222,26 @@ def test_nodes_that_were_told_different_things_about_checkpoints_agree(
     running = start(pool, tmp_path, 2, told, odd=odd, **given)
     assert running.finish() == 5
     assert steps_in(directory) == [step_directory(step) for step in (2, 4, 5)]
-    odd = {1: lambda a: replace(a, checkpoint_dir=None)}
+    odd = {0: lambda a: replace(a, checkpoint_dir=None)}
     running = start(pool, tmp_path, 2, told, odd=odd, **(given | {"checkpoint_dir": "unused"}))
     assert running.finish() == 5
-    assert running.workers[0].log.read_text().startswith("no checkpoints: some nodes have no")
+    assert running.workers[1].log.read_text().startswith("no checkpoints: rank 0's node has no")
+
+
+def test_a_node_without_a_directory_does_not_end_the_saves_of_others(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A node that joined without --checkpoint-dir ended them for all, with a line in a log."""
+    told = {"strategy": "ddp", "steps": 5}
+    odd = {1: lambda a: replace(a, checkpoint_dir=None)}
+    given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
+    running = start(pool, tmp_path, 2, told, odd=odd, **given)
+    running.until(lambda: running.workers[1].exit_code is not None)
+    running.workers[0].channel.send(Abort(reason="rank 1 failed"))
+    running.until(running.ended)
+    failed = running.workers[1].last(Failed)
+    assert failed.final and failed.message.startswith("node1 has no --checkpoint-dir")
+    assert all(said.blame == "peer" for said in running.workers[0].all(Failed))
 
 
 def test_a_logged_loss_may_require_a_gradient(pool: Pool, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         name="a failure is charged though steps were made",
         file="blame.py",
-        right="    if _comes_on(world, resume_step):\n        return 0\n",
+        right="    if _comes_on(world, resume_step, cause):\n        return 0\n",
         wrong="",
     ),
     Mutant(
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         name="a job is given up one failure earlier",
         file="ending.py",
-        right="following.fruitless <= limits.max_restarts",
-        wrong="following.fruitless < limits.max_restarts",
+        right="following.fruitless > limits.max_restarts",
+        wrong="following.fruitless >= limits.max_restarts",
     ),
     Mutant(
         name="a stop does not wait for the state to be saved",
