@@ -236,8 +236,6 @@ def test_a_node_without_a_directory_does_not_end_the_saves_of_others(
     odd = {1: lambda a: replace(a, checkpoint_dir=None)}
     given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
     running = start(pool, tmp_path, 2, told, odd=odd, **given)
-    running.until(lambda: running.workers[1].exit_code is not None)
-    running.workers[0].channel.send(Abort(reason="rank 1 failed"))
     running.until(running.ended)
     failed = running.workers[1].last(Failed)
     assert failed.final and failed.message.startswith("node1 has no --checkpoint-dir")
