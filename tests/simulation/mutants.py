@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         name="a death that was learnt of late is no failure",
         file="blame.py",
-        right="if exit_code == 0 or (asked and not had_begun):",
-        wrong="if exit_code == 0 or asked:",
+        right="if asked and not had_begun:",
+        wrong="if asked:",
     ),
     Mutant(
         name="each snapshot forgives a crash that recurs",
