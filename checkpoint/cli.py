@@ -98,7 +98,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    storage = commit.resolve(args.path)
+    storage = commit.find(args.path)
     seen = listing.look(storage)
     say(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
     return 0
@@ -107,7 +107,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     found = [info.storage for info in commit.steps(_existing(args.path))]
     report = []
-    for step in found or [commit.resolve(args.path)]:
+    for step in found or [commit.find(args.path)]:
         bad = list(verify.faults(step))
         report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:

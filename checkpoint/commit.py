@@ -36,6 +36,8 @@ from elasticzero.checkpoint.storage import (
     out_of_reach,
     read_small,
 )
+from elasticzero.checkpoint.strict_json import reason
+from elasticzero.checkpoint.validation import check_committed
 from elasticzero.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -73,7 +75,10 @@ def prepare(directory: Directory, step: int) -> Storage:
 
 
 def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
-    """The manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong."""
+    """The manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong.
+
+    `name`: of a snapshot's manifest, which knows one rank's file only.
+    """
     where = f"{storage.where}/{name}"
     try:
         manifest = from_json(read_small(storage, name, MANIFEST_LIMIT_BYTES), where)
@@ -83,13 +88,21 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
         raise CheckpointDamaged(
             f"{where} is of step {manifest.step}: a step's directory must keep its name"
         )
+    if name == MANIFEST_NAME:
+        try:
+            check_committed(manifest)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {reason(error)}") from None
     return manifest
 
 
 def trouble(storage: Readable) -> ElasticZeroError | None:
-    """Why a step is not good, or None: the manifest parses, and its files are there in full size.
+    """Why a step is not good, or None: the manifest makes sense, and its files are there and have
+    exactly their size.
 
-    Reads no tensor; `elasticzero checkpoint verify` does.
+    This alone says whether a step is good: every command, `load`, an agent's look for the newest
+    good step and retention ask it. It reads no tensor; `elasticzero checkpoint verify` does so
+    after it.
     """
     try:
         manifest = read_manifest(storage)
@@ -112,8 +125,6 @@ def in_words(error: ElasticZeroError) -> str:
 
 
 def _file_fault(storage: Readable, file: ShardFile) -> str | None:
-    if file.digest is None:
-        return f"{storage.where}/{MANIFEST_NAME} has no digest for {file.name}"
     for name in (file.name, file.name + SUMS_SUFFIX):
         try:
             size = storage.size(name)
@@ -203,8 +214,9 @@ def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
     storage.write(MANIFEST_NAME, [data])
     for file in old:
         if file.name not in names:
-            storage.remove(file.name)
-            storage.remove(file.name + SUMS_SUFFIX)
+            for left in (file.name, file.name + SUMS_SUFFIX):
+                with suppress(ElasticZeroError):  # the step stands; this is only tidied up
+                    storage.remove(left)
 
 
 def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
@@ -271,16 +283,30 @@ def _tell(line: str) -> None:
 
 
 def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
-    """The step that a path or URL means: itself, or a checkpoint directory's newest good one.
+    """The good step that a path or URL means: itself, or a checkpoint directory's newest good one.
 
-    `tell`: hears in one line of newer steps that are passed over. Raises `UserError` if there is
-    none, and `StorageError` if one might be but cannot be read.
+    `tell`: gets one line about newer steps that are passed over. Raises `CheckpointDamaged` for
+    one step that is not good, `UserError` if there is none, and `StorageError` if one might be but
+    cannot be read.
     """
+    storage, known_good = _find(url, tell)
+    if not known_good and (error := trouble(storage)) is not None:
+        raise error
+    return storage
+
+
+def find(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
+    """As `resolve`, but the directory of one step is taken as it is, good or not: to look at it."""
+    return _find(url, tell)[0]
+
+
+def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[Storage, bool]:
+    """(the step that `url` means, whether it is known to be good)."""
     directory = open_directory(url)
     names = directory.names()
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
-        return open_storage(url)
+        return open_storage(url), False
     passed_over: list[tuple[int, ElasticZeroError]] = []
     for info in every_step(directory):
         error = trouble(info.storage)
@@ -288,7 +314,7 @@ def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) 
             if passed_over:
                 said = "; ".join(f"step {step} {in_words(why)}" for step, why in passed_over)
                 tell(f"{said}; step {info.step} is used")
-            return info.storage
+            return info.storage, True
         if _has_manifest(info.storage):
             passed_over.append((info.step, error))
     if not names:
@@ -307,15 +333,33 @@ def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) 
 def check_writable(directory: Directory) -> None:
     """Make the directory if need be, and try that it can be written.
 
-    Raises `StorageError` if not, and `UserError` if it holds something that is not checkpoints.
+    Raises `StorageError` if not, and `UserError` as `check_target` does.
     """
+    check_outside_steps(directory.where)
     directory.check_writable()
+    check_target(directory)
+
+
+def check_target(directory: Directory) -> None:
+    """Raise `UserError` for a directory that no checkpoint may be written into: one that lies in a
+    step's directory, or holds something that is not checkpoints."""
+    check_outside_steps(directory.where)
     names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
     if names and not any(step_of(name) is not None for name in names):
         raise UserError(
             f"the checkpoint directory {directory.where} holds other things ({_few(names)}) and no "
             "checkpoints: give an empty or a new directory"
         )
+
+
+def check_outside_steps(where: str) -> None:
+    """Raise `UserError` for a place in a step's directory, which is no place for anything else."""
+    for part in where.split("/"):
+        if step_of(part) is not None:
+            raise UserError(
+                f"{where} lies in a step's directory ({part}): give the checkpoint directory "
+                "above it, or another"
+            )
 
 
 def _has_manifest(storage: Storage) -> bool:

@@ -22,6 +22,8 @@ from elasticzero.checkpoint.retention import tidy_by_hand
 from elasticzero.checkpoint.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.source import OpenSource, Source
 from elasticzero.checkpoint.storage import Directory, Storage, open_directory, open_storage
+from elasticzero.checkpoint.strict_json import check_depth
+from elasticzero.checkpoint.validation import check_nesting
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 from elasticzero.spans import Span
 
@@ -172,6 +174,13 @@ def write_step(
     leaves nothing. Raises `UserError` if another checkpoint of that step stands in the directory.
     """
     commit.check_writable(directory)
+    try:
+        check_depth(draft.state)
+        check_nesting(draft)
+    except ValueError as error:
+        raise UserError(
+            f"step {draft.step} cannot be written to {directory.where}: {error}"
+        ) from None
     storage = commit.prepare(directory, draft.step)
     if commit.stands(storage):
         return _standing(storage, draft)
@@ -232,6 +241,8 @@ def _standing(storage: Storage, draft: Manifest) -> Copied:
 
 
 def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied:
+    if (error := commit.trouble(storage)) is not None:
+        raise error
     manifest = commit.read_manifest(storage)
     return Copied(
         where=storage.where,

@@ -26,9 +26,8 @@ from elasticzero.checkpoint.huggingface import (
     check_export_target,
     model_specs,
 )
-from elasticzero.checkpoint.manifest import Manifest, TensorSpec
+from elasticzero.checkpoint.manifest import TREE, Manifest, TensorSpec
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source
-from elasticzero.checkpoint.standalone import TREE
 from elasticzero.checkpoint.storage import Readable, explain
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
 from elasticzero.spans import Span

@@ -27,10 +27,9 @@ from elasticzero.checkpoint.dcp_metadata import (
 )
 from elasticzero.checkpoint.dtypes import byte_view, spec_of, torch_dtype
 from elasticzero.checkpoint.huggingface import check_foreign
-from elasticzero.checkpoint.manifest import TensorSpec
+from elasticzero.checkpoint.manifest import TREE, TensorSpec
 from elasticzero.checkpoint.reshard import Foreign
 from elasticzero.checkpoint.source import MODEL_PREFIX
-from elasticzero.checkpoint.standalone import TREE
 from elasticzero.checkpoint.storage import Readable, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span

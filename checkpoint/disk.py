@@ -34,6 +34,16 @@ _WRITEBACK_BYTES = 8 << 20
 disk that took 0.15 s instead of 0.26 s."""
 
 
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+"""What may have a file's name and is none."""
+
+
 class DiskStorage:
     """One step's directory on a file system.
 
@@ -52,12 +62,13 @@ class DiskStorage:
 
     def size(self, name: str) -> int:
         with self._complaining("look at", name):
-            return os.stat(self.path / name).st_size
+            return _regular(os.stat(self.path / name), self.path / name).st_size
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         with self._complaining("read", name):
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
+                _regular(os.fstat(fd), self.path / name)
                 done, size, views = 0, sum(map(len, buffers)), Views(buffers)
                 while done < size:
                     count = os.preadv(fd, views.rest(), start + done)
@@ -187,6 +198,23 @@ class DiskDirectory:
         finally:
             with suppress(OSError):
                 probe.unlink()
+
+
+def read_regular(path: Path) -> bytes:
+    """The whole of a regular file, links followed; raises `OSError` or `StorageError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        _regular(os.fstat(fd), path)
+        return file.read()
+
+
+def _regular(status: os.stat_result, path: Path) -> os.stat_result:
+    """The status of a regular file; `StorageError` for another kind, which may have no end, or
+    block for ever whatever opens it."""
+    for is_kind, kind in _KINDS:
+        if is_kind(status.st_mode):
+            raise StorageError(f"{path} is {kind}, and a regular file is expected")
+    return status
 
 
 def _joined(chunks: Iterable[Bytes]) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from typing import Any
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import CastSource, cast_specs
 from elasticzero.checkpoint.copying import Effort, Job, new_directory, run_jobs
+from elasticzero.checkpoint.disk import read_regular
 from elasticzero.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorSpec,
+    check_names,
     itemsize,
-    reason,
     step_of,
 )
-from elasticzero.checkpoint.reshard import Foreign, check_target
+from elasticzero.checkpoint.reshard import Foreign
 from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, Source, model_names
 from elasticzero.checkpoint.storage import (
@@ -35,6 +36,7 @@ from elasticzero.checkpoint.storage import (
     open_storage,
     read_small,
 )
+from elasticzero.checkpoint.strict_json import reason, strict_json
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 
@@ -87,6 +89,7 @@ def export_hf(
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = dict(zip(names if count > 1 else [ONE_FILE], parts, strict=True))
     aliases = aliases_of(manifest)
+    _check_exported(specs, aliases)
 
     def open_source(buffer_bytes: int) -> Source:
         plain = CheckpointSource(source, manifest, buffer_bytes)
@@ -114,11 +117,20 @@ def what_else(where: str, *, has_config: bool) -> str:
     )
 
 
+def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
+    """Raise `UserError` for a name that a safetensors file cannot hold without its prefix."""
+    try:
+        check_names(name.removeprefix(MODEL_PREFIX) for name in names)
+        check_names([*aliases, *aliases.values()])
+    except ValueError as error:
+        raise UserError(f"this model cannot be exported as safetensors: {error}") from None
+
+
 def check_export_target(target: str) -> None:
     """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
     directory."""
     where = open_directory(target).where
-    check_target(where)
+    commit.check_outside_steps(where)
     parent = where.rstrip("/").rpartition("/")[0] or "/"
     if parent.endswith(":/"):  # the bucket itself
         return
@@ -192,7 +204,7 @@ def _index(files: Mapping[str, Mapping[str, TensorSpec]], total_bytes: int) -> b
 
 def _config(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
         json.loads(data)
     except OSError as error:
         raise UserError(f"the config {path} cannot be read: {explain(error)}") from None
@@ -300,7 +312,7 @@ def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[s
     """The tensors to take from each file, by the index."""
     where = f"{storage.where}/{index}"
     try:
-        weight_map: Any = json.loads(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]
+        weight_map: Any = strict_json(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]
         by_file: dict[str, list[str] | None] = {}
         for name, file in weight_map.items():
             names = by_file.setdefault(str(file), [])

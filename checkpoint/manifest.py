@@ -10,14 +10,14 @@ import json
 import math
 import operator
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsIndex
 
 import xxhash
 
 from elasticzero import spans
+from elasticzero.checkpoint.strict_json import check_depth, reason, strict_json
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.records import RecordError, decode, encode
 from elasticzero.spans import EMPTY, Rule, Span
@@ -49,11 +49,14 @@ ITEM_BYTES: Mapping[str, int] = {
 """Bytes of one element, by safetensors' spelling of the dtype."""
 
 _MAX_DIMS = 64
-"""What torch itself allows."""
+"""Maximum number of dimensions that torch computes with."""
+TREE = "$tree"
+"""The key of the state that has the nesting of what was saved by hand; absent where tensors are all
+there is."""
 _TOO_MANY_BYTES = 1 << 63
-_REASON_CHARACTERS = 300
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _DIGEST_BYTES = len(b',"digest":""}\n') + 32
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_STEP = 10**18 - 1
 """What the name of a step's directory has room for."""
@@ -98,6 +101,16 @@ def step_of(directory: str) -> int | None:
     """The step that a directory's name says, or None for any other name."""
     match = _STEP_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match and step_directory(int(match[1])) == directory else None
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises `ValueError` for a name that no safetensors file can hold: its header is strict JSON,
+    in which one key is taken."""
+    for name in names:
+        if name == "__metadata__":
+            raise ValueError("no tensor can have the name '__metadata__' in safetensors")
+        if not name.isascii() and _LONE_SURROGATE.search(name):
+            raise ValueError(f"no tensor can have the name {name!r} in safetensors: not Unicode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +186,7 @@ class Layout:
             raise ValueError(f"world size {self.world_size} is not positive")
         places: dict[str, _Place] = {}
         totals = []
-        if "__metadata__" in self.tensors:
-            raise ValueError("no tensor can have the name '__metadata__' in safetensors")
+        check_names(self.tensors)
         for number, group in enumerate(self.groups):
             offset = 0
             for index, name in enumerate(group.tensors):
@@ -332,20 +344,26 @@ def with_digest(value: Mapping[str, Any]) -> bytes:
 
 
 def from_json(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`."""
+    """The manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`.
+
+    The digest is compared before anything is parsed.
+    """
     try:
+        said = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
+        if said is None:
+            raise RecordError("it does not end in its own digest: it is cut off, or no manifest")
+        if said[1] != _digest(data[:-_DIGEST_BYTES]):
+            raise RecordError("it does not match its own digest: it was damaged or edited")
         value = strict_json(data)
         version = value.get("version") if isinstance(value, dict) else None
         if not isinstance(version, int) or version < 1:
             raise RecordError("it does not say its format version: not a manifest")
-        said = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
-        if said is None or said[1] != _digest(data[:-_DIGEST_BYTES]):
-            raise RecordError("it does not match its own digest: it was damaged or edited")
         if version > FORMAT_VERSION:
             raise RecordError(
                 f"its format version is {version}, and this ElasticZero reads up to "
                 f"{FORMAT_VERSION}: use the version that wrote it, or a newer one"
             )
+        check_depth(value.get("state"))
         manifest = decode(Manifest, value, "manifest")
         _check_files(manifest)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -365,27 +383,5 @@ def _check_files(manifest: Manifest) -> None:
         raise RecordError(f"its tensors have {promised} bytes, and its files only {held}")
 
 
-def strict_json(data: bytes) -> Any:
-    """The value of a JSON text; `ValueError` or `RecursionError` if it is none, or if a key stands
-    twice in one object."""
-    return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
-
-
-def reason(error: BaseException) -> str:
-    """What a parser's error says, in one line that can be printed, whatever stood in the file."""
-    text = re.sub(r"\s+", " ", str(error)[: 2 * _REASON_CHARACTERS]) or type(error).__name__
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _REASON_CHARACTERS else text[:_REASON_CHARACTERS] + "..."
-
-
 def _digest(text: bytes) -> bytes:
     return xxhash.xxh3_128_hexdigest(text).encode()
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = counts.most_common(1)[0][0]
-        raise RecordError(f"the key {twice!r} stands twice in one object")
-    return value

@@ -17,9 +17,9 @@ from elasticzero.checkpoint.manifest import (
     Layout,
     Manifest,
     TensorSpec,
+    check_names,
     checked_step,
     step_directory,
-    step_of,
     to_json,
 )
 from elasticzero.checkpoint.source import MODEL_PREFIX, CheckpointSource, OpenSource, Source
@@ -71,13 +71,6 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     return Layout(world_size=shape.world_size, tensors=tensors, groups=groups)
 
 
-def check_target(where: str) -> None:
-    """Raise `UserError` for a place in a step's directory, which is no place for anything else."""
-    for part in where.split("/"):
-        if step_of(part) is not None:
-            raise UserError(f"{where} lies in a step's directory ({part}): give another")
-
-
 def reshard(
     source: Readable, directory: Directory, shape: Shape, effort: Effort | None = None
 ) -> Copied:
@@ -86,7 +79,7 @@ def reshard(
     The same source and shape give the same file names, so a run that was interrupted goes on where
     it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
     """
-    check_target(directory.where)
+    commit.check_outside_steps(directory.where)
     old = commit.read_manifest(source)
     target = directory.step(step_directory(old.step))
     if target.where == source.where:
@@ -156,9 +149,12 @@ def adopt(
 ) -> Copied:
     """Write what another program saved as a checkpoint; raises `UserError` if `directory` has one
     of that step."""
-    check_target(directory.where)
     step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
+    try:
+        check_names(specs)
+    except ValueError as error:
+        raise UserError(f"this cannot be imported: {error}") from None
     draft = Manifest(
         step=step,
         generation=0,

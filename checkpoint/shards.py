@@ -16,10 +16,9 @@ from elasticzero.checkpoint.manifest import (
     ShardFile,
     TensorSpec,
     itemsize,
-    reason,
-    strict_json,
 )
 from elasticzero.checkpoint.storage import Bytes, Readable, Storage
+from elasticzero.checkpoint.strict_json import reason, strict_json
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 
@@ -128,6 +127,11 @@ class ShardReader:
     def where(self) -> str:
         return self._blocks.where
 
+    @property
+    def size(self) -> int:
+        """Bytes that the file should have."""
+        return self._blocks.size
+
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
         """Fill `buffer` with elements `span` of what the file holds of a tensor.
 
@@ -150,7 +154,10 @@ class ShardReader:
 
 def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
     """A rank's shard, found to hold what the manifest says; raises `CheckpointDamaged`."""
-    shard = ShardReader(storage, manifest.files[rank])
+    file = manifest.files[rank]
+    shard = ShardReader(storage, file)
+    if (size := storage.size(file.name)) != shard.size:
+        raise CheckpointDamaged(f"{shard.where} has {size} bytes, not {shard.size}")
     held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
     wanted = (str(manifest.step), str(rank), manifest.token)
     said = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.blocks import BlockReader
-from elasticzero.checkpoint.commit import read_manifest
+from elasticzero.checkpoint.commit import read_manifest, trouble
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, ShardFile
 from elasticzero.checkpoint.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
 from elasticzero.checkpoint.storage import Readable, out_of_reach
@@ -35,11 +35,15 @@ def faults(storage: Readable) -> Iterator[Fault]:
     except ElasticZeroError as error:
         yield _fault(MANIFEST_NAME, error)
         return
+    good = True
     for rank, file in enumerate(manifest.files):
         found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
         instead = _another(storage, manifest, rank) if found else None
         for fault in found:
+            good = False
             yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
+    if good and (seen_at_a_look := trouble(storage)) is not None:
+        yield _fault(MANIFEST_NAME, seen_at_a_look)
 
 
 def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:

@@ -1,20 +1,28 @@
 """Nested values as JSON and named tensors, and back.
 
 What is no tensor becomes JSON, in which `{"$tensor": name}` stands for a tensor. A tensor's name is
-the path to it, its keys joined by "/".
+the path to it, its keys joined by "/". torch is imported only when a tensor or an array is met.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from elasticzero.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+MAX_DEPTH = 64
+"""Maximum number of dicts, lists and tuples within each other; each takes up to three levels of
+JSON."""
+_MAX_INT_BITS = 8192
+"""Maximum size of an integer; Python reads no decimal number of more than 4,300 digits."""
+_SHOWN_CHARACTERS = 100
+_TAGS = frozenset({"$array", "$float", "$map", "$tensor", "$tuple"})
 
 
 def encode_value(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -23,54 +31,86 @@ def encode_value(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     `path`: of `value` itself; "" where it is the root. Raises `UserError` naming the path of what
     cannot be stored, and of a tensor whose name is taken.
     """
-    if isinstance(value, Tensor):
-        return {"$tensor": _named(path, value, tensors)}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or type(value) in (bool, int, str):
+    return _encode(value, path, tensors, 0)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
         return value
+    if kind is int:
+        return _checked_int(value, path)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if not isinstance(value, (list, tuple, Mapping)):
+        return _leaf(value, path, tensors, depth)
+    if depth == MAX_DEPTH:
+        raise UserError(
+            f"{path[:_SHOWN_CHARACTERS]!r}... is nested too deep, or contains itself: a checkpoint "
+            f"holds up to {MAX_DEPTH} dicts, lists and tuples within each other"
+        )
+    below = depth + 1
+    if isinstance(value, (list, tuple)):
+        items = [_encode(v, _joined(path, i), tensors, below) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    pairs = [(k, _encode(v, _joined(path, k), tensors, below)) for k, v in value.items()]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        return dict(pairs)
+    keys = [_encode(key, _joined(path, key), tensors, below) for key, _ in pairs]
+    return {"$map": [[key, item] for key, (_, item) in zip(keys, pairs, strict=True)]}
+
+
+def _leaf(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    import numpy as np
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return {"$tensor": _named(path, value, tensors)}
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return _encode(value.item(), path, tensors, depth)
     if isinstance(value, np.ndarray):
         return {"$array": _named(path, _from_array(value, path), tensors)}
-    if isinstance(value, (list, tuple)):
-        items = [encode_value(v, _joined(path, i), tensors) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping):
-        pairs = [(k, encode_value(v, _joined(path, k), tensors)) for k, v in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-            return dict(pairs)
-        keys = [encode_value(key, _joined(path, key), tensors) for key, _ in pairs]
-        return {"$map": [[key, item] for key, (_, item) in zip(keys, pairs, strict=True)]}
     raise UserError(
         f"{path!r} is a {type(value).__name__}, which a checkpoint cannot hold: only numbers, "
         "strings, tensors, arrays, lists, tuples and dicts can be kept"
     )
 
 
-def decode_value(json: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The value that `encode_value` was given; `tensor_of` gives each tensor by name."""
+def decode_value(json: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """The value that `encode_value` was given; `tensor_of` gives each tensor by name.
+
+    Raises `ValueError`, `TypeError` or `KeyError` for what `encode_value` does not write.
+    """
     if isinstance(json, list):
         return [decode_value(item, tensor_of) for item in json]
     if not isinstance(json, dict):
         return json
+    if not any(key.startswith("$") for key in json):
+        return {key: decode_value(item, tensor_of) for key, item in json.items()}
     match json:
-        case {"$tensor": name}:
+        case {"$tensor": str(name), **others} if not others:
             return tensor_of(name)
-        case {"$array": name}:
+        case {"$array": str(name), **others} if not others:
             return tensor_of(name).numpy()
-        case {"$float": text}:
+        case {"$float": str(text), **others} if not others:
             return float(text)
-        case {"$tuple": items}:
+        case {"$tuple": list(items), **others} if not others:
             return tuple(decode_value(item, tensor_of) for item in items)
     return {key: decode_value(item, tensor_of) for key, item in encoded_items(json).items()}
 
 
 def encoded_items(json: Any) -> dict[Any, Any]:
     """The items of an encoded dict: by its own keys, each value still encoded."""
-    if set(json) == {"$map"}:
-        return {_key(decode_value(key, _no_tensor)): item for key, item in json["$map"]}
-    return dict(json)
+    if not isinstance(json, dict):
+        raise TypeError(f"a dict was expected, not {json!r:.80}")
+    if not any(key.startswith("$") for key in json):
+        return dict(json)
+    if set(json) != {"$map"} or not isinstance(json["$map"], list):
+        raise ValueError(f"no value is encoded as {json!r:.80}")
+    items = {_key(decode_value(key, _no_tensor)): item for key, item in json["$map"]}
+    if len(items) != len(json["$map"]):
+        raise ValueError(f"a key stands twice in {json!r:.80}")
+    return items
 
 
 def tensor_names(json: Any) -> list[str]:
@@ -84,7 +124,18 @@ def tensor_names(json: Any) -> list[str]:
     return [name for item in json.values() for name in tensor_names(item)]
 
 
+def _checked_int(value: int, path: str) -> int:
+    if value.bit_length() > _MAX_INT_BITS:
+        raise UserError(
+            f"{path!r} is an integer of {value.bit_length()} bits: a checkpoint holds those of up "
+            f"to {_MAX_INT_BITS}"
+        )
+    return value
+
+
 def _joined(path: str, key: object) -> str:
+    if isinstance(key, int):
+        _checked_int(key, path)
     return f"{path}/{key}" if path else str(key)
 
 
@@ -98,13 +149,17 @@ def _named(path: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 
 
 def _from_array(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    import numpy as np
+    import torch
+
     try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return torch.from_numpy(array if usable else np.array(array, order="C"))
     except (TypeError, ValueError) as error:
         raise UserError(f"{path!r} is an array that a checkpoint cannot hold: {error}") from None
 
 
-def _no_tensor(name: str) -> Tensor:
+def _no_tensor(name: str) -> Any:
     raise ValueError(f"a key of a dict is the tensor {name!r}")
 
 

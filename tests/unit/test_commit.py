@@ -215,7 +215,9 @@ def test_the_newest_good_step_is_chosen(
     (tmp_path / step_directory(4)).mkdir()
     assert commit.resolve(storages[2].path).where == storages[2].where
     assert capsys.readouterr().err == ""
-    assert commit.resolve(storages[3].path).where == storages[3].where
+    assert commit.find(storages[3].path).where == storages[3].where
+    with pytest.raises(CheckpointDamaged):
+        commit.resolve(storages[3].path)
 
 
 def test_paths_that_mean_no_step(tmp_path: Path) -> None:

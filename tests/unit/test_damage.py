@@ -18,9 +18,8 @@ from elasticzero import checkpoint
 from elasticzero.checkpoint import commit, verify
 from elasticzero.checkpoint.blocks import BLOCK_BYTES
 from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.dtypes import byte_view
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
-from elasticzero.errors import CheckpointDamaged, OperatorError, StorageError
+from elasticzero.errors import CheckpointDamaged, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 from tests.unit.damage_cases import forge_shard, header_of, sign, signed, with_header
 
@@ -202,6 +201,7 @@ def edited(place: Place) -> None:
 
 SHARD = draft_of(LAYOUT).file_name(1)
 SUMS = SHARD + SUMS_SUFFIX
+NO_DIGEST = "does not end in its own digest"
 DIGEST = "does not match its own digest"
 FORGED = "its header is wrong: "
 
@@ -273,9 +273,9 @@ CHEAP: dict[str, tuple[Callable[[Place], None], str, str]] = {
     "a file grown": (lambda p: os.truncate(p.shard(1), 1 << 20), SHARD, "has 1048576 bytes, not"),
     "a missing shard": (lambda p: p.shard(1).unlink(), SHARD, "is missing"),
     "missing checksums": (lambda p: (p.step / SUMS).unlink(), SHARD, "is missing"),
-    "an empty manifest": (cut(MANIFEST_NAME, 0), MANIFEST_NAME, "Expecting value"),
-    "a manifest cut off": (cut(MANIFEST_NAME, 200), MANIFEST_NAME, "Unterminated|Expecting|delim"),
-    "a manifest without its last byte": (cut_last, MANIFEST_NAME, DIGEST),
+    "an empty manifest": (cut(MANIFEST_NAME, 0), MANIFEST_NAME, NO_DIGEST),
+    "a manifest cut off": (cut(MANIFEST_NAME, 200), MANIFEST_NAME, NO_DIGEST),
+    "a manifest without its last byte": (cut_last, MANIFEST_NAME, NO_DIGEST),
     "an edited manifest": (edited, MANIFEST_NAME, DIGEST),
     "a manifest with a key twice": (twice_in_manifest, MANIFEST_NAME, "'step' stands twice"),
     "a manifest nested without end": (deep, MANIFEST_NAME, "recursion"),
@@ -357,17 +357,10 @@ def failed_load(step: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(CHEAP.keys() - {"a file grown"}))
+@pytest.mark.parametrize("name", CHEAP)
 def test_what_a_cheap_look_finds_is_never_loaded(place: Place, name: str) -> None:
     CHEAP[name][0](place)
     failed_load(place.step)
-
-
-def test_bytes_after_the_end_are_not_read(place: Place) -> None:
-    before = checkpoint.load(place.step)
-    os.truncate(place.shard(1), 1 << 20)
-    after = checkpoint.load(place.step)
-    assert all(bytes(byte_view(after[n])) == bytes(byte_view(before[n])) for n in before)
 
 
 def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None:
@@ -385,7 +378,9 @@ def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None
         (second.name, 2 * BLOCK, size_of(storage, second.name)),
     ]
     assert size > 4 * BLOCK
-    assert f"bytes {BLOCK} to " in failed_load(storage.path)
+    assert f"has {2 * BLOCK + 100} bytes, not {size_of(storage, second.name)}" in failed_load(
+        storage.path
+    )
 
 
 def size_of(storage: DiskStorage, name: str) -> int:
@@ -433,7 +428,7 @@ def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
 
     place.edit_manifest(huge)
     assert commit.fault(DiskStorage(place.step)) is not None
-    with pytest.raises(OperatorError, match=r"no memory for model/b, F64\[72057594037927936\]"):
+    with pytest.raises(CheckpointDamaged, match=f"has .* bytes, not {1 << 60}"):
         checkpoint.load(place.step)
 
 

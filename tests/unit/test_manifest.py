@@ -27,7 +27,7 @@ from elasticzero.checkpoint.manifest import (
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, layouts, simple_layout
-from tests.unit.damage_cases import signed
+from tests.unit.damage_cases import sign, signed
 
 
 def whole(layout: Layout, **rest: Any) -> Manifest:
@@ -103,10 +103,11 @@ def test_names_of_steps() -> None:
 
 
 DAMAGE = {
-    "not JSON": (lambda v: b"{", "is damaged: not JSON .Expecting property name"),
-    "not text": (lambda v: b"\xff\xfe", "can't decode"),
-    "nested without end": (lambda v: b"[" * 100_000, "recursion|RecursionError"),
-    "not an object": (lambda v: [], "format version"),
+    "nothing": (lambda v: b"", "does not end in its own digest"),
+    "not JSON": (lambda v: sign(b"{]"), "is damaged: not JSON .Expecting property name"),
+    "not text": (lambda v: sign(b"\xff\xfe]"), "can't decode"),
+    "nested without end": (lambda v: sign(b"[" * 100_000), "recursion|RecursionError"),
+    "not an object": (lambda v: b"[]", "does not end in its own digest"),
     "no version": (lambda v: v | {"version": None}, "format version"),
     "of the future": (lambda v: v | {"version": 99}, "format version is 99.*newer"),
     "no layout": (lambda v: {k: v[k] for k in v if k != "layout"}, "layout is missing"),
@@ -162,6 +163,7 @@ def test_a_damaged_manifest_is_refused_with_its_place_and_reason(name: str) -> N
 
 def test_a_key_that_stands_twice_is_refused() -> None:
     data = to_json(whole(simple_layout())).replace(b'{"version":1,', b'{"version":1,"step":1,')
+    data = sign(data[: data.rindex(b',"digest"')] + b"}")
     with pytest.raises(CheckpointDamaged, match="key 'step' stands twice"):
         from_json(data, "here")
 

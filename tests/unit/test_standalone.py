@@ -169,6 +169,12 @@ def test_the_state_stands_beside_the_nesting(tmp_path: Path) -> None:
         '{"x":{"$tensor":{}}}',
         '{"x":{"$tuple":3}}',
         '{"x":{"$float":"four"}}',
+        '{"x":{"$float":7}}',
+        '{"x":{"$tuple":"ab"}}',
+        '{"x":{"$tensor":"x","y":1}}',
+        '{"x":{"$set":[1]}}',
+        '{"$map":[["x",1],["x",2]]}',
+        '{"$map":{"ab":1}}',
     ],
 )
 def test_nesting_that_makes_no_sense_is_damage(tmp_path: Path, tree: str) -> None:
@@ -178,6 +184,8 @@ def test_nesting_that_makes_no_sense_is_damage(tmp_path: Path, tree: str) -> Non
     value["state"]["$tree"] = json.loads(tree)
     path.write_bytes(signed(value))
     with pytest.raises(CheckpointDamaged, match="makes no sense"):
+        checkpoint.load(step)
+    with pytest.raises(UserError, match=r"no good checkpoint \(1 damaged"):
         checkpoint.load(tmp_path)
 
 
