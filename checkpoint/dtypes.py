@@ -45,12 +45,54 @@ def spelling_of(dtype: torch.dtype) -> str:
     return _SPELLINGS[dtype]
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """A tensor's description (a DTensor's: of the whole); `UserError` for an unknown dtype."""
-    return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
+def spec_of(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
+    """A tensor's description (a DTensor's: of the whole); `UserError` that begins with `name` for a
+    dtype or a shape that no checkpoint can hold."""
+    try:
+        return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
+    except (ValueError, UserError) as error:
+        raise UserError(f"{name} cannot be kept in a checkpoint: {error}") from None
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise `UserError` for a tensor whose elements cannot be copied: it has none yet, or they are
+    not laid out by strides."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UserError(
+            f"{name} is a lazy parameter that is not initialized: run one forward pass first"
+        )
+    if tensor.device.type == "meta":
+        raise UserError(
+            f"{name} is on the meta device, where a tensor has no elements: materialize it first, "
+            'for example with model.to_empty(device="cpu")'
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UserError(
+            f"{name} is a tensor of layout {tensor.layout}"
+            f"{', quantized' if tensor.is_quantized else ''}: a checkpoint holds plain tensors only"
+        )
+
+
+def check_fillable(name: str, tensor: torch.Tensor) -> None:
+    """Raise `UserError` for a tensor of which several elements may lie in the same memory."""
+    room = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < room:
+            raise UserError(
+                f"{name} has several elements in the same memory (shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}), as an expanded tensor has: it cannot be "
+                "filled; give a .clone() of it"
+            )
+        room += (size - 1) * stride if size > 1 else 0
+
+
+def is_as_stored(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its elements as they are: in row-major order, and no lazy
+    conjugation or negation."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
+    """The bytes of a tensor in host memory that is as it is stored, not copied."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().data

@@ -272,6 +272,8 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
             f"{url!r} is no place that fsspec knows ({error}): give a path, file://, s3://, gs://, "
             f"or install the package for {scheme}://"
         ) from None
+    if Remote(fs, retry).speaks(frozenset({"file", "local"})):
+        raise UserError(f"{url!r} is no URL: give a path, file:///PATH or SCHEME://PLACE")
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # `retry` does that, here and in botocore below
     return Remote(fs, retry), root.rstrip("/")

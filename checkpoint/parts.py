@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from elasticzero.checkpoint.blocks import BLOCK_BYTES
-from elasticzero.checkpoint.dtypes import byte_view
+from elasticzero.checkpoint.dtypes import byte_view, is_as_stored
 from elasticzero.checkpoint.manifest import itemsize
 from elasticzero.checkpoint.plan import Copy
 from elasticzero.checkpoint.shards import ShardReader
@@ -101,7 +101,7 @@ def fill_all(shard: ShardReader, fills: list[Fill], lane: Lane) -> int:
     for copy, tensor in fills:
         start, count = copy.offset_in_wanted, len(copy.span_in_shard)
         size += count * tensor.element_size()
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        if tensor.device.type == "cpu" and is_as_stored(tensor):
             part = tensor.detach().reshape(-1)[start : start + count]
             straight.append((copy.name, copy.span_in_shard, byte_view(part)))
         else:

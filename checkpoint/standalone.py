@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,35 +18,38 @@ import torch.distributed as dist
 
 from elasticzero import spans
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.dtypes import spec_of, torch_dtype
+from elasticzero.checkpoint.dtypes import check_fillable, check_plain, spec_of, torch_dtype
 from elasticzero.checkpoint.manifest import (
+    TREE,
     Group,
     Layout,
     Manifest,
     TensorSpec,
+    check_names,
     checked_step,
     step_directory,
 )
 from elasticzero.checkpoint.reader import Target, open_step
 from elasticzero.checkpoint.retention import tidy_by_hand
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.storage import Directory, open_directory
+from elasticzero.checkpoint.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
 from elasticzero.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
-    ElasticZeroError,
     OperatorError,
     RetryError,
     StorageError,
     UserError,
+    one_line,
 )
 from elasticzero.spans import EMPTY, Rule, Span
 from elasticzero.values import decode_value, encode_value, encoded_items
 
 T = TypeVar("T")
 
-TREE = "$tree"
-"""Where the manifest's state keeps the nesting; absent where tensors are all there is."""
+_MOST_WORDS_BYTES = 1000
+"""Maximum size of an error's text that a rank tells the others."""
 
 
 def save(
@@ -66,37 +70,35 @@ def save(
     the checkpoint is committed. Raises `UserError` if the step stands there already, or for what a
     checkpoint cannot hold; a save that fails leaves nothing behind.
     """
-    together = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    named, json_state = _on_all(lambda: _savable(tensors, step, state))
-    step = checked_step(step)
-    writers = _on_all(lambda: _writers(named, world))
-    layout = _on_all(lambda: _layout(named, len(writers)))
-    directory = open_directory(path)
-    storage = directory.step(step_directory(step))
-    stands = _on_all(lambda: commit.stands(storage))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if _is_together() else (0, 1)
+    ready = _on_all(lambda: _prepared(path, tensors, step, state, world))
+    storage = ready.directory.step(step_directory(ready.step))
+    stands = _on_all(lambda: rank == 0 and commit.stands(storage))
     token = _from_rank_0(0 if stands else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
     draft = Manifest(
-        step=step,
+        step=ready.step,
         generation=0,
         token=f"{token:016x}",
         strategy="saved",
-        layout=layout,
-        state=json_state,
+        layout=ready.layout,
+        state=ready.state,
     )
-    writer = writers.index(rank) if rank in writers else None
-    pieces = [] if writer is None else _pieces(layout, writer, named)
-    terms = Terms(agree=_greatest, wait_s=wait_s)
+    writer = ready.writers.index(rank) if rank in ready.writers else None
+    pieces = () if writer is None else _pieces(ready.layout, writer, ready.named)
+    terms = Terms(agree=_greatest, tell=_first_words, wait_s=wait_s)
     try:
-        written = write_checkpoint(directory, draft, writer, pieces, terms)
+        written = write_checkpoint(ready.directory, draft, writer, pieces, terms)
     except RetryError as error:
         raise StorageError(str(error)) from None
     if not _greatest(int(written.committed)):
-        raise StorageError(f"{storage.where}: another save of this step came first")
+        raise StorageError(
+            f"{storage.where}: another save of this step came first, and nothing of this one is "
+            "left: save under another step"
+        )
     if written.committed:
-        tidy_by_hand(directory, draft)
+        tidy_by_hand(ready.directory, draft)
     return storage.where
 
 
@@ -113,7 +115,10 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     checkpoint = open_step(commit.resolve(path) if _is_rank_0() else commit.resolve(path, _ignore))
     given: dict[str, torch.Tensor] = {}
     own = None if into is None else encode_value(into, "", given)
-    checkpoint.check({n: spec_of(t) for n, t in given.items()}, allow_more=True)
+    for name, tensor in given.items():
+        check_plain(name, tensor)
+        check_fillable(name, _local_part(name, tensor)[1])
+    checkpoint.check({n: spec_of(t, n) for n, t in given.items()}, allow_more=True)
     tensors = dict(given)
 
     def tensor_of(name: str) -> torch.Tensor:
@@ -139,8 +144,44 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: value for key, value in manifest.state.items() if key != TREE}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a save is about to write, found to be possible."""
+
+    step: int
+    named: Mapping[str, torch.Tensor]
+    state: Mapping[str, Any]
+    writers: list[int]
+    """The ranks that write, in the order of the layout's."""
+    layout: Layout
+    directory: Directory
+
+
+def _prepared(
+    path: str | os.PathLike[str],
+    tensors: Mapping[Any, Any],
+    step: int,
+    state: Mapping[str, Any] | None,
+    world_size: int,
+) -> _Prepared:
+    """What is to be saved and where; `UserError` for what cannot be saved."""
+    number = checked_step(step)
+    named, json_state = _savable(tensors, state)
+    writers = _writers(named, world_size)
+    directory = open_directory(path)
+    commit.check_target(directory)
+    return _Prepared(
+        step=number,
+        named=named,
+        state=json_state,
+        writers=writers,
+        layout=_layout(named, len(writers)),
+        directory=directory,
+    )
+
+
 def _savable(
-    tensors: Mapping[Any, Any], step: int, state: Mapping[str, Any] | None
+    tensors: Mapping[Any, Any], state: Mapping[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
     named: dict[str, torch.Tensor] = {}
@@ -150,35 +191,24 @@ def _savable(
         tree = encode_value(tensors, "", named)
     except RecursionError:
         raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
+    given = dict(state or {})
     try:
-        json.dumps(dict(state or {}))
+        check_depth(given)
+        strict_json(json.dumps(given).encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"checkpoint.save: `state` is not JSON: {error}") from None
+        raise UserError(f"checkpoint.save: `state` is not JSON: {reason(error)}") from None
     if not named:
         raise UserError("checkpoint.save was given no tensors: there is nothing to save")
+    try:
+        check_names(named)
+    except ValueError as error:
+        raise UserError(f"checkpoint.save: {error}") from None
     for name, tensor in named.items():
-        _check_kept(name, tensor)
-    checked_step(step)
-    if TREE in (state or {}):
+        check_plain(name, tensor)
+    if TREE in given:
         raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
     nested = tree != _flat(named)
-    return named, {**(state or {}), **({TREE: tree} if nested else {})}
-
-
-def _check_kept(name: str, tensor: torch.Tensor) -> None:
-    """Raise `UserError` for a name or a tensor that a safetensors file cannot hold."""
-    if name == "__metadata__" or (not name.isascii() and name != _whole_text(name)):
-        raise UserError(f"checkpoint.save: no tensor can have the name {name!r} in safetensors")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise UserError(
-            f"checkpoint.save: {name} is a tensor on {tensor.device} of layout {tensor.layout}"
-            f"{', quantized' if tensor.is_quantized else ''}: only plain tensors with elements can "
-            "be kept"
-        )
-
-
-def _whole_text(name: str) -> str:
-    return name.encode(errors="replace").decode()
+    return named, {**given, **({TREE: tree} if nested else {})}
 
 
 def _flat(names: Iterable[str]) -> dict[str, Any]:
@@ -293,7 +323,7 @@ def _writers(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
 
 def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
     """DTensors by their own rows, everything else dealt evenly, one group for each dtype."""
-    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    specs = {name: spec_of(tensor, name) for name, tensor in tensors.items()}
     by_kind: dict[tuple[Rule, str], list[str]] = {}
     for name, tensor in tensors.items():
         by_rows = _shard_dim(name, tensor) is not None
@@ -303,25 +333,24 @@ def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
     return Layout(world_size=world_size, tensors=specs, groups=groups)
 
 
-def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    pieces = []
+def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
     for name, span in layout.spans(rank).items():
         held, local = _local_part(name, tensors[name])
         flat = local.detach().reshape(-1)
-        pieces.append(Piece(name, flat[span.start - held.start : span.stop - held.start]))
-    return pieces
+        yield Piece(name, flat[span.start - held.start : span.stop - held.start])
 
 
 def _on_all(work: Callable[[], T]) -> T:
     """What `work` gives, on every rank; where it fails on one it fails on all."""
     result: list[T] = []
-    failure: ElasticZeroError | None = None
+    failure: Exception | None = None
     try:
         result.append(work())
-    except ElasticZeroError as error:
+    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
     if _greatest(int(failure is not None)):
-        raise failure or StorageError("another rank could not save; see its error")
+        said = _first_words("" if failure is None else one_line(failure))
+        raise failure or StorageError(f"nothing is saved: {said}")
     return result[0]
 
 
@@ -329,24 +358,42 @@ def _ignore(_: str) -> None:
     """Where another call, or another rank, tells the same."""
 
 
+def _is_together() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _is_rank_0() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not _is_together() or dist.get_rank() == 0
 
 
 def _from_rank_0(value: int) -> int:
     """Rank 0's value, on every rank; the value itself where there is no process group."""
-    return _exchanged(value, lambda tensor: dist.broadcast(tensor, src=0))
+    return _exchanged([value], lambda tensor: dist.broadcast(tensor, src=0))[0]
 
 
 def _greatest(value: int) -> int:
     """The greatest value of all ranks; the value itself where there is no process group."""
-    return _exchanged(value, lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))
+    return _exchanged([value], lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))[0]
 
 
-def _exchanged(value: int, exchange: Callable[[torch.Tensor], object]) -> int:
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
+def _first_words(text: str) -> str:
+    """What the first rank says that has any words, with its number, on every rank."""
+    if not _is_together():
+        return text
+    world, rank = dist.get_world_size(), dist.get_rank()
+    first = world - _greatest(world - rank if text else 0)
+    if first == world:
+        return "no rank says why"
+    words = f"rank {rank} failed: {text}".encode(errors="replace")[:_MOST_WORDS_BYTES]
+    padded = list(words.ljust(_MOST_WORDS_BYTES, b"\0"))
+    said = bytes(_exchanged(padded, lambda tensor: dist.broadcast(tensor, src=first)))
+    return said.rstrip(b"\0").decode(errors="replace")
+
+
+def _exchanged(values: list[int], exchange: Callable[[torch.Tensor], object]) -> list[int]:
+    if not _is_together():
+        return values
     device = "cuda" if "cpu:" not in dist.get_backend_config() else "cpu"
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
     exchange(tensor)
-    return int(tensor.item())
+    return [int(value) for value in tensor.tolist()]

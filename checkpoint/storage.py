@@ -7,6 +7,7 @@ anything else that goes wrong raises `StorageError`.
 from __future__ import annotations
 
 import os
+import re
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Protocol
 from elasticzero.errors import StorageError, UserError
 
 Bytes = bytes | bytearray | memoryview
+
+_URL_OF_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|$)")
+"""A URL that lost a slash, as `pathlib.Path("s3://bucket")` has it."""
+_WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 
 class Readable(Protocol):
@@ -123,11 +128,15 @@ class Views:
 
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:
-    """Whether a file has exactly these bytes."""
+    """Whether there is a file with exactly these bytes."""
     found = bytearray(len(data) + 1)
     try:
         return found[: storage.read_into(name, 0, memoryview(found))] == data
     except FileNotFoundError:
+        return False
+    except StorageError as error:
+        if out_of_reach(error):
+            raise
         return False
 
 
@@ -143,7 +152,7 @@ def open_directory(url: str | os.PathLike[str]) -> Directory:
         return DiskDirectory(path)
     from elasticzero.checkpoint.objects import ObjectDirectory, file_system
 
-    text = os.fspath(url).rstrip("/")
+    text = _remote_url(os.fspath(url))
     return ObjectDirectory(*file_system(text), text)
 
 
@@ -156,7 +165,7 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
         return DiskStorage(path)
     from elasticzero.checkpoint.objects import ObjectStorage, file_system
 
-    text = os.fspath(url).rstrip("/")
+    text = _remote_url(os.fspath(url))
     return ObjectStorage(*file_system(text), text)
 
 
@@ -165,16 +174,31 @@ def _disk_path(url: str | os.PathLike[str]) -> Path | None:
     text = os.fspath(url)
     if not text.strip():
         raise UserError('the path is empty: give a directory ("." for this one)')
-    if "://" not in text:
+    scheme, found, rest = text.partition("://")
+    if not found:
+        if match := _URL_OF_ONE_SLASH.match(text):
+            raise UserError(
+                f"{text!r} is neither a path nor a URL: give {match[1]}://..., as text and not as "
+                f"a pathlib.Path, or ./{text} for a directory of that name"
+            )
         return Path(os.path.abspath(os.path.expanduser(text)))
-    parts = urllib.parse.urlsplit(text)
-    if parts.scheme not in ("file", "local"):
+    if scheme.lower() not in ("file", "local"):
         return None
-    if parts.netloc not in ("", "localhost"):
+    host, _, path = rest.partition("/")
+    if host not in ("", "localhost"):
         raise UserError(f"{text!r} is on another machine: a file:// URL means a path on this one")
-    if not parts.path:
+    if not path:
         raise UserError(f"{text!r} names no directory: give file:///PATH")
-    return Path(os.path.abspath(urllib.parse.unquote(parts.path)))
+    return Path(os.path.abspath("/" + urllib.parse.unquote(path)))
+
+
+def _remote_url(text: str) -> str:
+    """The URL without slashes at its end; `UserError` for one that names no place."""
+    scheme, _, rest = text.partition("://")
+    if not rest.strip("/") or (scheme.lower() in _WITH_BUCKETS and rest.startswith("/")):
+        example = "BUCKET/DIRECTORY" if scheme.lower() in _WITH_BUCKETS else "DIRECTORY"
+        raise UserError(f"{text!r} names no place: give {scheme}://{example}")
+    return text.rstrip("/")
 
 
 def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:

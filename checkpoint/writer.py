@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.manifest import Manifest, ShardFile, TensorSpec, step_directory
 from elasticzero.checkpoint.shards import shard_specs, write_shard
 from elasticzero.checkpoint.storage import Bytes, Directory, Storage, explain
-from elasticzero.errors import ElasticZeroError, RetryError, StorageError
+from elasticzero.errors import ElasticZeroError, RetryError, StorageError, one_line
 
 STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
@@ -45,9 +46,17 @@ def _own(number: int) -> int:
     return number
 
 
+def _own_words(text: str) -> str:
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """How the ranks save together."""
+
+    tell: Callable[[str], str] = _own_words
+    """Gives every rank the words of the first rank that calls it with any, together, and names that
+    rank. Called when a rank has failed."""
 
     agree: Callable[[int], int] = _own
     """Gives every rank the greatest of the numbers that all ranks call it with, together. By
@@ -71,8 +80,10 @@ def write_checkpoint(
     `draft.layout`; None: this process writes nothing, and only takes part in what the ranks agree
     on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that stands
     already is left alone (bytes 0).
-    A save that fails leaves nothing behind; it raises `StorageError`, and `RetryError` where only
-    another rank failed.
+    A save that fails on any rank fails on all and leaves nothing behind: it raises what it failed
+    with, and `RetryError` with the words of `terms.tell` where only another rank failed. A save
+    that fails because another one of the same step came first is not committed, as if that one had
+    stood before.
     """
     terms = terms or Terms()
     started = time.monotonic()
@@ -98,38 +109,52 @@ def write_checkpoint(
             return _GO
         return _STANDS if rank == 0 else _GO
 
+    def came_first() -> bool:
+        if verdict == _REPLACE:
+            return False
+        with suppress(ElasticZeroError, OSError):
+            return commit.read_manifest(storage).token != draft.token and commit.stands(storage)
+        return False
+
     verdict = _together(storage, terms, look)
     if verdict == _STANDS:
         return Written(bytes=0, seconds=time.monotonic() - started, committed=False)
     try:
-        _together(storage, terms, write)
-        came_first = _together(storage, terms, finish) == _STANDS
-    except ElasticZeroError:
+        late = _together(storage, terms, write, came_first) == _STANDS
+        late = late or _together(storage, terms, finish, came_first) == _STANDS
+    except BaseException:
         if rank is not None:
             commit.discard(directory, draft, rank)
         raise
-    if came_first and rank is not None:
+    if late and rank is not None:
         commit.discard(directory, draft, rank)
-    committed = rank == 0 and not came_first
+    committed = rank == 0 and not late
     return Written(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
 
 
-def _together(storage: Storage, terms: Terms, work: Callable[[], int]) -> int:
-    """Do `work` on every rank; the greatest result. Where it fails on one it fails on all."""
+def _together(
+    storage: Storage,
+    terms: Terms,
+    work: Callable[[], int],
+    came_first: Callable[[], bool] = lambda: False,
+) -> int:
+    """Do `work` on every rank; the greatest result. Where it fails on one it fails on all, unless
+    it fails because another save came first: then the step stands."""
     result = _FAILED
-    failure: ElasticZeroError | None = None
+    failure: Exception | None = None
     try:
         result = work()
-    except OSError as error:
-        failure = StorageError(f"{storage.where}: {explain(error)}")
-    except ElasticZeroError as error:
+    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
+        if isinstance(error, (ElasticZeroError, OSError)) and came_first():
+            result, failure = _STANDS, None
     agreed = terms.agree(result)
-    if failure is not None:
-        raise failure
-    if agreed == _FAILED:
-        raise RetryError(f"{storage.where}: another rank could not save; see its error")
-    return agreed
+    if agreed != _FAILED:
+        return agreed
+    said = terms.tell("" if failure is None else one_line(failure))
+    if isinstance(failure, OSError):
+        raise StorageError(f"{storage.where}: {explain(failure)}") from failure
+    raise failure or RetryError(f"{storage.where} is not saved: {said}")
 
 
 def in_order(
@@ -157,7 +182,8 @@ def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Iterator
 
 def _stream(tensors: Iterator[torch.Tensor]) -> Iterator[Bytes]:
     staging: torch.Tensor | None = None
-    for tensor in tensors:
+    for lazy in tensors:
+        tensor = lazy.resolve_conj().resolve_neg()
         if tensor.device.type == "cpu":
             yield byte_view(tensor.contiguous())
             continue

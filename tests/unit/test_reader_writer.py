@@ -152,7 +152,7 @@ def test_pieces_that_are_not_the_layout_s_are_refused(tmp_path: Path) -> None:
     for complaint, given_pieces in wrong.items():
         with pytest.raises(ValueError, match=complaint):
             write_checkpoint(DiskDirectory(tmp_path), draft, 0, given_pieces, NO_WAIT)
-    assert os.listdir(tmp_path / step_directory(7)) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_targets_of_other_shapes_and_orders_are_filled(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_saving_over_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ({0: torch.ones(1), "0": torch.ones(1)}, {}, "two tensors .* name '0'"),
         ({"__metadata__": torch.ones(1)}, {}, "the name '__metadata__'"),
         ({"\ud800": torch.ones(1)}, {}, "no tensor can have the name"),
-        ({"x": torch.ones(1, device="meta")}, {}, "x is a tensor on meta"),
+        ({"x": torch.ones(1, device="meta")}, {}, "x is on the meta device"),
         ({"x": torch.eye(2).to_sparse()}, {}, "layout torch.sparse_coo"),
         ({"x": torch.ones(1)}, {"state": {"$tree": 1}}, "key '.tree' of `state` is taken"),
         ({"x": torch.ones(1)}, {"state": {"x": object()}}, "`state` is not JSON: .*object"),
