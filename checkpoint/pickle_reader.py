@@ -1,0 +1,248 @@
+"""A reader of the pickles that torch.distributed.checkpoint writes, which runs nothing they name.
+
+A pickle is a program for a stack machine. This machine has the instructions that torch's metadata
+needs and refuses all others. Names become stand-ins from a table. Time and memory stay within a
+multiple of the file's size: no length, index or nesting in the file is believed, and tuples are
+counted with all that they hold, since hashing or comparing one visits each of its parts again.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_MOST_PARTS = 64
+"""Maximum number of arguments of a record, which are few in all that torch writes."""
+_MOST_OBJECTS = 20_000_000
+"""Maximum number of containers and records in one file."""
+_MOST_BYTES_OF_AN_INT = 64
+_VISITS_A_BYTE = 16
+"""How many parts of tuples may be hashed for each byte of the file."""
+
+(
+    _PROTO, _FRAME, _STOP, _MARK, _POP, _POP_MARK, _EMPTY_DICT, _EMPTY_LIST, _EMPTY_TUPLE,
+    _APPEND, _APPENDS, _SETITEM, _SETITEMS, _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _NONE, _NEWTRUE,
+    _NEWFALSE, _BININT, _BININT1, _BININT2, _LONG1, _BINFLOAT, _SHORT_BINUNICODE, _BINUNICODE,
+    _BINUNICODE8, _SHORT_BINBYTES, _BINBYTES, _MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET,
+    _LONG_BINGET, _GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD,
+) = b"\x80\x95.(01}])aesut\x85\x86\x87N\x88\x89JKM\x8aG\x8cX\x8dCB\x94qrhjc\x93R\x81b"  # fmt: skip
+_TEXTS = {_SHORT_BINUNICODE: 1, _BINUNICODE: 4, _BINUNICODE8: 8}
+_BYTES = {_SHORT_BINBYTES: 1, _BINBYTES: 4}
+_CONSTANTS = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False}
+_TUPLES = {_EMPTY_TUPLE: 0, _TUPLE1: 1, _TUPLE2: 2, _TUPLE3: 3}
+_INTS = {_BININT1: 1, _BININT2: 2}
+_PUTS = {_BINPUT: 1, _LONG_BINPUT: 4}
+_GETS = {_BINGET: 1, _LONG_BINGET: 4}
+
+
+class Record:
+    """Stands for an object: keeps what it was made of and does nothing."""
+
+    parts: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__ = state
+        else:
+            self.parts = state if isinstance(state, tuple) else (state,)
+
+
+class Size:
+    """Stands for `torch.Size`: becomes the tuple that it is made of."""
+
+
+class Mapped:
+    """Stands for a class of dicts: becomes a dict."""
+
+
+Stand = type[Record] | type[Size] | type[Mapped] | str
+"""What a name becomes."""
+
+
+def read_pickle(data: bytes, find: Callable[[str, str], Stand]) -> Any:
+    """The value in a pickle.
+
+    `find`: gives the stand-in for a module's name, or raises. Raises `ValueError`, `IndexError`,
+    `KeyError`, `TypeError` or `struct.error` for what torch's metadata cannot be.
+    """
+    return _Machine(data, find).run()
+
+
+class _Machine:
+    """A stack, a memo and a place in the program."""
+
+    def __init__(self, data: bytes, find: Callable[[str, str], Stand]) -> None:
+        self._data = data
+        self._find = find
+        self._at = 0
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        """The stacks under each mark."""
+        self._memo: dict[int, Any] = {}
+        self._tuples: dict[int, tuple[int, Any]] = {}
+        """By identity: how many parts a tuple has with all that is in it, and the tuple, kept."""
+        self._made = 0
+        self._visits_left = _VISITS_A_BYTE * len(data) + 1000
+        self._does: Mapping[int, Callable[[], None]] = {
+            _PROTO: lambda: self._skip(1),
+            _FRAME: lambda: self._skip(8),
+            _MARK: self._mark,
+            _POP: self._pop,
+            _POP_MARK: lambda: self._discard(self._marked()),
+            _EMPTY_DICT: lambda: self._make({}),
+            _EMPTY_LIST: lambda: self._make([]),
+            _APPEND: lambda: self._append([self._stack.pop()]),
+            _APPENDS: lambda: self._append(self._marked()),
+            _SETITEM: lambda: self._set([self._stack.pop(-2), self._stack.pop()]),
+            _SETITEMS: lambda: self._set(self._marked()),
+            _TUPLE: lambda: self._make_tuple(self._marked()),
+            _BININT: lambda: self._push(self._int(4, signed=True)),
+            _LONG1: self._long,
+            _BINFLOAT: lambda: self._push(struct.unpack(">d", self._take(8))[0]),
+            _MEMOIZE: lambda: self._put(len(self._memo)),
+            _GLOBAL: lambda: self._name(self._line(), self._line()),
+            _STACK_GLOBAL: lambda: self._name(self._stack.pop(-2), self._stack.pop()),
+            _REDUCE: lambda: self._call(self._stack.pop(-2), self._stack.pop()),
+            _NEWOBJ: lambda: self._call(self._stack.pop(-2), self._stack.pop()),
+            _BUILD: self._build,
+        }
+
+    def run(self) -> Any:
+        data, push = self._data, self._push
+        while True:
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                return self._stack.pop()
+            if code in self._does:
+                self._does[code]()
+            elif code in _GETS:
+                push(self._memo[self._int(_GETS[code])])
+            elif code in _PUTS:
+                self._put(self._int(_PUTS[code]))
+            elif code in _TEXTS:
+                push(self._take(self._int(_TEXTS[code])).decode("utf-8", "surrogatepass"))
+            elif code in _INTS:
+                push(self._int(_INTS[code]))
+            elif code in _TUPLES:
+                self._make_tuple([self._stack.pop() for _ in range(_TUPLES[code])][::-1])
+            elif code in _CONSTANTS:
+                push(_CONSTANTS[code])
+            elif code in _BYTES:
+                push(self._take(self._int(_BYTES[code])))
+            else:
+                raise ValueError(f"byte {self._at - 1} is {code:#04x}, which torch does not write")
+
+    def _skip(self, count: int) -> None:
+        self._take(count)
+
+    def _take(self, count: int) -> bytes:
+        stop = self._at + count
+        if stop > len(self._data):
+            raise ValueError(f"it ends before byte {stop}")
+        found = self._data[self._at : stop]
+        self._at = stop
+        return found
+
+    def _line(self) -> str:
+        stop = self._data.index(b"\n", self._at)
+        found = self._take(stop - self._at).decode()
+        self._at += 1
+        return found
+
+    def _int(self, count: int, *, signed: bool = False) -> int:
+        return int.from_bytes(self._take(count), "little", signed=signed)
+
+    def _long(self) -> None:
+        count = self._int(1)
+        if count > _MOST_BYTES_OF_AN_INT:
+            raise ValueError(f"an integer of {count} bytes")
+        self._push(self._int(count, signed=True))
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> None:
+        self._stack.pop()
+
+    def _discard(self, _: list[Any]) -> None:
+        """What was above a mark is dropped."""
+
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _marked(self) -> list[Any]:
+        """What is above the last mark."""
+        found, self._stack = self._stack, self._below.pop()
+        return found
+
+    def _make(self, value: Any) -> None:
+        self._made += 1
+        if self._made > _MOST_OBJECTS:
+            raise ValueError(f"it has more than {_MOST_OBJECTS} objects")
+        self._stack.append(value)
+
+    def _make_tuple(self, items: list[Any]) -> None:
+        made = tuple(items)
+        size = 1 + sum(self._parts_of(item) for item in made)
+        if size > len(self._data):
+            raise ValueError("a tuple that holds others has more parts than the file has bytes")
+        self._tuples[id(made)] = (size, made)
+        self._make(made)
+
+    def _parts_of(self, value: Any) -> int:
+        return self._tuples[id(value)][0] if type(value) is tuple else 1
+
+    def _append(self, items: list[Any]) -> None:
+        into = self._stack[-1]
+        if type(into) is not list:
+            raise TypeError("a list is expected")
+        into.extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        into = self._stack[-1]
+        if type(into) is not dict:
+            raise TypeError("a dict is expected")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._visits_left -= self._parts_of(key)
+            if self._visits_left < 0:
+                raise ValueError("its keys have more parts than the file has bytes for")
+            into[key] = value
+
+    def _put(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def _name(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError("a name is expected")
+        self._push(self._find(module, name))
+
+    def _call(self, stand: Any, given: Any) -> None:
+        """Makes what a stand-in becomes; nothing is called."""
+        if type(given) is not tuple or len(given) > _MOST_PARTS:
+            raise ValueError(f"a record of {len(given)} parts")
+        if stand is Size:
+            (sizes,) = given or ((),)
+            if type(sizes) is not tuple:
+                raise TypeError("a size is not a tuple")
+            self._push(sizes)
+        elif stand is Mapped:
+            if given:
+                raise ValueError("a dict that is made of something")
+            self._make({})
+        elif isinstance(stand, type) and issubclass(stand, Record):
+            record = stand()
+            record.parts = given
+            self._make(record)
+        else:
+            raise TypeError("only records can be made")
+
+    def _build(self) -> None:
+        state, record = self._stack.pop(), self._stack[-1]
+        if not isinstance(record, Record):
+            raise TypeError("only records have a state")
+        record.__setstate__(state)
