@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from elasticzero.checkpoint.manifest import SUMS_SUFFIX, ShardFile
+from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, ShardFile
 from elasticzero.checkpoint.storage import Bytes, Readable, Views, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -127,6 +127,21 @@ class Sums:
     """Of the checksum file itself."""
 
 
+def missing(storage: Readable, name: str) -> CheckpointDamaged:
+    """The error for a file of a step that is not there: damage, unless the whole step has gone."""
+    where = f"{storage.where}/{name}"
+    try:
+        storage.size(MANIFEST_NAME)
+    except FileNotFoundError:
+        return CheckpointDamaged(
+            f"{where} was removed while it was read, and its step with it, as --keep removes old "
+            "steps: use a newer step"
+        )
+    except StorageError:
+        pass
+    return CheckpointDamaged(f"{where} is missing; use another step")
+
+
 def read_sums(storage: Readable, shard_name: str) -> Sums:
     """The checksums of a shard; `CheckpointDamaged` if they are missing or make no sense."""
     name = shard_name + SUMS_SUFFIX
@@ -134,7 +149,7 @@ def read_sums(storage: Readable, shard_name: str) -> Sums:
     try:
         data = read_small(storage, name, SUMS_LIMIT_BYTES)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{where} is missing; use another step") from None
+        raise missing(storage, name) from None
     return parse_sums(data, where)
 
 
@@ -297,7 +312,7 @@ class BlockReader:
         try:
             return self._storage.read_into(self._name, start, *views) == size
         except FileNotFoundError:
-            raise CheckpointDamaged(f"{self.where} is missing; use another step") from None
+            raise missing(self._storage, self._name) from None
         except StorageError as error:
             stop = start + size
             raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error

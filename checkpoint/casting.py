@@ -32,6 +32,13 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, 
     }
 
 
+def unconverted(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The model's tensors of float8, which no conversion changes: their values mean nothing without
+    the scales that the model keeps beside them."""
+    models = model_names(specs)
+    return [name for name in specs if name in models and specs[name].dtype.startswith("F8_")]
+
+
 class CastSource:
     """Another source's tensors, some of them converted."""
 

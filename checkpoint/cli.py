@@ -18,7 +18,7 @@ from elasticzero.checkpoint import commit, listing, verify
 from elasticzero.checkpoint.manifest import step_of
 from elasticzero.checkpoint.storage import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
-from elasticzero.printing import say
+from elasticzero.printing import complain, say, shown
 
 COMMANDS = {
     "list": "the steps in a directory, and which are whole by sizes (verify reads bytes)",
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run_command(args))
     except ElasticZeroError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -112,10 +112,10 @@ def _verify(args: argparse.Namespace) -> int:
         report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
-        say(f"{step.where}: {'DAMAGED' if bad else 'good'}")
+        say(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
         for fault in bad:
             where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
-            say(f"  {fault.file}{where}: {fault.reason}")
+            say(f"  {fault.file}{where}: {shown(fault.reason)}")
     if args.json:
         say(json.dumps(report))
     return int(ExitCode.DONE if all(step["good"] for step in report) else ExitCode.FAILED)

@@ -9,14 +9,13 @@ different tokens, so what a failed save leaves behind can never become part of a
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from elasticzero.checkpoint.blocks import read_sums
+from elasticzero.checkpoint.blocks import missing, read_sums
 from elasticzero.checkpoint.manifest import (
     MANIFEST_NAME,
     SUMS_SUFFIX,
@@ -36,7 +35,7 @@ from elasticzero.checkpoint.storage import (
     out_of_reach,
     read_small,
 )
-from elasticzero.checkpoint.strict_json import reason
+from elasticzero.checkpoint.strict_json import check_memory, reason
 from elasticzero.checkpoint.validation import check_committed
 from elasticzero.errors import (
     CheckpointDamaged,
@@ -45,8 +44,10 @@ from elasticzero.errors import (
     StorageError,
     UserError,
 )
+from elasticzero.printing import complain
+from elasticzero.records import RecordError
 
-MANIFEST_LIMIT_BYTES = 1 << 30
+MANIFEST_LIMIT_BYTES = 1 << 28
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _AT_ONCE = 16
 """Files looked at together."""
@@ -129,7 +130,7 @@ def _file_fault(storage: Readable, file: ShardFile) -> str | None:
         try:
             size = storage.size(name)
         except FileNotFoundError:
-            return f"{storage.where}/{name} is missing"
+            return str(missing(storage, name))
         if name == file.name and size != file.bytes:
             return f"{storage.where}/{name} has {size} bytes, not {file.bytes}"
     return None
@@ -197,6 +198,7 @@ def commit(
     ranks = range(world)
     files = _each(lambda rank: _written_file(storage, draft.file_name(rank), layout), ranks)
     data = to_json(replace(draft, files=tuple(files)))
+    _check_readable(storage, data)
     if not replacing:
         if storage.create_exclusive(MANIFEST_NAME, data):
             return True
@@ -204,6 +206,19 @@ def commit(
             return False
     _replace(storage, data, {file.name for file in files})
     return True
+
+
+def _check_readable(storage: Storage, data: bytes) -> None:
+    """Raise `StorageError` for a manifest that no look at the step would read again."""
+    try:
+        check_memory(data)
+        if len(data) > MANIFEST_LIMIT_BYTES:
+            raise RecordError(f"its {len(data)} bytes are more than {MANIFEST_LIMIT_BYTES}")
+    except RecordError as error:
+        raise StorageError(
+            f"{storage.where} has a manifest that is too large: {error}; keep large lists as "
+            "tensors or arrays, or use fewer tensors"
+        ) from None
 
 
 def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
@@ -279,7 +294,7 @@ def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | 
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    complain(line)
 
 
 def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:

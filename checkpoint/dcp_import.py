@@ -265,6 +265,8 @@ def _load(storage: Readable, item: Item) -> Any:
         if storage.size(item.file) < item.start + item.bytes:
             raise CheckpointDamaged(f"{where}: the file ends before")
         with zipfile.ZipFile(window) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise CheckpointDamaged(f"{where}: it is compressed, as torch writes no item")
             if bad := archive.testzip():
                 raise CheckpointDamaged(f"{where}: {bad} is not what was written (its CRC differs)")
         window.seek(0)

@@ -14,6 +14,7 @@ from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elasticzero.checkpoint.storage import Readable, out_of_reach
 from elasticzero.checkpoint.tables import age_text, counted, size_text, table
 from elasticzero.errors import ElasticZeroError
+from elasticzero.printing import shown
 from elasticzero.records import encode
 
 
@@ -87,9 +88,10 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
         line[6] = size_text(row["bytes"]) if "bytes" in row else "-"
         line[7] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
         lines.append(line)
-    text = table(columns, lines) if lines else f"{where} holds no checkpoint\n"
+    text = table(columns, lines) if lines else f"{shown(where)} holds no checkpoint\n"
     left = (
-        f"{name}: never committed (a save that failed, or is going on)\n" for name in uncommitted
+        f"{shown(name)}: never committed (a save that failed, or is going on)\n"
+        for name in uncommitted
     )
     return text + "".join(left)
 
@@ -119,8 +121,8 @@ def step_text(seen: Look) -> str:
     ranks = [[str(r), size_text(f.bytes), f.name] for r, f in enumerate(manifest.files)]
     return "\n".join(
         [
-            seen.where,
-            *(name.ljust(width) + text for name, text in facts),
+            shown(seen.where),
+            *(name.ljust(width) + shown(text) for name, text in facts),
             "",
             table(("rank", "size", "file"), ranks),
             table(("kind", "tensors", "size"), _kind_rows(manifest)),

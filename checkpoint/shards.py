@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.blocks import BlockReader, BlockSums
 from elasticzero.checkpoint.manifest import (
+    ITEM_BYTES,
     SUMS_SUFFIX,
     Manifest,
     ShardFile,
@@ -19,12 +21,14 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.storage import Bytes, Readable, Storage
 from elasticzero.checkpoint.strict_json import reason, strict_json
-from elasticzero.errors import CheckpointDamaged, StorageError
+from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from elasticzero.spans import Span
 
 HEAD_GRAIN_BYTES = 4096
 """A shard's head is padded to a multiple of this: its tensors begin on a page, and its size does
 not change with the number of digits of the step."""
+_DTYPE = re.compile(r"[A-Z]{1,2}\d{1,3}(_[A-Z0-9]{1,12})?")
+"""How safetensors spells dtypes, newer ones included."""
 HEADER_LIMIT_BYTES = 100_000_000
 """What safetensors itself allows."""
 
@@ -192,6 +196,7 @@ def parse_header(
         metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
         entries = {}
         for name, value in table.items():
+            _check_dtype(name, value["dtype"], where)
             spec = TensorSpec(value["dtype"], tuple(_whole(size) for size in value["shape"]))
             start, stop = (base + _whole(offset) for offset in value["data_offsets"])
             if stop - start != spec.nbytes or start < base:
@@ -207,6 +212,15 @@ def parse_header(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: its header is wrong: {reason(error)}") from None
     return metadata, entries
+
+
+def _check_dtype(name: str, dtype: object, where: str) -> None:
+    """Raise `UserError` for a dtype that safetensors may have, and this format has not."""
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES and _DTYPE.fullmatch(dtype):
+        raise UserError(
+            f"{where}: tensor {name!r} has the dtype {dtype}, which no checkpoint here can hold "
+            f"({', '.join(ITEM_BYTES)}): convert it first"
+        )
 
 
 def _whole(value: object) -> int:

@@ -24,6 +24,12 @@ _REASON_CHARACTERS = 300
 def strict_json(data: bytes) -> Any:
     """The value of a JSON text; `ValueError` or `RecursionError` if it is none, if a key stands
     twice in one object, or if its values would take more memory than `MEMORY_LIMIT_BYTES`."""
+    check_memory(data)
+    return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+
+
+def check_memory(data: bytes) -> None:
+    """Raises `RecordError` where the values of a JSON text could take too much memory."""
     needed = (
         len(data)
         + _OBJECT_BYTES * data.count(b"{")
@@ -35,7 +41,6 @@ def strict_json(data: bytes) -> Any:
             f"its {len(data)} bytes could take {needed} bytes of memory, more than the "
             f"{MEMORY_LIMIT_BYTES} allowed for it"
         )
-    return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
 
 
 def check_depth(value: Any) -> None:

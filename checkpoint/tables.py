@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticzero.printing import shown
+
 
 def counted(count: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
@@ -31,9 +33,10 @@ def age_text(seconds: float) -> str:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The rows under their heads, in columns of equal width; ends with a line break."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    cells = [[shown(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (columns, *rows)
+        for row in cells
     ]
     return "\n".join(lines) + "\n"

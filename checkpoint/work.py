@@ -8,20 +8,21 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from elasticzero.checkpoint import commit, copying, huggingface, reshard
-from elasticzero.checkpoint.casting import DTYPES
+from elasticzero.checkpoint.casting import DTYPES, unconverted
 from elasticzero.checkpoint.compare import Comparison, compare
+from elasticzero.checkpoint.manifest import TensorSpec
 from elasticzero.checkpoint.progress import Progress
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.tables import counted, size_text
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.printing import say
+from elasticzero.printing import complain, say, shown
 from elasticzero.spans import STRATEGIES
 
 _T = TypeVar("_T")
@@ -73,7 +74,8 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         "--what",
         choices=("model", "all"),
         default="model",
-        help="dcp: the model's tensors (default), or all state",
+        help="dcp: the model's tensors under the keys of its own state_dict() (default), or all "
+        'state as {"model": ..., "optimizer": ...}',
     )
     _add_dtype(command)
     _add_effort(command)
@@ -111,8 +113,8 @@ def _add_dtype(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
-        help="convert the model's floating-point tensors (needs torch); optimizer state and "
-        "masters stay as they are",
+        help="convert the model's floating-point tensors of 16 to 64 bits (needs torch); float8, "
+        "which means nothing without its scales, optimizer state and masters stay as they are",
     )
 
 
@@ -146,6 +148,7 @@ def _reshard(args: argparse.Namespace) -> int:
     shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
 
     def work(effort: copying.Effort) -> copying.Copied:
+        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
         return reshard.reshard(source, open_directory(args.target), shape, effort)
 
     hint = "finished rank files stay in {}, and the same command goes on from there"
@@ -179,9 +182,9 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
         ],
         [f"state differs: {path}" for path in result.state],
     ]
-    lines = [f"A: {a}", f"B: {b}"]
+    lines = [shown(f"A: {a}"), shown(f"B: {b}")]
     for kind in kinds:
-        lines += kind[:_MOST_LINES]
+        lines += map(shown, kind[:_MOST_LINES])
         if len(kind) > _MOST_LINES:
             lines.append(f"... and {len(kind) - _MOST_LINES} more such lines (`--json` has all)")
     lines.append(f"different; {counted(result.equal_tensors, 'tensor')} are the same")
@@ -192,6 +195,7 @@ def _export(args: argparse.Namespace) -> int:
     source = commit.resolve(args.path)
 
     def work(effort: copying.Effort) -> huggingface.Exported:
+        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
         if args.format == "dcp":
             _refuse(args, "dcp", "max_shard_size", "config")
             from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
@@ -214,6 +218,13 @@ def _export(args: argparse.Namespace) -> int:
     )
     if args.format == "hf":
         say(huggingface.what_else(done.where, has_config=args.config is not None))
+    else:
+        say(
+            'keys: "model", "optimizer" and what else was saved; load the model as '
+            '{"model": model.state_dict()}'
+            if args.what == "all"
+            else "keys: those of model.state_dict(), without a prefix (--what all nests them)"
+        )
     return 0
 
 
@@ -229,6 +240,7 @@ def _import(args: argparse.Namespace) -> int:
             foreign = huggingface.open_hf(args.path)
         if args.alias:
             foreign = reshard.tied(foreign, dict(args.alias))
+        _tell_unconverted(args, foreign.specs)
         return reshard.adopt(foreign, open_directory(args.target), args.step, shape, effort)
 
     return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
@@ -238,6 +250,15 @@ def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
     """Raise `UserError` for options that a format does not have."""
     if given := [name for name in names if getattr(args, name) is not None]:
         raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
+
+
+def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
+    """Print which tensors `--dtype` leaves as they are."""
+    if args.dtype is not None and (names := unconverted(specs)):
+        complain(
+            f"--dtype {args.dtype}: {counted(len(names), 'tensor')} of float8 stay as they are "
+            f"(the first is {shown(names[0])})"
+        )
 
 
 def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], left: str) -> _T:
@@ -250,7 +271,7 @@ def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], lef
                 copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
             )
     except KeyboardInterrupt:
-        print(f"interrupted: {left}", file=sys.stderr)
+        complain(f"interrupted: {left}")
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from elasticzero import __version__
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.parser import Parser
+from elasticzero.printing import complain
 
 COMMANDS = {
     "run": "run this node's part of a job",
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         return int(args.run_command(args))
     except ElasticZeroError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted: everything that was started here is stopped", file=sys.stderr)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle  # noqa: TID251
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -11,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticzero import checkpoint
 from elasticzero.checkpoint.cover import check_cover
 from elasticzero.checkpoint.dcp_metadata import METADATA_NAME, read_contents
 from elasticzero.checkpoint.disk import DiskStorage
@@ -158,3 +163,38 @@ def test_state_deeper_than_is_written_is_refused_in_words() -> None:
     nested = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)
     with pytest.raises(CheckpointDamaged, match="nested more than 200 deep"):
         from_json(sign(b'{"version":1,"state":{"x":' + nested + b"}}"), "m")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_names_are_printed_escaped_in_any_encoding(tmp_path: Path, encoding: str) -> None:
+    """Plain Unicode ended in a UnicodeEncodeError, and escape sequences reached the terminal."""
+    name, key = "Gewicht-ä-重\x1b[31m\nstep 9: whole\u202e", "ключ\ud800\x07"
+    root = tmp_path / "läufe"
+    checkpoint.save(root, {name: torch.ones(2)}, state={key: 1})
+    checkpoint.save(tmp_path / "other", {name: torch.zeros(2)})
+    step = root / "step-000000000000"
+    for words in (
+        ["inspect", root],
+        ["inspect", "--json", root],
+        ["list", root],
+        ["verify", root],
+        ["diff", "-q", root, tmp_path / "other"],
+        ["export", "-q", root, tmp_path / "hf"],
+        ["import", "-q", "--format", "hf", tmp_path / "hf", tmp_path / "new"],
+        ["export", "-q", tmp_path / "\x1b]0;title\x07", tmp_path / "hf2"],
+        ["inspect", root / "\udcff"],
+    ):
+        found = subprocess.run(
+            [sys.executable, "-m", "elasticzero.checkpoint.cli", *map(str, words)],
+            env=os.environ
+            | {"PYTHONIOENCODING": f"{encoding}:strict", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        text = (found.stdout + found.stderr).decode(encoding)
+        assert "Traceback" not in text, text
+        assert found.returncode in (0, 1, 64), text
+        assert text.replace("\n", "").isprintable(), text
+        assert not any(line.startswith("step 9: whole") for line in text.splitlines())
+    assert step.is_dir()
