@@ -256,8 +256,8 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
     """Print which tensors `--dtype` leaves as they are."""
     if args.dtype is not None and (names := unconverted(specs)):
         complain(
-            f"--dtype {args.dtype}: {counted(len(names), 'tensor')} of float8 stay as they are "
-            f"(the first is {shown(names[0])})"
+            f"--dtype {args.dtype} leaves float8 as it is: {counted(len(names), 'tensor')}, the "
+            f"first {shown(names[0])}"
         )
 
 
