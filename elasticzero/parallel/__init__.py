@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
+from elasticzero.parallel.finite import Suspects
 from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state import NamedModel, Share, Spec
 
@@ -59,11 +60,22 @@ class Strategy(Protocol):
         """A micro-batch follows; last: of its global batch."""
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        """Add the gradient of `fraction * loss`, to be summed over ranks and micro-batches."""
+        """Add the gradient of `fraction * loss`, to be summed over ranks and micro-batches.
 
-    def finish(self, factor: float, max_norm: float | None) -> None:
+        A micro-batch of fraction 0 uses no parameter, and its loss may be anything.
+        """
+
+    def finish(self, factor: float, max_norm: float | None) -> Tensor:
         """After the last micro-batch: complete the gradients, multiply them by `factor`, and scale
-        them to a global norm of at most `max_norm`. Changes no parameter."""
+        them to a global norm of at most `max_norm`. Changes no parameter.
+
+        A parameter that any rank has used has a gradient on all of them then, and one that no rank
+        has used has none. Returns the norm before scaling: 0-dim, equal on all ranks; NaN where a
+        loss of any rank is not finite.
+        """
+
+    def suspects(self) -> Suspects:
+        """After `finish` gave a norm that is not finite: what this rank has of the reason."""
 
     def apply(self) -> None:
         """Step the optimizer, bring the parameters up to date everywhere, drop the gradients."""

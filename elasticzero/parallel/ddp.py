@@ -1,17 +1,16 @@
-"""Strategy `ddp`: everything whole on each rank, by torch's DistributedDataParallel."""
+"""Strategy `ddp`: everything whole on each rank; gradients are summed by `reducer`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
     as_tensor,
@@ -20,19 +19,13 @@ from elasticzero.parallel.optimizers import (
     open_optimizer,
     put_state,
 )
+from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
 from elasticzero.state import MODEL, OPTIMIZER, Share, Spec
 
-BUFFERS_LEFT_ALONE: Any = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
-"""The session keeps buffers equal, in every strategy; torch 2.13 has renamed the option."""
-
 
 class Replicated:
-    """Implements `Strategy`; with one rank the model is left as it is."""
+    """Implements `Strategy`; the model is left as it is."""
 
     replicated = True
 
@@ -43,42 +36,61 @@ class Replicated:
         self._schemas = opened.schema_of()
         self._parameters = setting.named.parameters
         self._ranks = setting.world_size
-        self._ddp: DistributedDataParallel | None = None
+        self._device = setting.device
+        self._last = True
+        self._losses = LossCheck()
+        self._reducer = Reducer(self._parameters) if setting.world_size > 1 else None
         self.model: nn.Module = setting.model
-        if setting.world_size > 1:
-            on_gpu = setting.device.type == "cuda"
-            self._ddp = DistributedDataParallel(
-                setting.model,
-                device_ids=[setting.device.index] if on_gpu else None,
-                **BUFFERS_LEFT_ALONE,
-                init_sync=False,
-                gradient_as_bucket_view=True,
-            )
-            self.model = self._ddp
 
     def expect(self, *, last: bool) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = last
+        self._last = last
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        (loss * (fraction * self._ranks)).backward()  # DDP divides by the number of ranks
+        if self._reducer is not None:
+            self._reducer.backward(loss, fraction, last=self._last)
+            return
+        if fraction != 0:
+            self._losses.add(loss)
+            (loss * fraction).backward()
+            return
+        unused = [p for p in self._parameters.values() if p.grad is None]
+        (loss * fraction).backward()
+        for parameter in unused:  # a micro-batch of weight 0 uses nothing
+            parameter.grad = None
 
-    def finish(self, factor: float, max_norm: float | None) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+        gradients = [_values(p) for p in self._optimized().values() if p.grad is not None]
         if factor != 1.0:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+            torch._foreach_mul_(gradients, factor)
+        norm = squared_norm(gradients, self._device).sqrt()
+        if max_norm is not None and gradients:
+            torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
+        finite = self._reducer.losses_finite if self._reducer is not None else not self._losses.bad
+        return norm if finite else norm * math.nan
+
+    def suspects(self) -> Suspects:
+        bad_loss = self._reducer.own_loss_bad if self._reducer is not None else self._losses.bad
+        gradients = {n: _values(p) for n, p in self._optimized().items() if p.grad is not None}
+        return Suspects(loss=bad_loss, gradients=not_finite(gradients))
+
+    def _optimized(self) -> dict[str, nn.Parameter]:
+        return {
+            name: parameter
+            for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
 
     def apply(self) -> None:
         self.optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._losses.clear()
+        if self._reducer is not None:
+            self._reducer.clear()
 
     def share(self) -> Share:
         share = Share()
+        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         by_key: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
@@ -120,3 +132,12 @@ class Replicated:
         yield slots
         for name, parameter, tensors in states:
             put_state(self.optimizer, parameter, tensors, self._schemas[name])
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    """The elements of a gradient that there is, sparse or not, sharing memory."""
+    assert parameter.grad is not None
+    if parameter.grad.layout is torch.strided:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()

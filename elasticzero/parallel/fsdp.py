@@ -21,8 +21,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.finite import Suspects
+from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk
 from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
 
@@ -39,9 +42,11 @@ class FullyPartitioned:
         self.optimizer = opened.optimizer
         self.group_names = opened.group_names
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
-        _partition(setting, scalars)
+        blocks = _partition(setting, scalars)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
+        self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self._uses = Uses(setting.model, self._parameters, blocks)
         optimized = {name for names in self.group_names for name in names}
         self._pieced.place(
             {
@@ -72,9 +77,13 @@ class FullyPartitioned:
         self._root.set_requires_gradient_sync(last)
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        (loss * (fraction * self._ranks)).backward()  # FSDP2 divides by the number of ranks
+        # FSDP2 divides by the number of ranks
+        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0)
+        if fraction != 0:
+            self._pieced.losses.add(loss)
 
-    def finish(self, factor: float, max_norm: float | None) -> None:
+    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+        check_frozen(self._frozen)
         self._reduce_scalars()
         for name, piece in self._pieced.pieces.items():
             gradient = self._parameters[name].grad
@@ -82,7 +91,10 @@ class FullyPartitioned:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
             else:
                 piece.parameter.grad = _local(gradient).reshape(-1).to(piece.parameter.dtype)
-        self._pieced.scale(factor, max_norm)
+        return self._pieced.complete(self._uses.names, factor, max_norm, blocks=self._uses.blocks)
+
+    def suspects(self) -> Suspects:
+        return self._pieced.suspects()
 
     def _reduce_scalars(self) -> None:
         """Average the gradients of the parameters that FSDP2 leaves alone."""
@@ -105,9 +117,11 @@ class FullyPartitioned:
             piece.parameter.grad = None
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._uses.clear()
 
     def share(self) -> Share:
         share = Share()
+        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for name, parameter in self._parameters.items():
             share.specs[MODEL + name] = self._specs[name]
             share.held[MODEL + name] = Held(_local(parameter), self._first(name))
@@ -155,8 +169,8 @@ class FullyPartitioned:
                 module.reshard()
 
 
-def _partition(setting: Setting, scalars: set[nn.Parameter]) -> None:
-    """Apply `fully_shard` to the blocks of the model and to its root."""
+def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
+    """Apply `fully_shard` to the blocks of the model and to its root; returns the blocks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
@@ -164,9 +178,11 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> None:
     options: dict[str, Any] = {"mesh": mesh}
     if scalars:
         options["ignored_params"] = scalars
-    for block in _blocks(setting.model):
+    blocks = list(_blocks(setting.model))
+    for block in blocks:
         fully_shard(block, **options)
     fully_shard(setting.model, **options)
+    return blocks
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -205,9 +205,13 @@ def put_state(
     stored: Mapping[str, Tensor],
     schema: Schema,
 ) -> None:
-    """Have the optimizer go on from the stored entries of a parameter, in the place of its own."""
+    """Have the optimizer go on from the stored entries of a parameter, in the place of its own.
+
+    Entries that are all zero are those of a parameter that was never stepped: strategies that
+    partition state write zeros for it, and the optimizer makes its first state by itself.
+    """
     optimizer.state.pop(parameter, None)
-    if stored:
+    if any(bool(entry.any()) for entry in stored.values()):
         optimizer.state[parameter] = {
             key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.errors import CheckpointMismatch
+from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel import Slot
+from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
     Opened,
@@ -23,6 +25,12 @@ from elasticzero.parallel.optimizers import (
 )
 from elasticzero.spans import Rule, Span
 from elasticzero.state import OPTIMIZER, Held, Partition, Share, Spec
+
+BLOCKS_DIFFER = (
+    "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
+    "block's parameters on all ranks when it runs: run the same blocks on every rank, or use "
+    "strategy zero2"
+)
 
 
 @dataclass(slots=True)
@@ -67,6 +75,12 @@ class PiecedOptimizer:
         self._specs = specs
         self._ranks = world_size
         self.has_state = False
+        self.used: set[str] = set()
+        """The parameters that any rank has used in the global batch, once it is complete."""
+        self._differ = False
+        """Ranks have run different blocks."""
+        self.losses = LossCheck()
+        """Of the global batch, on this rank."""
 
     def place(self, pieces: Mapping[str, Piece]) -> None:
         """Give the optimizer these pieces, each in its parameter's group."""
@@ -74,36 +88,58 @@ class PiecedOptimizer:
         for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
             group["params"] = [pieces[name].parameter for name in names if name in pieces]
 
-    def scale(self, factor: float, max_norm: float | None) -> None:
-        """Multiply all gradients by `factor`, then scale them to a global norm of at most
-        `max_norm`, as torch's `clip_grad_norm_` does. All ranks call this together."""
-        gradients = [p.parameter.grad for p in self.pieces.values() if p.parameter.grad is not None]
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        if max_norm is None:
-            return
-        counted = [
-            p.parameter.grad
-            for p in self.pieces.values()
-            if p.counts and p.parameter.grad is not None
-        ]
-        device = gradients[0].device if gradients else torch.device("cpu")
+    def complete(
+        self, used: Collection[str], factor: float, max_norm: float | None, *, blocks: int = 0
+    ) -> Tensor:
+        """What `Strategy.finish` does, once the pieces have their gradients, summed over the ranks.
+        All ranks call this together.
+
+        used: the parameters that this rank has used; they travel with the norm, in one message.
+        blocks: a number below 2**20 that stands for what has run here; where it is not the same on
+        all ranks the norm is NaN, and `suspects` raises `UserError`.
+        """
+        gradients = {
+            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
+        }
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in counted:
-            square += torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() ** 2
+        counted = [g for n, g in gradients.items() if self.pieces[n].counts]
+        names = list(self.schemas)
+        uses = [float(name in used) for name in names]
+        said = torch.tensor([0, blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
+        said[0] = squared_norm(counted, device)
+        if self.losses.value is not None:
+            said[0] += self.losses.value
         if self._ranks > 1:
-            dist.all_reduce(square)
-        coefficient = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(coefficient.to(gradient.dtype))
+            dist.all_reduce(said)
+        total, squares, *uses = said[1:].tolist()
+        self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
+        self.used = {n for n, count in zip(names, uses, strict=True) if count}
+        for name in gradients.keys() - self.used:
+            self.pieces[name].parameter.grad = None
+        norm = said[0].sqrt() if not self._differ else said[0] * math.nan
+        left = [g for n, g in gradients.items() if n in self.used]
+        if max_norm is not None and left:
+            torch._foreach_mul_(left, clipping(norm, max_norm).to(left[0].dtype))
+        return norm
+
+    def suspects(self) -> Suspects:
+        """What is not finite of this rank's pieces and losses."""
+        if self._differ:
+            raise UserError(BLOCKS_DIFFER)
+        gradients = {
+            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
+        }
+        return Suspects(loss=self.losses.bad, gradients=not_finite(gradients))
 
     def step(self) -> None:
         """Step the optimizer, and round the masters to the model's own elements."""
         self.optimizer.step()
-        self.has_state = True
+        self.losses.clear()
+        self.has_state = self.has_state or bool(self.used)
         values = [p.values for p in self.pieces.values() if p.values is not None]
         masters = [p.parameter.detach() for p in self.pieces.values() if p.values is not None]
         if values:
@@ -186,7 +222,3 @@ class PiecedOptimizer:
                 piece.parameter.data.copy_(piece.values)
             put_state(self.optimizer, piece.parameter, tensors, self.schemas[piece.name])
         self.has_state = any(keys.keys() - {MASTER} for keys in index.values())
-
-
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

@@ -5,7 +5,8 @@ The optimizer works on this rank's pieces of the parameters in its chunk, 32-bit
 parameter has 16 bits. Stage 1 keeps a whole gradient and reduces it once a step; stage 2 reduces it
 after each micro-batch and keeps only this rank's chunk (Rajbhandari et al., "ZeRO", 2020).
 
-A parameter that no rank used in a step has a zero gradient, not none.
+A parameter that no rank has used in a global batch has no gradient, and its pieces stay as they
+are; where one rank has used it, zeros stand for the gradients of the others.
 Shapes: E elements of a bucket with padding, C elements of one chunk.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.reducer import check_frozen, sparse
 from elasticzero.spans import Span, intersect
 from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
 
@@ -46,6 +50,8 @@ class Bucket:
     """The sum over ranks of this rank's chunk of the gradient."""
     master_C: Tensor | None = None
     offsets: list[int] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    """Parameters that this rank has used in the global batch."""
 
     def __post_init__(self) -> None:
         first = self.parameters[0]
@@ -99,11 +105,26 @@ class Bucket:
         return Dealt(rule="even", names=tuple(self.names), owners=owners)
 
     def hold_gradients(self) -> None:
-        """Stage 1: have autograd add up gradients in place, in one flat tensor."""
-        if self.gradient_E is None:
-            self.gradient_E = torch.zeros_like(self.flat_E)
+        """Stage 1: have gradients moved into one flat tensor as soon as autograd has them; it adds
+        to them in place from then on."""
+        self.gradient_E = torch.zeros_like(self.flat_E)
         for parameter, view in zip(self.parameters, self.views(self.gradient_E), strict=True):
-            parameter.grad = view
+            parameter.register_post_accumulate_grad_hook(partial(_move, view))
+
+    def use(self) -> None:
+        """A micro-batch is over: what has a gradient now was used."""
+        for name, parameter in self.named():
+            if (gradient := parameter.grad) is not None:
+                if gradient.layout is not torch.strided:
+                    raise sparse(name)
+                self.used.add(name)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip(self.names, self.parameters, strict=True)
+
+    def unused(self) -> list[nn.Parameter]:
+        """What has no gradient yet."""
+        return [parameter for parameter in self.parameters if parameter.grad is None]
 
     def take_gradients(self) -> Tensor:
         """All gradients in one flat tensor, wherever they were; the parameters let go of them."""
@@ -111,7 +132,8 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views(flat_E), strict=True):
             gradient = parameter.grad
             if gradient is None:
-                view.zero_()
+                if self.gradient_E is not None:
+                    view.zero_()
             elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
                 view.copy_(gradient)
             parameter.grad = None
@@ -129,13 +151,19 @@ class Bucket:
             self.reduced_C += summed_C
         else:
             self.reduced_C.copy_(summed_C)
-        if self.gradient_E is not None:
-            self.gradient_E.zero_()
 
     def gather(self) -> None:
         """Bring the parameters up to date from the chunks of all ranks."""
         if self.world_size > 1:
             _all_gather(self.flat_E, self.mine(self.flat_E))
+
+
+def _move(view: Tensor, parameter: Tensor) -> None:
+    """Have `view` be the parameter's gradient, with the value that autograd has given it."""
+    gradient = parameter.grad
+    if gradient is not None and gradient is not view and gradient.layout is torch.strided:
+        view.copy_(gradient)
+        parameter.grad = view
 
 
 class FlatBuckets:
@@ -155,9 +183,11 @@ class FlatBuckets:
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         bucketed = {name for bucket in self._buckets for name in bucket.names}
         self._rest = {n: p for n, p in self._parameters.items() if n not in bucketed}
-        self._last = True
+        self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._accumulated = False
-        self._hold()
+        if stage == 1:
+            for bucket in self._buckets:
+                bucket.hold_gradients()
 
     def _lay_out(self, setting: Setting) -> Iterator[Bucket]:
         optimized = {name for names in self.group_names for name in names}
@@ -181,27 +211,35 @@ class FlatBuckets:
         parameters = [self._parameters[name] for name in names]
         return Bucket(names, parameters, setting.rank, setting.world_size)
 
-    def _hold(self) -> None:
-        if self._stage == 1:
-            for bucket in self._buckets:
-                bucket.hold_gradients()
-
     def expect(self, *, last: bool) -> None:
-        self._last = last
+        pass
 
     def backward(self, loss: Tensor, fraction: float) -> None:
+        counts = fraction != 0
+        unused = [] if counts else [p for bucket in self._buckets for p in bucket.unused()]
         (loss * fraction).backward()
+        for parameter in unused:  # a micro-batch of weight 0 uses nothing
+            parameter.grad = None
+        if counts:
+            self._pieced.losses.add(loss)
+            for bucket in self._buckets:
+                bucket.use()
         if self._stage == 2:
             for bucket in self._buckets:
                 bucket.reduce(add=self._accumulated)
             self._accumulated = True
 
-    def finish(self, factor: float, max_norm: float | None) -> None:
-        if self._stage == 1:
-            for bucket in self._buckets:
+    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+        check_frozen(self._frozen)
+        for bucket in self._buckets:
+            if self._stage == 1:
                 bucket.reduce(add=False)
         self._give_gradients()
-        self._pieced.scale(factor, max_norm)
+        used = {name for bucket in self._buckets for name in bucket.used}
+        return self._pieced.complete(used, factor, max_norm)
+
+    def suspects(self) -> Suspects:
+        return self._pieced.suspects()
 
     def _give_gradients(self) -> None:
         for bucket in self._buckets:
@@ -216,15 +254,16 @@ class FlatBuckets:
         self._pieced.step()
         for bucket in self._buckets:
             bucket.gather()
+            bucket.used.clear()
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None
         for parameter in self._rest.values():
             parameter.grad = None
         self._accumulated = False
-        self._hold()
 
     def share(self) -> Share:
         share = Share()
+        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for bucket in self._buckets:
             names = tuple(MODEL + name for name in bucket.names)
             for name, parameter in zip(names, bucket.parameters, strict=True):

@@ -1,0 +1,251 @@
+"""Sums gradients over the ranks in flat buckets, while the backward that makes them still runs.
+
+Parameters are laid end to end in buckets of one dtype and device, in reverse order, since the last
+layers have their gradients first. Behind the gradients a bucket has one element for each of its
+parameters, 1 where this rank used it, and one that is NaN where a loss is not finite: what all
+ranks must know of these needs no message of its own.
+
+Rules:
+ G1  A gradient is copied into its bucket when autograd has it; `grad` is a view of the bucket from
+     then on, so that later micro-batches add to it in place.
+ G2  In the last micro-batch of a global batch a bucket is summed once each of its parameters has
+     its gradient and the buckets before it are on their way: the order is equal on all ranks.
+ G3  When that backward is over, zeros stand for the gradients that this rank does not have, and the
+     rest is summed. Every bucket is summed exactly once, whatever a rank has used.
+ G4  A parameter that no rank has used has no gradient afterwards; one that any has used has the
+     sum on all of them. A micro-batch of weight 0 uses nothing.
+ G5  Autograd may give a parameter's gradient in several parts (a layer shared by segments that are
+     checkpointed with `use_reentrant=True`). The first global batch is summed at its end alone and
+     shows which these are; their buckets are always summed at the end.
+Shapes: E elements of a bucket's gradients, N of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.errors import UserError
+from elasticzero.parallel.finite import LossCheck
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first is small, so that its sum begins early in the backward."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that are summed together."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    flat: Tensor = field(init=False)
+    """E gradients, N uses, one loss check."""
+    views_N: list[Tensor] = field(init=False)
+    used_N: list[bool] = field(init=False)
+    """By this rank, in the global batch."""
+    parts_N: list[int] = field(init=False)
+    """How often autograd has added to the gradient in the last micro-batch."""
+    missing: int = field(init=False)
+    """Parameters whose gradient the last micro-batch has not given yet."""
+    late: bool = False
+    """It is summed at the end of the backward: G5."""
+    work: Any = None
+
+    def __post_init__(self) -> None:
+        count = len(self.parameters)
+        total = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = self.parameters[0].data.new_zeros(total + count + 1)
+        self.views_N, offset = [], 0
+        for parameter in self.parameters:
+            part = self.flat[offset : offset + parameter.numel()]
+            self.views_N.append(part.as_strided(parameter.shape, _strides(parameter)))
+            offset += parameter.numel()
+        self.clear()
+
+    def clear(self) -> None:
+        """A new global batch begins."""
+        count = len(self.parameters)
+        self.used_N, self.parts_N = [False] * count, [0] * count
+        self.missing, self.work = count, None
+
+    @property
+    def tail(self) -> Tensor:
+        """The uses and the loss check."""
+        return self.flat[-len(self.parameters) - 1 :]
+
+    def begin(self, check: Tensor | None) -> None:
+        """Begin to sum it. check: zero, or NaN where a loss is not finite."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views_N, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+                self.used_N[index] = False
+        tail = self.tail
+        if all(self.used_N):
+            tail.fill_(1)
+        else:
+            tail[:-1].copy_(torch.tensor(self.used_N))
+        if check is None:
+            tail[-1].zero_()
+        else:
+            tail[-1].copy_(check)
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+
+class Reducer:
+    """Sums the gradients of these parameters over all ranks, once a global batch."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+        self._buckets = [Bucket(names, [parameters[n] for n in names]) for names in _deal(trained)]
+        self._next = 0
+        """The first bucket that is not on its way."""
+        self._inside = self._last = self._counts = False
+        """A backward of the session's runs; it is the global batch's last; its weight is not 0."""
+        self._over = False
+        """The global batch's gradients are summed."""
+        self._learnt = False
+        """The first global batch is over."""
+        self._losses = LossCheck()
+        self.losses_finite = True
+        """Every loss of the global batch, on all ranks."""
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+
+    def backward(self, loss: Tensor, fraction: float, *, last: bool) -> None:
+        """Add the gradient of `fraction * loss`; last: then have all gradients summed."""
+        self._inside, self._last, self._counts = True, last, fraction != 0
+        if self._counts:
+            self._losses.add(loss)
+        try:
+            (loss * fraction).backward()
+        finally:
+            self._inside = False
+        if last:
+            self._complete()
+
+    @property
+    def own_loss_bad(self) -> bool:
+        """A loss of this rank is not finite."""
+        return self._losses.bad
+
+    def clear(self) -> None:
+        """The gradients were applied, and are dropped."""
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            bucket.clear()
+        self._next, self._over = 0, False
+        self._losses.clear()
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        view = bucket.views_N[index]
+
+        def added(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None:
+                if bucket.work is not None or self._over:
+                    raise too_late(bucket.names[index])
+                if gradient is not view:
+                    if gradient.layout is not torch.strided:
+                        raise sparse(bucket.names[index])
+                    view.copy_(gradient)
+                    parameter.grad = view
+                if self._counts or not self._inside:
+                    bucket.used_N[index] = True
+            if not self._inside or not self._last:
+                return
+            bucket.parts_N[index] += 1
+            if bucket.parts_N[index] == 1:
+                bucket.missing -= 1
+                if not bucket.missing and self._learnt:
+                    self._begin_ready()
+
+        return added
+
+    def _begin_ready(self) -> None:
+        """G2."""
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.missing or bucket.late:
+                return
+            bucket.begin(self._losses.value)
+            self._next += 1
+
+    def _complete(self) -> None:
+        """G3 and G4."""
+        check_frozen(self._frozen)
+        for bucket in self._buckets[self._next :]:
+            bucket.begin(self._losses.value)
+            bucket.late = bucket.late or max(bucket.parts_N) > 1
+        for bucket in self._buckets:
+            bucket.work.wait()
+        self._over = self._learnt = True
+        said = torch.cat([bucket.tail.to(torch.float32) for bucket in self._buckets]).tolist()
+        for bucket in self._buckets:
+            count = len(bucket.parameters)
+            uses_N, check, said = said[:count], said[count], said[count + 1 :]
+            self.losses_finite = check == 0
+            if not all(bucket.used_N):
+                for parameter, view, uses in zip(
+                    bucket.parameters, bucket.views_N, uses_N, strict=True
+                ):
+                    parameter.grad = view if uses else None
+
+
+def _deal(parameters: dict[str, nn.Parameter]) -> Iterator[list[str]]:
+    """The names in each bucket, in the order in which they are summed."""
+    buckets: list[list[str]] = []
+    open_buckets: dict[Any, tuple[list[str], int]] = {}
+    for name in reversed(parameters):
+        parameter = parameters[name]
+        kind = (parameter.dtype, parameter.device)
+        names, size = open_buckets.get(kind, ([], 0))
+        limit = FIRST_BUCKET_BYTES if buckets and names is buckets[0] else BUCKET_BYTES
+        if not names or size >= limit:
+            names, size = [], 0
+            buckets.append(names)
+        names.append(name)
+        open_buckets[kind] = names, size + parameter.numel() * parameter.element_size()
+    return iter(buckets)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Of a gradient that lies as its parameter does, where that has no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Raise `UserError` where one of these, which needed no gradient at first, has one."""
+    for name, parameter in frozen.items():
+        if parameter.grad is not None:
+            raise UserError(
+                f"parameter {name!r} has a gradient, but needed none when session.prepare was "
+                "called, so it is not summed over the ranks: freeze it after session.prepare, "
+                "which every generation calls anew"
+            )
+
+
+def sparse(name: str) -> UserError:
+    """The error for a sparse gradient."""
+    return UserError(
+        f"the gradient of {name!r} is sparse, and sparse gradients are not summed over ranks; "
+        "build the layer with sparse=False"
+    )
+
+
+def too_late(name: str) -> UserError:
+    """The error for a gradient that came after the sum."""
+    return UserError(
+        f"parameter {name!r} got a gradient after the gradients were summed over the ranks, which "
+        "would be this rank's alone. Call session.backward once for each micro-batch, with the sum "
+        "of its losses; a layer that some steps alone run twice under "
+        "torch.utils.checkpoint(…, use_reentrant=True) needs use_reentrant=False"
+    )

@@ -1,0 +1,130 @@
+"""Whatever a step leaves unused, every gradient that is applied is summed over all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticzero import checkpoint as ez_checkpoint
+from elasticzero.data import Order, Plan, Position
+from elasticzero.messages import Failed, Resume, Stepped
+from elasticzero.spans import STRATEGIES
+from tests.integration.training_harness import Pool
+from tests.integration.training_unused import SAMPLES, Model, Samples, optimizer_of, squares
+
+SCRIPT = Path(__file__).parent / "training_unused.py"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as started:
+        yield started
+
+
+def plain(told: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """The weights and optimizer state of one process that takes each global batch whole."""
+    torch.manual_seed(1)
+    model = Model(told).double()
+    optimizer = optimizer_of(model.parameters())
+    samples, order = Samples(), Order(samples=SAMPLES, shuffle=False)
+    plan, position = Plan(order=order, global_batch=6, steps=steps), Position()
+    while (found := plan.next(position)) is not None:
+        batch, position = found
+        chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
+        squares(model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
+        if told.get("clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer/{name}/{key}"] = value
+    return state
+
+
+def run(pool: Pool, folder: Path, told: dict[str, Any], worlds: dict[int, int]) -> None:
+    """Train under a world of each size until the step that is given for it."""
+    resume = Resume(tier="fresh")
+    for generation, (world_size, steps) in enumerate(worlds.items(), 1):
+        running = pool.start(
+            SCRIPT,
+            [json.dumps(told | {"steps": steps})],
+            world_size,
+            generation=generation,
+            resume=resume,
+            checkpoint_dir=str(folder),
+        )
+        assert running.finish() == steps
+        resume = Resume(tier="storage", step=steps)
+
+
+def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
+    found = ez_checkpoint.load(folder)
+    for name in found.keys() - expected.keys():
+        if name.startswith(("model/", "optimizer/")):  # zeros: of a parameter never stepped
+            assert not found[name].any(), name
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name].double(), tensor.double(), rtol=0, atol=1e-9, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param({}, id="one micro-batch"),
+        pytest.param({"micro": 1, "clip": 0.3}, id="many and clipping"),
+        pytest.param({"reentrant": False}, id="checkpointed"),
+    ],
+)
+def test_unused_parameters_train_as_in_one_process(
+    pool: Pool, tmp_path: Path, strategy: str, told: dict[str, Any]
+) -> None:
+    """Each step uses other experts, on other ranks and in other micro-batches, and one is never
+    used: torch's DistributedDataParallel applied gradients of one rank then, without a word."""
+    told = told | {"strategy": strategy}
+    run(pool, tmp_path, told, {3: 7, 2: 14, 1: 21})
+    assert_close(tmp_path, plain(told, 21))
+    weight = ez_checkpoint.load(tmp_path)["model/never.weight"]
+    torch.manual_seed(1)
+    assert torch.equal(weight, Model(told).double().never.weight)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_layer_that_runs_twice_under_reentrant_checkpointing(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Autograd gives its gradient in two parts; the sum over ranks waits for both."""
+    told = {"strategy": strategy, "reentrant": True, "twice": True, "blocks": True}
+    run(pool, tmp_path, told, {2: 6})
+    assert_close(tmp_path, plain(told, 6))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrong", "complaint"),
+    [
+        ("ddp", "late", "got a gradient after the gradients were summed over the ranks"),
+        ("ddp", "sparse", "the gradient of 'sparse.weight' is sparse"),
+        ("zero1", "sparse", "the gradient of 'sparse.weight' is sparse"),
+        ("ddp", "thaw", "parameter 'first.bias' has a gradient, but needed none when"),
+        ("zero3", "thaw", "parameter 'first.bias' has a gradient, but needed none when"),
+    ],
+)
+def test_a_gradient_that_cannot_be_summed_is_refused(
+    pool: Pool, tmp_path: Path, strategy: str, wrong: str, complaint: str
+) -> None:
+    """A script that unfreezes, or runs a backward of its own, would step with one rank's part."""
+    told = {"strategy": strategy, "wrong": wrong, "steps": 2}
+    running = pool.start(SCRIPT, [json.dumps(told)], 2, checkpoint_dir=str(tmp_path))
+    running.until(running.ended)
+    failures = [failed for worker in running.workers for failed in worker.all(Failed)]
+    assert any(f.final and complaint in f.message for f in failures), running.logs()
+    assert not any(worker.all(Stepped) for worker in running.workers)
