@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from elasticzero.checkpoint.disk import complaining
+from elasticzero.checkpoint.finite import DTYPES, Range
 from elasticzero.checkpoint.manifest import Manifest
-from elasticzero.checkpoint.shards import shard_header
+from elasticzero.checkpoint.shards import shard_header, shard_specs
 from elasticzero.checkpoint.slots import Slot, Slots
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.writer import Piece, in_order
 
 _PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How a shard is written."""
+
+    extra: bool
+    trained: Collection[str]
+
+
+def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
+    """Where in a shard's file, of which the tensors begin at `start`, what is trained lies."""
+    found = []
+    for name, spec in shard_specs(draft, rank).items():
+        if name in trained and spec.nbytes and spec.dtype in DTYPES:
+            found.append(Range(name, spec.dtype, start, start + spec.nbytes))
+        start += spec.nbytes
+    return found
 
 
 class SnapshotWriter:
@@ -48,15 +68,17 @@ class SnapshotWriter:
         keep: Collection[tuple[int, int]],
         *,
         extra: bool = False,
+        trained: Collection[str] = (),
     ) -> int:
         """Copy a rank's pieces into a slot, and say so by a draft; returns the shard's bytes.
 
         `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots, by generation
         and step, that may not go; all others' slots are given back first. `extra`: take a third
-        slot if need be. When this returns the pieces may change. Raises `StorageError`.
+        slot if need be. `trained`: what is not sealed unless it is finite. When this returns the
+        pieces may change. Raises `StorageError`.
         """
         with complaining(f"cannot write a snapshot in {self._store.root}", or_missing=True):
-            return self._write(draft, rank, pieces, keep, extra)
+            return self._write(draft, rank, pieces, keep, _Terms(extra, trained))
 
     def _write(
         self,
@@ -64,7 +86,7 @@ class SnapshotWriter:
         rank: int,
         pieces: Iterable[Piece],
         keep: Collection[tuple[int, int]],
-        extra: bool,
+        terms: _Terms,
     ) -> int:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         self._store.keep_only({*keep, (draft.generation, draft.step)})
@@ -74,13 +96,13 @@ class SnapshotWriter:
             if (path / draft.file_name(rank)).exists():
                 return size
             self._store.drop(shard)  # another run's, of the same number
-        slot = self._slots.take(size, extra=extra)
+        slot = self._slots.take(size, extra=terms.extra)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._copy(draft, rank, pieces, memory[len(head) : size])
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
-        self._store.write_draft(draft, rank)
+        self._store.write_draft(draft, rank, _ranges(draft, rank, len(head), terms.trained))
         return size
 
     def close(self) -> None:

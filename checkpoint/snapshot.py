@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import BinaryIO
 from weakref import WeakValueDictionary
 
+from elasticzero.checkpoint import finite
 from elasticzero.checkpoint.blocks import SharedSums
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.finite import Range
 from elasticzero.checkpoint.manifest import (
     SUMS_SUFFIX,
     Manifest,
@@ -37,7 +39,7 @@ from elasticzero.checkpoint.manifest import (
 )
 from elasticzero.checkpoint.slots import SLOTS
 from elasticzero.errors import ElasticZeroError
-from elasticzero.records import encode
+from elasticzero.records import decode, encode
 
 HELD = "held"
 """The folder of the links of those who read a shard while its snapshot may go."""
@@ -188,11 +190,17 @@ class SnapshotStore:
         path = self.path(shard.generation, shard.step)
         (path / draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
 
-    def write_draft(self, manifest: Manifest, rank: int) -> None:
-        """Say that a rank's shard is written: the last thing its writer does."""
+    def write_draft(
+        self, manifest: Manifest, rank: int, must_be_finite: Collection[Range] = ()
+    ) -> None:
+        """Say that a rank's shard is written: the last thing its writer does.
+
+        must_be_finite: of its file, what must be for it to be sealed.
+        """
         storage = self.open(manifest.generation, manifest.step)
-        text = b'{"layout_digest":"%s","manifest":%s}\n' % (
+        text = b'{"layout_digest":"%s","finite":%s,"manifest":%s}\n' % (
             manifest.layout.digest().encode(),
+            json.dumps(encode(list(must_be_finite)), separators=(",", ":")).encode(),
             to_json(manifest).strip(),
         )
         storage.write(draft_name(rank, manifest.layout.world_size), [text])
@@ -201,7 +209,8 @@ class SnapshotStore:
         """Add the checksums and the manifest to a shard that its worker has written.
 
         Returns both; None where it is sealed already. Raises `FileNotFoundError` when the snapshot
-        is gone.
+        is gone, and `NotFinite` where what is trained is not finite: such a state is never one to
+        go on from.
         """
         storage = self.open(shard.generation, shard.step)
         of = (shard.rank, shard.world_size)
@@ -212,7 +221,9 @@ class SnapshotStore:
         value = draft["manifest"]
         names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
         own = names[shard.rank]
+        ranges = decode(tuple[Range, ...], draft.get("finite", []), "the draft of a snapshot")
         with self.holding(shard, own) as held:
+            finite.check(held.data, ranges, f"step {shard.step} on rank {shard.rank}")
             held.add_sums()
             data, file = held.sums.finish(own, draft["layout_digest"])
         storage.write(own + SUMS_SUFFIX, [data])

@@ -4,26 +4,33 @@ what is due is captured; and the end of a generation is found here.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from elasticzero.barriers import Call
 from elasticzero.captures import Captures
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Position
-from elasticzero.errors import is_peer_error
+from elasticzero.errors import NotFinite, is_peer_error
 from elasticzero.gradients import HiddenGradients
 from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
+from elasticzero.nonfinite import Findings
 from elasticzero.parallel import Strategy
 from elasticzero.restoring import load, open_source
-from elasticzero.state import BoundaryCopy, SmallState
+from elasticzero.state import MODEL, BoundaryCopy, SmallState
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
     FLAG_GROW: "the world grows",
     FLAG_STOP: "the job is stopped",
 }
+SAVE_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +159,73 @@ class Boundary:
         assert self.copy is not None
         return self.copy
 
-    def apply(self) -> None:
-        """Have the optimizer take its step: the state is torn until the next boundary."""
+    def apply(self, norm: Tensor) -> None:
+        """Have the optimizer take its step: the state is torn until the next boundary.
+
+        norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
+        not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
+        """
         self._confirm()  # the gradients
+        if not math.isfinite(norm):
+            raise self._not_finite()
         self._link.change(self._tear)
         self.applying = True
         self.strategy.apply()
         self.applying = False
         self._applied = True
         self.step += 1
+
+    def _not_finite(self) -> NotFinite:
+        """What is not finite, once the state of the boundary is saved; all ranks call this
+        together."""
+        suspects, share = self.strategy.suspects(), self.strategy.share()
+        names, given = sorted(share.specs), self._link.assignment
+        broken = set(share.not_finite())
+        bad = [suspects.loss]
+        bad += [name.removeprefix(MODEL) in suspects.gradients for name in names]
+        bad += [name in broken for name in names]
+        table = torch.zeros(given.world_size, len(bad), dtype=torch.uint8)
+        table[given.rank] = torch.tensor(bad)
+        if self._groups is not None:
+            table = self._groups.sum(table)
+        first = dict(reversed([(what, rank) for rank, what in table.nonzero().tolist()]))
+        named = [(name.removeprefix(MODEL), first.get(at)) for at, name in enumerate(names, 1)]
+        kept = [(name, first.get(at)) for at, name in enumerate(names, 1 + len(names))]
+        findings = Findings(
+            step=self.step + 1,
+            losses=[rank for rank, row in enumerate(table.tolist()) if row[0]],
+            gradients=[(name, rank) for name, rank in named if rank is not None],
+            state=[(name, rank) for name, rank in kept if rank is not None],
+        )
+        self.clean = not findings.state
+        return NotFinite(f"{findings.sentence()}; {self._save_at_the_end()}")
+
+    def _save_at_the_end(self) -> str:
+        """Make the state of the boundary a checkpoint if it is finite, on all ranks, and let a save
+        that is under way end; returns what came of it."""
+        with self._link.busy(f"saving the state of step {self.step}"):
+            lost = self._await_saves()
+            if self.clean and self.captures.save_last(self.copied()):
+                lost = self._await_saves()
+        text = self.captures.where_to_go_on()
+        if lost and self.clean:
+            why = self.captures.save_error or "it failed on another rank"
+            text = f"the state of step {self.step} could not be saved ({why}); {text}"
+        return text
+
+    def _await_saves(self) -> bool:
+        """Wait until no rank saves any more; whether a save was lost on any of them."""
+        while True:
+            self._link.check()
+            most = ("none", "pending", "lost").index(self.captures.newest_save)
+            if self._groups is not None:
+                most = self._groups.agreement.greatest(most)
+            if most != 1:
+                break
+            time.sleep(SAVE_POLL_S)
+        if most == 2:
+            self.captures.give_up()
+        return most == 2
 
     def _confirm(self) -> None:
         """What collectives gave is right; raises, as they do, where a peer is gone."""
@@ -205,6 +270,7 @@ class Boundary:
         self.copy = self.small.capture(self.step, self.position)
         self.clean = True
         self._link.check()
+        self.captures.check()
         if lost is not None:
             raise lost
         word = self._control.take(self.captures.word(self._flags()))

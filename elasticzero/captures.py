@@ -12,15 +12,19 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
+from elasticzero.checkpoint.finite import not_finite
 from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
 from elasticzero.checkpoint.shards import shard_header, write_shard
 from elasticzero.checkpoint.slots import SlotsInUse
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import Piece, shard_bytes
-from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
 from elasticzero.link import AgentLink
 from elasticzero.messages import Assignment, Captured, GiveUp, Paced
 from elasticzero.pacing import Ledger, Word
@@ -60,6 +64,7 @@ class Captures:
         )
         self._ledger = Ledger(start=0)
         self._layout: Layout | None = None
+        self._trained: Collection[str] = ()
         self._reserving: threading.Thread | None = None
         self._reserved = False
         self._saved_step: int | None = None
@@ -83,7 +88,9 @@ class Captures:
             self._reserve(copy)
 
     def _draft(self, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
-        manifest, pieces = draft(self._share(), copy, author, self._layout)
+        share = self._share()
+        self._trained = share.trained()
+        manifest, pieces = draft(share, copy, author, self._layout)
         self._layout = manifest.layout
         return manifest, pieces
 
@@ -167,10 +174,55 @@ class Captures:
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
             self._await_save()
-        failed = self._saved_step in (self._unsaved, self._link.unsaved)
-        if (self._saved_step is not None and failed) or self._unsaved_state(copy):
-            why = self._link.save_error or self._save_error
-            raise StorageError(f"the last checkpoint, of step {copy.step}, was not saved: {why}")
+        self.check()
+        if self.newest_save == "lost" or self._unsaved_state(copy):
+            raise StorageError(
+                f"the last checkpoint, of step {copy.step}, was not saved: {self.save_error}"
+            )
+
+    def check(self) -> None:
+        """Raise `NotFinite` where the agent has found the state that was captured to be so."""
+        if (why := self._link.not_finite) is not None:
+            raise NotFinite(f"{why}; {self.where_to_go_on()}")
+
+    def where_to_go_on(self) -> str:
+        """The newest good checkpoint, in words."""
+        directory = self._assignment.checkpoint_dir
+        if not self._saving or directory is None:
+            return "there is no --checkpoint-dir, so the state of no step is kept"
+        try:
+            step = commit.newest_good(open_directory(directory))
+        except (ElasticZeroError, OSError) as error:
+            return f"{directory} cannot be read: {one_line(error)}"
+        if step is None:
+            return f"there is no good checkpoint in {directory}"
+        return f"the newest good checkpoint is that of step {step} in {directory}"
+
+    @property
+    def newest_save(self) -> Literal["none", "pending", "lost"]:
+        """The newest save of this rank: over, or none; under way; or over without a checkpoint."""
+        if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
+            return "lost"
+        return "pending" if self._handed is not None and self._link.saved < self._handed else "none"
+
+    def give_up(self) -> None:
+        """The newest save has failed on some rank: it ends here too."""
+        if self.newest_save == "pending" and self._handed is not None:
+            self._link.send(GiveUp(step=self._handed, generation=self._assignment.generation))
+
+    def save_last(self, copy: BoundaryCopy) -> bool:
+        """Begin to save this state, where it is not saved and no save is under way; whether it was
+        begun."""
+        self._ledger = replace(self._ledger, saving=None)
+        unsaved = self._unsaved_state(copy)
+        if unsaved:
+            self._capture(copy, checkpoint=True)
+        return unsaved
+
+    @property
+    def save_error(self) -> str:
+        """Why the newest lost save was lost."""
+        return self._link.save_error or self._save_error
 
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)
@@ -193,7 +245,9 @@ class Captures:
         manifest, pieces = self._draft(copy, author)
         captured = self._captured(manifest, author)
         try:
-            size = self._writer.write(manifest, author.rank, pieces, self._kept_states())
+            size = self._writer.write(
+                manifest, author.rank, pieces, self._kept_states(), trained=self._trained
+            )
         except StorageError as error:
             if checkpoint or not isinstance(error, SlotsInUse):
                 self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
@@ -216,8 +270,10 @@ class Captures:
         self, save: Callable[[Manifest, list[Piece]], None], copy: BoundaryCopy
     ) -> None:
         """Write a checkpoint in this process; where that fails, say so and go on."""
+        manifest, pieces = self._draft(copy, self._author(complete=False))
+        self._check_pieces(manifest, pieces)
         try:
-            save(*self._draft(copy, self._author(complete=False)))
+            save(manifest, pieces)
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {copy.step} was not saved: {self._save_error}")
@@ -234,6 +290,7 @@ class Captures:
         directory = open_directory(a.checkpoint_dir)
 
         def write() -> str:
+            self._check_pieces(manifest, pieces)
             storage = commit.prepare(directory, manifest.step)
             file = write_shard(storage, manifest, a.rank, shard_bytes(manifest, a.rank, pieces))
             return to_json(with_own_file(manifest, a.rank, file)).decode()
@@ -241,10 +298,20 @@ class Captures:
         try:
             with self._link.busy("writing a checkpoint"):
                 return _interruptibly(write, self._link.check)
+        except NotFinite:
+            raise
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
             return None
+
+    def _check_pieces(self, manifest: Manifest, pieces: list[Piece]) -> None:
+        """Raise `NotFinite` where what is trained is not; for what no agent seals."""
+        trained = (piece for piece in pieces if piece.name in self._trained)
+        bad = [piece.name for piece in trained if not bool(torch.isfinite(piece.data).all())]
+        if bad:
+            found = not_finite(f"step {manifest.step} on rank {self._assignment.rank}", bad)
+            raise NotFinite(f"{found}; {self.where_to_go_on()}")
 
     def _failed(self, step: int, *, checkpoint: bool) -> None:
         """This rank could not do what all others do now; the next word says so."""
@@ -275,7 +342,9 @@ class Captures:
         keep = self._kept_states()
         if not self._agreed and self._ledger.taken is not None:
             keep = {*keep, (author.generation, self._ledger.taken)}
-        size = self._writer.write(manifest, author.rank, pieces, keep, extra=True)
+        size = self._writer.write(
+            manifest, author.rank, pieces, keep, extra=True, trained=self._trained
+        )
         seconds = time.monotonic() - began_s
         return replace(self._captured(manifest, author), seconds=seconds, bytes=size)
 

@@ -66,6 +66,10 @@ class CheckpointMismatch(UserError):
     """A whole checkpoint that does not fit what it is to be loaded into."""
 
 
+class NotFinite(ElasticZeroError):
+    """A loss, a gradient, a parameter or optimizer state is NaN or infinite."""
+
+
 class StorageError(OperatorError):
     """A directory or server that holds checkpoints cannot be used."""
 
@@ -96,7 +100,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 def is_final(error: BaseException) -> bool:
     """Whether the same script and input would fail in the same way: trying again is useless."""
-    return isinstance(error, (UserError, ImportError, SyntaxError))
+    return isinstance(error, (UserError, NotFinite, ImportError, SyntaxError))
 
 
 def one_line(error: BaseException) -> str:

@@ -77,6 +77,8 @@ class AgentLink:
         """Newest step whose save is over on this node, and over without a checkpoint."""
         self.save_error: str | None = None
         """Why the newest of those without a checkpoint has none."""
+        self.not_finite: str | None = None
+        """What the agent has found of a captured state that holds NaN or infinity."""
         self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._channel = channel
         self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class AgentLink:
     def _begin(self, assignment: Assignment) -> None:
         """The agent gives a place in another generation: what it said before is void."""
         assert self._channel is not None
-        self.flags, self.aborted, self.save_error = 0, None, None
+        self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
         self.kept = self.unkept = self.saved = self.unsaved = -1
         self.saves = queue.SimpleQueue()
         self._doing.clear()
@@ -227,8 +229,10 @@ class AgentLink:
                     self.saves.put(message)
                 case Kept(step=step, error=None):
                     self.kept = step
-                case Kept(step=step):
+                case Kept(step=step, error=error, not_finite=not_finite):
                     self.unkept = step
+                    if not_finite:
+                        self.not_finite = error
                 case Saved(step=step, error=error):
                     if error is not None:
                         self.unsaved, self.save_error = step, error

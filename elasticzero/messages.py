@@ -243,6 +243,8 @@ class Kept:
     step: int
     generation: int
     error: str | None = None
+    not_finite: bool = False
+    """Because the state holds NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,7 +242,7 @@ class Session:
         """Add the gradient of a micro-batch's mean loss to that of the global batch.
 
         weight: what the mean is over, in place of the number of samples (tokens, say); then give
-        it for every micro-batch.
+        it for every micro-batch. A micro-batch of weight 0 takes no part: its loss may be anything.
         """
         at, progress = self._prepared("backward"), self._loops.progress
         batch, part = progress.current("backward")
@@ -252,7 +252,7 @@ class Session:
             raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
         self._link.check()
         amount = float(part.weight if weight is None else weight)
-        if part.weight == 0:
+        if part.weight == 0 or amount == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
         progress.weigh(None if weight is None else amount)
@@ -276,8 +276,7 @@ class Session:
             return False
         self._link.check()
         at.gradients.show()
-        at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm)
-        at.apply()
+        at.apply(at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm))
         now_s = time.monotonic()
         step_s = now_s - progress.began_s
         at.captures.stepped(step_s)

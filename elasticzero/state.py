@@ -68,6 +68,17 @@ class Share:
     specs: dict[str, Spec] = field(default_factory=dict)
     partitions: list[Partition] = field(default_factory=list)
     held: dict[str, Held] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    """Parameters that training does not change: they may hold anything, -inf in a mask, say."""
+
+    def trained(self) -> set[str]:
+        """What must be finite; call before buffers and the like are added."""
+        return self.specs.keys() - self.frozen
+
+    def not_finite(self) -> list[str]:
+        """What this rank holds of it that is not; looks at every element."""
+        names = [name for name in self.trained() if name in self.held]
+        return sorted(n for n in names if not bool(torch.isfinite(self.held[n].tensor).all()))
 
     def add_whole(self, tensors: Mapping[str, Tensor], ranks: tuple[int, ...]) -> None:
         """Add tensors that lie whole with one rank each."""

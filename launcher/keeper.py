@@ -22,7 +22,7 @@ from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.replica import pull
 from elasticzero.checkpoint.slots import Slots
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
-from elasticzero.errors import StorageError, one_line
+from elasticzero.errors import NotFinite, StorageError, one_line
 from elasticzero.launcher.threads import each
 from elasticzero.messages import Captured, Kept
 
@@ -185,9 +185,9 @@ class Keeper:
         except FileNotFoundError:
             self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
         except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+            self._tell(_kept(shard.generation, shard.step, error))  # before a save fails for it
             self._failed[shard] = one_line(error)
             self._snapshots.drop_draft(shard)
-            self._tell(_kept(shard.generation, shard.step, error))
 
     def _keep(self) -> None:
         """The thread `keeping`."""
@@ -252,4 +252,5 @@ class Keeper:
 
 def _kept(generation: int, step: int, error: BaseException | None) -> Kept:
     text = None if error is None else one_line(error)
-    return Kept(generation=generation, step=step, error=text)
+    not_finite = isinstance(error, NotFinite)
+    return Kept(generation=generation, step=step, error=text, not_finite=not_finite)

@@ -61,7 +61,7 @@ def test_a_peer_that_does_not_confirm(
     if tracks:
         small.track("thing", Tracked())
     at.restore()
-    at.apply()
+    at.apply(torch.tensor(1.0))
     assert not at.clean
     ranks.untouched, ranks.error = untouched, error
     with pytest.raises(type(error)):

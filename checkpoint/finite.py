@@ -1,0 +1,65 @@
+"""Whether the floating-point numbers in a shard's bytes are finite; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elasticzero.errors import NotFinite
+
+_CHUNK_BYTES = 4 << 20
+_SUMMED = {"F32": "<f4", "F64": "<f8", "C64": "<f4"}
+_EXPONENTS = {
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E5M2": ("u1", 0x7C),
+    "F8_E4M3": ("u1", 0x7F),
+}
+"""How such numbers look as integers, and the bits that are all set in NaN and infinity alone."""
+DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
+LISTED = 3
+"""So many tensors are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a shard's file that must hold finite numbers."""
+
+    name: str
+    dtype: str
+    start: int
+    stop: int
+
+
+def check(data: memoryview, ranges: Iterable[Range], where: str) -> None:
+    """Raise `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
+    bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
+    if bad:
+        raise not_finite(where, bad)
+
+
+def not_finite(where: str, names: list[str]) -> NotFinite:
+    """The error for tensors of these names."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    listed = ", ".join(map(repr, names[:LISTED])) + more
+    return NotFinite(f"the training state of {where} holds NaN or infinity in {listed}")
+
+
+def is_finite(data: memoryview, dtype: str) -> bool:
+    """Whether these numbers are; True for a dtype that is not in `DTYPES`."""
+    import numpy as np
+
+    kind, bits = _EXPONENTS.get(dtype, (_SUMMED.get(dtype), 0))
+    if kind is None:
+        return True
+    for start in range(0, len(data), _CHUNK_BYTES):
+        part = np.frombuffer(data[start : start + _CHUNK_BYTES], dtype=kind)
+        if bits:
+            if bool(((part & bits) == bits).any()):
+                return False
+            continue
+        with np.errstate(all="ignore"):
+            total = part.sum()  # NaN and infinity stay; finite numbers may overflow
+        if not np.isfinite(total) and not bool(np.isfinite(part).all()):
+            return False
+    return True

@@ -1,0 +1,52 @@
+"""What the ranks have found that is NaN or infinite, in one sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LISTED = 3
+"""So many tensors are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Of all ranks, equal on all of them."""
+
+    step: int
+    """The step that was not applied, from 1."""
+    losses: Sequence[int]
+    """Ranks of which a loss is not finite."""
+    gradients: Sequence[tuple[str, int]]
+    """Parameters whose gradient is not finite, each with the first rank that holds such."""
+    state: Sequence[tuple[str, int]]
+    """The same of tensors of the training state as it was before the step."""
+
+    def sentence(self) -> str:
+        """What is not finite, where, and that the step was not applied."""
+        said: list[str] = []
+        if self.losses:
+            ranks = ", ".join(map(str, self.losses))
+            said.append(
+                f"the loss on rank {ranks}"
+                if len(self.losses) == 1
+                else f"the losses on ranks {ranks}"
+            )
+        if self.gradients:
+            said.append(f"the gradient of {_listed(self.gradients)}")
+        if not said:
+            said.append("the norm of the whole gradient (its elements are finite)")
+        text = f"step {self.step} was not applied: NaN or infinity in {' and in '.join(said)}"
+        if self.state:
+            text += (
+                f"; the state of step {self.step - 1} already holds NaN or infinity in "
+                f"{_listed(self.state)} and is not saved"
+            )
+        return text
+
+
+def _listed(tensors: Sequence[tuple[str, int]]) -> str:
+    """The first of these in words."""
+    names = ", ".join(f"{name!r} on rank {rank}" for name, rank in tensors[:LISTED])
+    more = len(tensors) - LISTED
+    return f"{names} and {more} more" if more > 0 else names
