@@ -24,7 +24,13 @@ from elasticzero.checkpoint.shards import shard_header, write_shard
 from elasticzero.checkpoint.slots import SlotsInUse
 from elasticzero.checkpoint.storage import open_directory
 from elasticzero.checkpoint.writer import Piece, shard_bytes
-from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
+from elasticzero.errors import (
+    ElasticZeroError,
+    LastSaveFailed,
+    NotFinite,
+    StorageError,
+    one_line,
+)
 from elasticzero.link import AgentLink
 from elasticzero.messages import Assignment, Captured, GiveUp, Paced
 from elasticzero.pacing import Ledger, Word
@@ -34,6 +40,8 @@ from elasticzero.state import BoundaryCopy, Share
 
 _POLL_S = 0.002
 _JOIN_S = 0.05
+_TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
+"""Pause before the second try of the last save, and at most."""
 
 
 class Captures:
@@ -168,15 +176,23 @@ class Captures:
     def finish(self, copy: BoundaryCopy) -> None:
         """The end of training: its state becomes a checkpoint, and no save is left unfinished.
 
-        Raises `StorageError` if the last one cannot be saved.
+        Where this process alone has the state, saves are tried again for as long as the assignment
+        says; what memory holds the agents save. Raises `LastSaveFailed`.
         """
         self._await_save()
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
+            deadline_s = time.monotonic() + self._assignment.save_timeout_s
+            pause_s = _TRY_AGAIN_S
+            while self._unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
+                self._pause(pause_s)
+                pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
+                self._unsaved = -1
+                self._capture(copy, checkpoint=True)
             self._await_save()
         self.check()
         if self.newest_save == "lost" or self._unsaved_state(copy):
-            raise StorageError(
+            raise LastSaveFailed(
                 f"the last checkpoint, of step {copy.step}, was not saved: {self.save_error}"
             )
 
@@ -223,6 +239,13 @@ class Captures:
     def save_error(self) -> str:
         """Why the newest lost save was lost."""
         return self._link.save_error or self._save_error
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, unless the generation ends meanwhile."""
+        until_s = time.monotonic() + pause_s
+        while time.monotonic() < until_s:
+            self._link.check()
+            time.sleep(_JOIN_S)
 
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)

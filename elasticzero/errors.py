@@ -76,6 +76,12 @@ class StorageError(OperatorError):
     exit_code = ExitCode.USAGE
 
 
+class LastSaveFailed(StorageError):
+    """The last checkpoint could not be written; the storage is to blame, and no node."""
+
+    exit_code = ExitCode.FAILED
+
+
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
 

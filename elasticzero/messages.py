@@ -14,9 +14,10 @@ FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, the job is stopped by an operator; the
 script ends training by `session.stop`."""
 
-Blame = Literal["user", "peer", "checkpoint", "environment", "killed"]
+Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "killed"]
 """Of a failure. user: the script or its input; peer: another rank went away; checkpoint: a damaged
-checkpoint; environment: anything else outside; killed: a signal."""
+checkpoint; storage: the last checkpoint could not be written; environment: anything else outside;
+killed: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ class Assignment:
     start_timeout_s: float = 300.0
     """Until every rank's script has come to `elasticzero.run`."""
     collective_timeout_s: float = 600.0
+    save_timeout_s: float = 600.0
+    """The last checkpoint is tried again for so long where the worker alone holds its state."""
     password: str = field(default="", repr=False)
     """The job's token, which other nodes' snapshots are read with."""
     keep: bool = False

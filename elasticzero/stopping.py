@@ -25,6 +25,7 @@ from elasticzero.errors import (
     CheckpointDamaged,
     ElasticZeroError,
     ExitCode,
+    LastSaveFailed,
     OperatorError,
     StorageError,
     UserError,
@@ -140,6 +141,8 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
 def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
+    if isinstance(error, LastSaveFailed):
+        return "storage"
     if isinstance(error, UserError):
         return "user"
     if is_peer_error(error) or (from_agent and isinstance(error, RuntimeError)):

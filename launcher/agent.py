@@ -49,7 +49,7 @@ from elasticzero.launcher.leaving import gathered
 from elasticzero.launcher.lookout import Lookout
 from elasticzero.launcher.membership import Membership
 from elasticzero.launcher.observe import MEMBERS, Observer, members_of
-from elasticzero.launcher.saver import SaveOver, Saver
+from elasticzero.launcher.saver import SaveFailed, SaveOver, Saver
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim
 from elasticzero.launcher.storage_look import StorageLook
@@ -156,7 +156,7 @@ class Agent:
             self.telling.store_recovery,
         )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
-        self._saved_held: tuple[int, int] | None = None
+        self._saved_held: SaveHeld | None = None
         self._world_token = ""
         self._notices: list[Notice] = []
         self._backoff_until_s = 0.0
@@ -234,7 +234,11 @@ class Agent:
             workers = replace(workers, sealing=self.saver.unsealed())
         notice = self.notice
         view = self._lookout.view(workers, notice is not None, now_s, self.options.limits)
-        return replace(view, notice=notice, saving=saving, saved_held=self._saved_held)
+        view = replace(view, notice=notice, saving=saving)
+        if (held := self._saved_held) is not None:
+            state = (held.generation, held.step)
+            view = replace(view, saved_held=state, saved_ranks=held.ranks)
+        return view
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -272,6 +276,9 @@ class Agent:
         """Pass on to the workers what became of their captures."""
         for news in self.saver.news():
             match news:
+                case SaveFailed():
+                    self.telling.save_failed(news)
+                    continue
                 case Kept():
                     message: Message = news
                     self.telling.kept(news)
@@ -321,7 +328,7 @@ class Agent:
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.options.limits)
             case SaveHeld(generation, step, world_size, ranks):
-                self._saved_held = (generation, step)
+                self._saved_held = action
                 self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
             case Leave(code):
                 self.telling.leaves(decision.reason)

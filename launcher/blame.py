@@ -6,9 +6,10 @@ Pure. Rules:
      there, and no progress was made: the state did not get past the step that its generation
      started from, nor past the furthest from which one did, where a failure that counts has thrown
      it back since. What is lost, or fails on a node that leaves or for want of one, never counts:
-     of nodes that held the state to start from, too. Progress forgives everything; but a state
-     that comes on by snapshots has made none as long as the same error ends each generation at
-     the same step, and the state is not past that step.
+     of nodes that held the state to start from, too. Nor does storage that cannot be written (E5
+     in `ending` bounds that). Progress forgives everything; but a state that comes on by snapshots
+     has made none as long as the same error ends each generation at the same step, and the state
+     is not past that step.
  B2  The first error of each generation since the last progress is remembered, and all of them are
      told when the job is given up. An error stays until the state is past the step at which it
      happened.
@@ -54,7 +55,8 @@ ASIDE_S = 30.0
 MOST_ASIDE_S = 3600.0
 FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
-"""What can be a node's own fault; not a lost peer, nor a checkpoint's damage."""
+"""What can be a node's own fault; not a lost peer, storage that cannot be written, nor a
+checkpoint's damage."""
 MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
 """Parts of the names of exceptions that tell of files and connections."""
 AGAIN = "its workers failed time and again, where no others did"
@@ -75,6 +77,7 @@ def fruitless(
     failure is of nodes that are set aside for it (B6)."""
     if _comes_on(world, resume_step, cause):
         return 0
+    excused |= cause is not None and cause[1].blame == "storage"
     if cause is None or excused or _leaves(reports.get(cause[0])):
         return world.fruitless
     all_stay = not any(_leaves(reports.get(member.node)) for member in world.members)

@@ -133,6 +133,7 @@ def _run(args: argparse.Namespace) -> int:
         settle_s=args.settle,
         lease_ttl_s=float(args.lease_ttl),
         hang_timeout_s=given.hang_timeout_s,
+        save_timeout_s=args.save_timeout,
     )
     launch = Launch(
         target=script,

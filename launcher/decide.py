@@ -19,8 +19,9 @@ Rules of every agent, the first that applies:
      are before any is stopped, and kill those that cannot obey. If it is of bad input, where no
      node has trained yet, stop them ALIKE_S later: they may come to the same error.
  A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
-     what memory holds. If nobody can go on: save the newest whole snapshot first, each node what
-     it holds of it, and stay until that is done.
+     what memory holds. If nobody can go on, or the job is to end (E2, E4, E5 in `ending`): save the
+     newest whole snapshot first, each node what it holds of it, and stay until that is done, for
+     --save-timeout at most.
  A7  all workers finished: report `finished`.
  A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
      stop at a boundary; workers that cannot be asked, or that start slowly and so are at no step
@@ -28,7 +29,7 @@ Rules of every agent, the first that applies:
  A9  all workers have restored: report `restored`.
  A10 leaving by a deadline, and what is left is only enough to hand the state over: wait for the
      running step no longer, raise the alarm; in a round, kill this node's workers that do not stop
-     in half of that time.
+     in half of that time. When that is over too, go, whatever the round still waits for.
  A11 leaving while the store is away: train on until it is back, for nobody could write a world
      without this node. When what is left until the deadline is only enough to save the state: stop
      the workers, save the snapshot that this node holds whole, and go. This comes before A2.
@@ -91,6 +92,7 @@ from elasticzero.launcher.lead import (
     take_over,
 )
 from elasticzero.launcher.leaving import (
+    goes_at_s,
     leave,
     leave_alone,
     must_leave_alone,
@@ -246,6 +248,9 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
     if stopped.actions:
         return stopped
     decision = wait("stopped; waiting for the next generation")
+    if _time_is_up(view, now_s, limits):
+        text = "left: its time is up, and what the round waits for did not come"
+        return Decision((Leave(ExitCode.LEFT),), text)
     if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, limits):
         if others_may_save(view, now_s, limits):
             return wait("leaving; first the others are to say what they hold")
@@ -303,6 +308,12 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
     asked = view.workers.aborted_s is not None
     alarm_s = view.alarm_s if view.alarm_s is not None else now_s
     return alarm.final and fresh and not asked and now_s - alarm_s < ALIKE_S
+
+
+def _time_is_up(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether a leaving node's deadline is here in a round that waits for more than workers."""
+    waits = view.saving or _waited_s(view, view.round_s, now_s) >= limits.stop_s
+    return view.notice is not None and waits and now_s >= goes_at_s(view.notice)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:

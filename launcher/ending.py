@@ -8,18 +8,22 @@ Pure. Rules:
      directory; what cannot be saved in time is said, and the job ends all the same.
  E3  Behind a committed checkpoint that is damaged the job goes on from the newest good one, and its
      world's reason says so; not where --strict-checkpoint is given, nor where none is good.
+ E4  Before a job ends as failed, or stopped, the newest whole state in memory becomes a checkpoint,
+     if there is a directory. Saves are tried again for --save-timeout; the reason says what became
+     of the state.
+ E5  Where the last checkpoint could not be written no generation begins before it is on storage:
+     nothing else is left to do. The job fails where it is not in time.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticzero.launcher.actions import Decision, WriteDone, wait
 from elasticzero.launcher.blame import Cause, is_the_scripts, likeness, recurs
 from elasticzero.launcher.view import Limits, View
-from elasticzero.launcher.world import Done, World
+from elasticzero.launcher.world import Done, Failure, World
 from elasticzero.messages import Resume
-
-SAVE_PATIENCE_S = 10.0
-"""A save that is over, of which storage shows nothing for so long after the stop, has failed."""
 
 
 def given_up(
@@ -48,9 +52,68 @@ def given_up(
     return Decision((WriteDone(done),), reason)
 
 
+def unwritten(view: View, cause: Cause | None) -> Decision | None:
+    """The end of a job whose last checkpoint could not be written (E5); None: it was another
+    failure, or storage has that step by now."""
+    if cause is None or cause[1].blame != "storage":
+        return None
+    node, failure = cause
+    if (view.storage_step or 0) >= failure.step:
+        return None
+    reason = f"rank {failure.rank} on {node} failed: {failure.message}"
+    done = Done(outcome="failed", step=view.storage_step or 0, reason=reason, failure=failure)
+    return Decision((WriteDone(done),), reason)
+
+
+def ended(
+    view: View, resume: Resume, decision: Decision, waited_s: float, limits: Limits
+) -> Decision:
+    """The end of a job as `decision` has it, once the newest state in memory is a checkpoint or its
+    time is up (E4). resume: the newest whole state. waited_s: since the round was opened."""
+    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+        return saving
+    (write,) = decision.actions
+    assert isinstance(write, WriteDone)
+    reason = decision.reason + _fate(view, resume, write.done.failure, limits)
+    return Decision((WriteDone(replace(write.done, reason=reason)),), reason)
+
+
+def at_stake(view: View, resume: Resume) -> bool:
+    """Whether memory alone has the newest state."""
+    return resume.tier == "ram" and resume.step > (view.storage_step or 0)
+
+
+def save_first(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision | None:
+    """Waiting until the newest state in memory is a checkpoint (E4); None: it is one, there is no
+    place for it, or its time is up."""
+    if not at_stake(view, resume) or not view.can_save or waited_s >= limits.save_timeout_s:
+        return None
+    return wait(f"saving step {resume.step} from memory before the job ends")
+
+
+def _fate(view: View, resume: Resume, failure: Failure | None, limits: Limits) -> str:
+    """The end of a reason: what became of the newest state, where storage did not have it."""
+    unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
+    held = resume.step if resume.tier == "ram" else 0
+    newest, reached = view.storage_step or 0, max(held, unwritten)
+    if reached == 0:
+        return ""
+    if not view.can_save:
+        return f"; there is no --checkpoint-dir, so the state of step {reached} is lost"
+    if newest >= reached:
+        return f"; the checkpoint of step {newest} has all that was done"
+    text = f"; step {reached} could not be saved within {limits.save_timeout_s:g} s"
+    text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
+    if view.storage_pending is not None:
+        return f"{text}; what storage holds is not known: {view.storage_pending}"
+    steps = f"steps {newest + 1} to {reached} are" if newest + 1 < reached else f"step {reached} is"
+    have = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+    return f"{text}: {steps} lost, {have}"
+
+
 def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision:
     """The end that an operator asked for, once the newest state in memory is a checkpoint."""
-    if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
+    if not at_stake(view, resume):
         return stop_from_storage(view)
     step = resume.step
     if view.storage_pending is not None and waited_s < limits.save_s:
@@ -58,10 +121,8 @@ def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decisio
     if not view.can_save:
         why = "there is no --checkpoint-dir, so its state is not kept; --restart begins anew"
         return _stopped(step, f"stopped after step {step} by an operator; {why}")
-    tried = view.saved_held == (resume.generation, step)
-    patience_s = SAVE_PATIENCE_S if tried else limits.save_s
-    if view.saving or waited_s < patience_s:
-        return wait(f"an operator stops the job: saving step {step} from memory")
+    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+        return saving
     then = _from_storage(view.storage_step)
     return _stopped(view.storage_step or 0, f"step {step} could not be saved; {then}")
 

@@ -25,6 +25,8 @@ from elasticzero.messages import FLAG_LEAVE, Resume
 
 MARGIN_SHARE = 0.25
 """The margin before a deadline is no more than this of the whole notice."""
+GOES_BEFORE_S = 1.0
+"""So long before its deadline, or a fifth of the margin, an agent ends by itself."""
 
 
 def gathered(notices: Sequence[Notice]) -> Notice | None:
@@ -49,6 +51,15 @@ def last_call_s(notice: Notice | None, limits: Limits) -> float:
         return float("inf")
     whole_s = max(0.0, notice.by_s - notice.heard_s)
     return notice.by_s - min(limits.leave_margin_s, MARGIN_SHARE * whole_s)
+
+
+def goes_at_s(notice: Notice) -> float:
+    """When a leaving node goes, though its round has not ended: what it waits for (storage that
+    cannot be written, nodes that are silent) may take longer than the machine is there."""
+    if notice.by_s is None:
+        return float("inf")
+    whole_s = max(0.0, notice.by_s - notice.heard_s)
+    return notice.by_s - min(GOES_BEFORE_S, MARGIN_SHARE * whole_s / 5)
 
 
 def says(view: View) -> str:

@@ -206,7 +206,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         value = getattr(args, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in ("settle", "lease_ttl", "grace", "join_timeout", "exit_timeout"):
+    for name in ("settle", "lease_ttl", "grace", "join_timeout", "exit_timeout", "save_timeout"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.tee or not args.log_dir:
         words.append("--tee")

@@ -175,6 +175,8 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
         raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
     if not 0 <= args.exit_timeout < float("inf"):
         raise UserError(f"--exit-timeout {args.exit_timeout:g} must be 0 or more seconds")
+    if not 0 <= args.save_timeout < float("inf"):
+        raise UserError(f"--save-timeout {args.save_timeout:g}: 0 or more seconds are expected")
     if args.lease_ttl < 2:
         raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
     keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))

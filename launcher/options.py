@@ -113,6 +113,13 @@ RUN_OPTIONS = (
         metavar="N",
     ),
     Option(
+        ("--save-timeout",),
+        "seconds for which saves of the last state are tried again, before the job ends without it",
+        600.0,
+        float,
+        metavar="S",
+    ),
+    Option(
         ("--keep",),
         "checkpoints that stay: the newest N good ones; default: all",
         metavar="N",

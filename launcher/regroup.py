@@ -24,7 +24,14 @@ from elasticzero.launcher.blame import (
     trained,
     why_aside,
 )
-from elasticzero.launcher.ending import given_up, passed_over, stop, too_damaged
+from elasticzero.launcher.ending import (
+    ended,
+    given_up,
+    passed_over,
+    stop,
+    too_damaged,
+    unwritten,
+)
 from elasticzero.launcher.hangs import deadlocked, left_alone
 from elasticzero.launcher.lead import NAMES_SHOWN, answers_of, candidates_of, count_of
 from elasticzero.launcher.view import Limits, View
@@ -70,8 +77,9 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
     if view.storage_pending is not None and not do_without:
         return wait(view.storage_pending)
-    if (refused := too_damaged(view, resume, limits)) is not None:
-        return refused
+    waited_s = now_s - opened_s
+    if (end := too_damaged(view, resume, limits) or unwritten(view, cause)) is not None:
+        return ended(view, resume, end, waited_s, limits)
     staying = tuple(
         replace(m, store_port=reports[m.node].store_port)
         for m in answered
@@ -82,13 +90,13 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
     following = _judged(view, world, found, resume, (present, reports), now_s)
     excused |= bool(odd)
-    if (ended := given_up(following, cause, limits, excused=excused)) is not None:
-        return ended
+    if (end := given_up(following, cause, limits, excused=excused)) is not None:
+        return ended(view, resume, end, waited_s, limits)
     if view.control.stop:
-        return stop(view, resume, now_s - opened_s, limits)
+        return stop(view, resume, waited_s, limits)
     failed = following.fruitless
     pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
-    if now_s - opened_s < pause_s:
+    if waited_s < pause_s:
         return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
     aside = set_aside(world.strikes, following.strikes, view.struck_s, now_s)
     found = replace(found, aside=aside)
@@ -205,8 +213,9 @@ def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     mine = tuple(rank for rank, node in writers.items() if node == view.me.node)
     why = "an operator stops the job" if view.control.stop else "nobody can go on"
     reason = f"{why}: saving step {resume.step} from memory"
-    if view.saved_held == (resume.generation, resume.step) or not mine:
-        return wait(reason) if view.saving else None
+    told = view.saved_held == (resume.generation, resume.step)
+    if not mine or (told and set(mine) <= set(view.saved_ranks)):
+        return wait(reason) if view.saving and waited_s < limits.save_timeout_s else None
     action = SaveHeld(resume.generation, resume.step, len(writers), mine)
     return Decision((action,), reason)
 

@@ -4,9 +4,12 @@ A worker waits only until its state is in shared memory. All that follows happen
 the agent's loop never waits for: those of `Keeper` seal and replicate every capture, and
 
  saving    copies the sealed shards of a checkpoint to storage; the node of rank 0 commits, the
-           others wait until the step stands; and `SaveOver` is told. One save at a time.
+           others wait until the step stands; and `SaveOver` is told. One save at a time. What is
+           saved from memory because the job is to end is tried again, less and less often, until it
+           stands or is given up from outside: each try that fails is told as `SaveFailed`.
 
-A save may be asked for twice, stop anywhere, and be begun again: what is done is seen in the files.
+Where space is short, leftovers of failed saves go first. A save may be asked for twice, stop
+anywhere, and be begun again: what is done is seen in the files.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from elasticzero.checkpoint import commit
@@ -23,12 +27,12 @@ from elasticzero.checkpoint.persist import await_commit, persist
 from elasticzero.checkpoint.retention import Keep, tidy
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Directory, open_directory
-from elasticzero.errors import StorageError, one_line
+from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.launcher.keeper import Charge, Keeper, Post, Step
 from elasticzero.launcher.threads import each
 from elasticzero.messages import Captured, Kept
 
-__all__ = ["Charge", "Post", "SaveOver", "Saver"]
+__all__ = ["Charge", "Post", "SaveFailed", "SaveOver", "Saver"]
 
 COMMIT_WAIT_S = 600.0
 """How long a save waits for the parts of other nodes."""
@@ -38,6 +42,9 @@ generation does not wait even that long."""
 CLOSE_WAIT_S = 20.0
 """How long a leaving node stays to write its part of a save."""
 SEAL_POLL_S = 0.005
+TRY_AGAIN_S, MOST_TRY_AGAIN_S = 0.5, 30.0
+"""Pause before the second try of a save that is tried again, and at most."""
+PAUSE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,19 @@ class SaveOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A save failed and is tried again."""
+
+    step: int
+    generation: int
+    error: str
+    newest: int | None
+    """The newest good checkpoint, as far as storage shows it."""
+    pause_s: float
+    """Until the next try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One save."""
 
@@ -66,6 +86,8 @@ class _Job:
     """To be copied from memory."""
     manifests: Mapping[int, str] = field(default_factory=dict)
     """Of the shards that workers wrote to storage themselves, by rank."""
+    again: bool = False
+    """It is tried again until it stands or is given up."""
     dropped: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for it any more."""
 
@@ -99,7 +121,7 @@ class Saver:
         self._steps: dict[int, Step] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
-        self._news: queue.SimpleQueue[Kept | SaveOver] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Kept | SaveOver | SaveFailed] = queue.SimpleQueue()
         self._keeper = Keeper(snapshots, self._tell)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
@@ -133,7 +155,8 @@ class Saver:
             self._put(post, message.step, step.shards, written)
 
     def save_held(self, shards: Iterable[ShardName]) -> None:
-        """Save shards of one snapshot though the workers that wrote them are gone.
+        """Save shards of one snapshot though the workers that wrote them are gone; again and again
+        until that is done, or a newer save or generation begins.
 
         A save of theirs that is not over is given up: what it waits for may never come.
         """
@@ -142,12 +165,18 @@ class Saver:
             if post is not None and chosen:
                 for job in self._open:
                     job.dropped.set()
-                self._put(post, chosen[0].step, chosen, {})
+                self._put(post, chosen[0].step, chosen, {}, again=True)
 
     def _put(
-        self, post: Post, step: int, shards: tuple[ShardName, ...], manifests: Mapping[int, str]
+        self,
+        post: Post,
+        step: int,
+        shards: tuple[ShardName, ...],
+        manifests: Mapping[int, str],
+        *,
+        again: bool = False,
     ) -> None:
-        job = _Job(post=post, step=step, shards=shards, manifests=manifests)
+        job = _Job(post=post, step=step, shards=shards, manifests=manifests, again=again)
         self._open.append(job)
         self._jobs.put(job)
 
@@ -173,7 +202,7 @@ class Saver:
         """Whether a shard in memory is not sealed yet; that is being done."""
         return self._keeper.unsealed()
 
-    def news(self) -> list[Kept | SaveOver]:
+    def news(self) -> list[Kept | SaveOver | SaveFailed]:
         """What has happened since the last call."""
         found = []
         while not self._news.empty():
@@ -189,7 +218,7 @@ class Saver:
         self._keeper.close()
         self._thread.join(1.0)
 
-    def _tell(self, news: Kept | SaveOver) -> None:
+    def _tell(self, news: Kept | SaveOver | SaveFailed) -> None:
         self._news.put(news)
         self._wake()
 
@@ -197,13 +226,41 @@ class Saver:
         """The thread `saving`."""
         while (job := self._jobs.get()) is not None:
             began_s = time.monotonic()
-            try:
-                over = self._carry_out(job)
-            except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
-                over = _over(job.post.generation, job.step, one_line(error))
+            over = self._try(job)
+            pause_s = TRY_AGAIN_S
+            while over.error is not None and job.again and self._reason_to_give_up(job) is None:
+                self._tell(self._failed(job, over.error, pause_s))
+                self._pause(job, pause_s)
+                pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
+                over = self._try(job)
             self._tell(replace(over, seconds=time.monotonic() - began_s))
             with self._lock:  # after the news: who sees no save in flight has heard how it went
                 self._open.remove(job)
+
+    def _try(self, job: _Job) -> SaveOver:
+        try:
+            return self._carry_out(job)
+        except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+            return _over(job.post.generation, job.step, one_line(error))
+
+    def _pause(self, job: _Job, pause_s: float) -> None:
+        """Wait for the next try, or until there is a reason to give up."""
+        until_s = time.monotonic() + pause_s
+        while self._reason_to_give_up(job) is None and time.monotonic() < until_s:
+            time.sleep(PAUSE_POLL_S)
+
+    def _failed(self, job: _Job, error: str, pause_s: float) -> SaveFailed:
+        newest = None
+        with suppress(ElasticZeroError, OSError):
+            assert self._checkpoint_dir is not None
+            newest = commit.newest_good(open_directory(self._checkpoint_dir), job.post.bad_steps)
+        return SaveFailed(
+            step=job.step,
+            generation=job.post.generation,
+            error=error,
+            newest=newest,
+            pause_s=pause_s,
+        )
 
     def _carry_out(self, job: _Job) -> SaveOver:
         assert self._checkpoint_dir is not None

@@ -14,7 +14,7 @@ from elasticzero.launcher.blame import ASIDE_AFTER, set_aside, term_s, why_aside
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.narrate import split_damage
 from elasticzero.launcher.progress import Progress
-from elasticzero.launcher.saver import SaveOver
+from elasticzero.launcher.saver import SaveFailed, SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
 from elasticzero.launcher.worker_process import LogTail, Worker
 from elasticzero.launcher.workers import Ended, Gang, Heard
@@ -84,6 +84,8 @@ class Telling:
         """This node's strikes, as it was last said that it is set aside for them."""
         self._traced: list[str] = []
         """Errors whose traceback this agent has repeated on the terminal."""
+        self._save_failed: tuple[int, int, str] | None = None
+        """Generation, step and error of the failed save that was said last."""
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -310,6 +312,23 @@ class Telling:
             text = f"checkpoint of step {over.step} written in {over.seconds:.2f} s"
             say(self._options.node, text)
             self.note("checkpoint", **_plain(over))
+
+    def save_failed(self, failed: SaveFailed) -> None:
+        """A save of the newest state failed and is tried again; said when the error is another."""
+        self.note("save_failed", **_plain(failed))
+        case = (failed.generation, failed.step, failed.error)
+        if case == self._save_failed:
+            return
+        self._save_failed = case
+        first = (failed.newest or 0) + 1
+        steps = f"steps {first} to {failed.step} are" if first < failed.step else "it is"
+        have = f"of step {failed.newest}" if failed.newest else "not there yet"
+        say(
+            self._options.node,
+            f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
+            f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
+            f"for up to {self._options.limits.save_timeout_s:g} s (--save-timeout)",
+        )
 
     def _say_pace(self, message: Paced) -> None:
         say(

@@ -43,6 +43,8 @@ class Limits:
     """A worker that has not left its loop by then is killed."""
     save_s: float = 120.0
     """A worker that has not written its snapshot by then is killed."""
+    save_timeout_s: float = 600.0
+    """Before a job ends, saves of the newest state are tried again for so long."""
     lease_ttl_s: float = 5.0
     leave_margin_s: float = 5.0
     """So long before its deadline a leaving node waits for no boundary any more."""
@@ -188,6 +190,8 @@ class View:
     """A save of this node is not over."""
     saved_held: tuple[int, int] | None = None
     """Generation and step of the snapshot that this node was last told to save from memory."""
+    saved_ranks: tuple[int, ...] = ()
+    """Whose shards of it."""
     can_save: bool = False
     """There is a checkpoint directory."""
     bad_steps: tuple[int, ...] = ()

@@ -192,7 +192,7 @@ class Failure:
     """The first error of a node's workers."""
 
     rank: int
-    blame: Literal["user", "checkpoint", "environment", "hung", "killed", "peer"]
+    blame: Literal["user", "checkpoint", "storage", "environment", "hung", "killed", "peer"]
     message: str
     step: int = 0
     final: bool = False
@@ -203,7 +203,7 @@ class Failure:
     """Its end, as far as a document in the store may hold it."""
 
 
-BLAME_ORDER = ("user", "checkpoint", "environment", "hung", "killed", "peer")
+BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "hung", "killed", "peer")
 """Of several failures the one that explains the others comes first: a lost peer explains
 nothing."""
 
