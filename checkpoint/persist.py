@@ -6,9 +6,16 @@ import time
 from collections.abc import Callable
 
 from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.manifest import SUMS_SUFFIX, Manifest, from_json
+from elasticzero.checkpoint.blocks import SUMS_LIMIT_BYTES
+from elasticzero.checkpoint.manifest import (
+    SUMS_SUFFIX,
+    Manifest,
+    ShardFile,
+    from_json,
+    step_directory,
+)
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import Directory, Storage
+from elasticzero.checkpoint.storage import Directory, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.5
@@ -21,26 +28,47 @@ def persist(
     seal: Callable[[], Seal],
     *,
     replacing: bool = False,
+    again: bool = False,
 ) -> tuple[Manifest, int]:
     """Copy a shard and its checksums from memory to storage.
 
     `seal`: gives the shard's seal, and waits for it if need be: the shard is copied meanwhile, and
-    its snapshot may go once the copy has begun. Returns that one rank's manifest, and the bytes
-    written: 0 where the step stands already, unless that one is to be replaced. Raises
-    `StorageError`, and `FileNotFoundError` where the snapshot is gone.
+    its snapshot may go once the copy has begun. `again`: it may have been copied before, and is not
+    copied twice. Returns that one rank's manifest, and the bytes written: 0 where the step stands
+    already, unless that one is to be replaced. Raises `StorageError`, and `FileNotFoundError` where
+    the snapshot is gone.
     """
     name = store.file_of(shard)
+    where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
+    if again and not replacing:
+        known = seal()
+        own = from_json(known.manifest, where)
+        if _is_there(directory.step(step_directory(shard.step)), own.files[shard.rank], known):
+            return own, 0
     with store.holding(shard, name) as held:
         storage = commit.prepare(directory, shard.step)
         size = len(held.data) if replacing or not commit.stands(storage) else 0
+        if size and again and not replacing:
+            for own_file in (name + SUMS_SUFFIX, name):
+                storage.remove(own_file)  # not whole, and there may be no room for two
         if size:
             parts = held.parts(sealed=store.sealed(shard))
             storage.write(name, parts, size=size, cached=False)
     sealed = seal()
     if size:
         storage.write(name + SUMS_SUFFIX, [sealed.sums])
-    where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
     return from_json(sealed.manifest, where), size
+
+
+def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
+    """Whether storage has this very shard, whole: its checksums are written last."""
+    name = file.name + SUMS_SUFFIX
+    try:
+        return storage.size(file.name) == file.bytes and (
+            read_small(storage, name, SUMS_LIMIT_BYTES) == seal.sums
+        )
+    except FileNotFoundError:
+        return False
 
 
 def await_commit(

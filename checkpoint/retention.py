@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from elasticzero.checkpoint.commit import fault, read_manifest
 from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory, step_of
@@ -55,6 +56,28 @@ class Tidied:
     """Errors in words; the next call tries again."""
 
 
+class Save(Protocol):
+    """A save, as the names of its files tell it apart from others. A manifest is one."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def token(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveName:
+    """A save of which there is no manifest yet."""
+
+    step: int
+    generation: int
+    token: str
+
+
 def token_generation(token: str) -> int | None:
     """The generation that a token names; None for a token of a checkpoint saved by hand."""
     match = _TOKEN.fullmatch(token)
@@ -93,15 +116,33 @@ def tidy_by_hand(directory: Directory, committed: Manifest) -> Tidied:
     return tidy(directory, replace(committed, generation=0), Keep())
 
 
+def make_room(directory: Directory, save: Save) -> Tidied:
+    """Remove the leftovers of failed saves where `save`, not committed yet, finds no space.
+
+    What any save that goes on may still need stays: all files of this one's step, and what is of a
+    newer generation, or was saved by hand within the hour. Never raises.
+    """
+    broom = _Broom(directory, save, committed=False)
+    with broom.noting():
+        files = directory.files()
+        broom.now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
+        for name, times in files.items():
+            if (step := step_of(name)) is not None:
+                broom.remove_leftovers(name, step, times)
+    return broom.tidied
+
+
 class _Broom:
     """Removes what one save may remove."""
 
-    def __init__(self, directory: Directory, committed: Manifest) -> None:
+    def __init__(self, directory: Directory, save: Save, *, committed: bool = True) -> None:
         self.tidied = Tidied()
         self.now_s = 0.0
-        """When the committed manifest was written."""
+        """When the committed manifest was written; before there is one, when the newest file
+        was."""
+        self._stands = committed
         self._directory = directory
-        self._committed = committed
+        self._committed = save
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Remove a committed step, its manifest first: it is never committed without its files."""
@@ -114,7 +155,7 @@ class _Broom:
             self.tidied.steps.append(step)
             rest = times.keys() - {MANIFEST_NAME}
             for file in sorted(rest) if named is not None else ():
-                if _token_of_file(file) == named:
+                if token_of_file(file) == named:
                     storage.remove(file)
                     rest.remove(file)
             self.remove_leftovers(name, step, {file: times[file] for file in rest})
@@ -123,7 +164,7 @@ class _Broom:
         """Remove files that no manifest names, where nobody can still be writing them."""
         storage = self._directory.step(name)
         with self.noting():
-            tokens = {file: token for file in times if (token := _token_of_file(file)) is not None}
+            tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
             named = None
             if MANIFEST_NAME in times and (
                 len(set(tokens.values())) > 1 or any(map(_staged, times))
@@ -162,7 +203,8 @@ class _Broom:
             return step < self._committed.step
         generation = token_generation(token)
         if generation is None:  # by hand: it never replaces what stands
-            return step == self._committed.step or self.now_s - written_s > HOUR_S
+            beaten = self._stands and step == self._committed.step
+            return beaten or self.now_s - written_s > HOUR_S
         return generation < self._committed.generation or self.now_s - written_s > DAY_S
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:
@@ -212,7 +254,7 @@ def _token_of_step(storage: Storage) -> str | None:
         return None
 
 
-def _token_of_file(name: str) -> str | None:
+def token_of_file(name: str) -> str | None:
     match = _RANK_FILE.fullmatch(name)
     return match[1] if match else None
 

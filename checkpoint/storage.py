@@ -6,6 +6,7 @@ anything else that goes wrong raises `StorageError`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import urllib.parse
@@ -222,6 +223,15 @@ def out_of_reach(error: BaseException) -> bool:
     return isinstance(cause, (PermissionError, TimeoutError, ConnectionError)) or not isinstance(
         cause, OSError
     )
+
+
+def out_of_space(error: BaseException) -> bool:
+    """Whether a `StorageError` came of a file system without room, or of a quota."""
+    cause = error.__cause__
+    if isinstance(cause, StorageError):
+        return out_of_space(cause)
+    full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, StorageError) and full
 
 
 def explain(error: BaseException) -> str:

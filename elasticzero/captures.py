@@ -20,9 +20,10 @@ from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.capture import SnapshotWriter
 from elasticzero.checkpoint.finite import not_finite
 from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
+from elasticzero.checkpoint.retention import make_room
 from elasticzero.checkpoint.shards import shard_header, write_shard
 from elasticzero.checkpoint.slots import SlotsInUse
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.storage import open_directory, out_of_space
 from elasticzero.checkpoint.writer import Piece, shard_bytes
 from elasticzero.errors import (
     ElasticZeroError,
@@ -318,9 +319,17 @@ class Captures:
             file = write_shard(storage, manifest, a.rank, shard_bytes(manifest, a.rank, pieces))
             return to_json(with_own_file(manifest, a.rank, file)).decode()
 
+        def write_with_room() -> str:
+            try:
+                return write()
+            except StorageError as error:
+                if not out_of_space(error) or not make_room(directory, manifest).files:
+                    raise
+                return write()
+
         try:
             with self._link.busy("writing a checkpoint"):
-                return _interruptibly(write, self._link.check)
+                return _interruptibly(write_with_room, self._link.check)
         except NotFinite:
             raise
         except (ElasticZeroError, OSError) as error:

@@ -250,6 +250,8 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
     decision = wait("stopped; waiting for the next generation")
     if _time_is_up(view, now_s, limits):
         text = "left: its time is up, and what the round waits for did not come"
+        if view.saving and view.saved_held is not None:
+            text = f"left: its time is up; step {view.saved_held[1]}, held in memory, is not saved"
         return Decision((Leave(ExitCode.LEFT),), text)
     if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, limits):
         if others_may_save(view, now_s, limits):

@@ -24,9 +24,16 @@ from dataclasses import dataclass, field, replace
 from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.manifest import Manifest, from_json, step_directory
 from elasticzero.checkpoint.persist import await_commit, persist
-from elasticzero.checkpoint.retention import Keep, tidy
+from elasticzero.checkpoint.retention import (
+    Keep,
+    SaveName,
+    Tidied,
+    make_room,
+    tidy,
+    token_of_file,
+)
 from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import Directory, open_directory
+from elasticzero.checkpoint.storage import Directory, open_directory, out_of_space
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.launcher.keeper import Charge, Keeper, Post, Step
 from elasticzero.launcher.threads import each
@@ -88,6 +95,8 @@ class _Job:
     """Of the shards that workers wrote to storage themselves, by rank."""
     again: bool = False
     """It is tried again until it stands or is given up."""
+    notes: list[str] = field(default_factory=list)
+    """What was done for it on storage."""
     dropped: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for it any more."""
 
@@ -233,15 +242,34 @@ class Saver:
                 self._pause(job, pause_s)
                 pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
                 over = self._try(job)
-            self._tell(replace(over, seconds=time.monotonic() - began_s))
+            seconds, notes = time.monotonic() - began_s, (*job.notes, *over.notes)
+            self._tell(replace(over, seconds=seconds, notes=notes))
             with self._lock:  # after the news: who sees no save in flight has heard how it went
                 self._open.remove(job)
 
     def _try(self, job: _Job) -> SaveOver:
-        try:
-            return self._carry_out(job)
-        except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
-            return _over(job.post.generation, job.step, one_line(error))
+        """Carry a save out; once more where it found no room and leftovers were in its way."""
+        for last in (False, True):
+            try:
+                return self._carry_out(job, again=job.again or last)
+            except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+                failed = _over(job.post.generation, job.step, one_line(error))
+                if last or not out_of_space(error) or not self._make_room(job):
+                    break
+        return failed
+
+    def _make_room(self, job: _Job) -> bool:
+        """Remove what failed saves have left on storage; whether there was any of it."""
+        assert self._checkpoint_dir is not None
+        for shard in job.shards:
+            with suppress(FileNotFoundError):
+                token = token_of_file(self._snapshots.file_of(shard)) or ""
+                save = SaveName(step=shard.step, generation=shard.generation, token=token)
+                done = make_room(open_directory(self._checkpoint_dir), save)
+                if done.files:
+                    job.notes.append(f"{_removed(done)}, for want of space")
+                return bool(done.files)
+        return False
 
     def _pause(self, job: _Job, pause_s: float) -> None:
         """Wait for the next try, or until there is a reason to give up."""
@@ -262,7 +290,7 @@ class Saver:
             pause_s=pause_s,
         )
 
-    def _carry_out(self, job: _Job) -> SaveOver:
+    def _carry_out(self, job: _Job, *, again: bool) -> SaveOver:
         assert self._checkpoint_dir is not None
         directory = open_directory(self._checkpoint_dir)
         storage = directory.step(step_directory(job.step))
@@ -276,6 +304,7 @@ class Saver:
                 directory,
                 lambda: self._await_seal(job, shard),
                 replacing=replacing,
+                again=again,
             )
 
         def give_up() -> str | None:
@@ -309,8 +338,7 @@ class Saver:
         done = tidy(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:
-            count = len(done.files)
-            notes.append(f"{count} file{'s' * (count > 1)} of saves that failed removed")
+            notes.append(_removed(done))
         return notes
 
     def _await_seal(self, job: _Job, shard: ShardName) -> Seal:
@@ -332,6 +360,11 @@ class Saver:
             late = time.monotonic() - self._post_since_s > SUPERSEDED_WAIT_S
             late |= len(self._open) > 1
         return "its generation ended before all parts were written" if superseded and late else None
+
+
+def _removed(done: Tidied) -> str:
+    count = len(done.files)
+    return f"{count} file{'s' * (count > 1)} of saves that failed removed"
 
 
 def _over(generation: int, step: int, error: str | None) -> SaveOver:

@@ -48,6 +48,7 @@ to what two worlds can tell; `tests/simulation/rules.py` checks all of them agai
  R17 Nodes that fail by bad input, or before they have made a step where others have, end no job
      that has MIN nodes without them, take no step from it, and count as no failure.
  R18 Where a worker has died of itself, its node reports that death, whoever learnt of it first.
+ R19 A job that ends as failed has saved what memory held, unless its end says that it could not.
 """
 
 from __future__ import annotations

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from elasticzero.checkpoint import commit
+from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.persist import persist
+from elasticzero.checkpoint.retention import Keep
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.writer import Piece
 from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import is_alive
+from elasticzero.launcher.saver import Post, SaveOver, Saver
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import fill, let_write, small_disk
+from tests.unit.checkpoint_cases import draft_of, write_snapshot
 
+NUMEL = 2 << 20
+LAYOUT = Layout(
+    world_size=1, tensors={"a": TensorSpec("F32", (NUMEL,))}, groups=(Group("even", ("a",)),)
+)
+OLD, TOKEN, NEW = (f"g{generation:06d}-{'0' * 16}" for generation in (1, 2, 3))
 pytestmark = pytest.mark.timeout(240)
 LAST = steps_in(10, 3)
 
@@ -138,4 +150,58 @@ def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
         assert told.node(0).process.returncode == code, told.logs()
         assert took_s < 8.0, f"{took_s:.1f} s"
         if sent is signal.SIGTERM:
-            assert re.search(r"left: its time is up.*steps 41 to 102", terminal(told)), terminal(told)
+            expected = "left: its time is up; step 102, held in memory, is not saved"
+            assert expected in terminal(told), terminal(told)
+
+
+def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> None:
+    """12 of 20 MB were parts of saves that had failed: every later one failed for want of room."""
+    draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)
+    memory = tmp_path / "memory"
+    write_snapshot(memory, draft, 0, [Piece("a", torch.arange(NUMEL, dtype=torch.float32))])
+    news: list[object] = []
+    with small_disk(tmp_path / "disk", 20) as disk:
+        left = {
+            f"step-000000000004/rank-00001-of-00002-{OLD}.safetensors": 5,
+            f"step-000000000004/rank-00001-of-00002-{OLD}.safetensors.sums": 1,
+            f"step-000000000007/.rank-00000-of-00002-{TOKEN}.safetensors.1-a.partial": 6,
+        }
+        stay = {
+            f"step-000000000009/rank-00001-of-00002-{TOKEN}.safetensors": 1,
+            f"step-000000000012/rank-00000-of-00002-{NEW}.safetensors": 1,
+            "notes.txt": 1,
+        }
+        for name, mebibytes in (left | stay).items():
+            (disk / name).parent.mkdir(exist_ok=True)
+            (disk / name).write_bytes(bytes(mebibytes << 20))
+        saver = Saver(SnapshotStore(memory), str(disk), Keep(), lambda: None)
+        saver.begin(Post(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
+        saver.save_held([ShardName(2, 9, 0, 1)])
+        deadline_s = time.monotonic() + 30.0
+        while saver.saving and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        saver.close()
+        news = list(saver.news())
+        assert not [name for name in left if (disk / name).exists()], news
+        assert all((disk / name).exists() for name in stay)
+        assert newest(disk) == 9, news
+    (over,) = (told for told in news if isinstance(told, SaveOver))
+    assert "3 files of saves that failed removed, for want of space" in over.notes
+
+
+def test_a_save_tried_again_does_not_copy_its_parts_twice(tmp_path: Path) -> None:
+    """A disk that had room for one copy of a part had none for a second beside it."""
+    draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)
+    memory = tmp_path / "memory"
+    write_snapshot(memory, draft, 0, [Piece("a", torch.arange(NUMEL, dtype=torch.float32))])
+    store, shard = SnapshotStore(memory), ShardName(2, 9, 0, 1)
+    with small_disk(tmp_path / "disk", 12) as disk:
+        seal = store.read_seal(shard)
+        written = [
+            persist(store, shard, DiskDirectory(disk), lambda: seal, again=again)[1]
+            for again in (False, True)
+        ]
+        assert written[0] > NUMEL and written[1] == 0
+        part = next(disk.glob("step-*/rank-*.safetensors"))
+        part.write_bytes(part.read_bytes()[:-1])
+        assert persist(store, shard, DiskDirectory(disk), lambda: seal, again=True)[1] > NUMEL

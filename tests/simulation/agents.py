@@ -151,7 +151,7 @@ class Agent:
         self.began_s = cluster.timeline.now_s
         self.deaf_until_s = 0.0
         """The loop does not run until then."""
-        self._saved_held: tuple[int, int] | None = None
+        self._saved_held: SaveHeld | None = None
         self._backoff_until_s = 0.0
         self._awake = self._woken = False
         self._sleep_id = 0
@@ -308,7 +308,10 @@ class Agent:
         if self.saves or self._saved_held or self.leaving:
             saving = self.saves > 0
             notice = gathered(self._notices)
-            view = replace(view, notice=notice, saving=saving, saved_held=self._saved_held)
+            view = replace(view, notice=notice, saving=saving)
+            if (held := self._saved_held) is not None:
+                state = (held.generation, held.step)
+                view = replace(view, saved_held=state, saved_ranks=held.ranks)
         return view
 
     def _act(self, view: View, decision: Decision, now_s: float) -> None:
@@ -338,9 +341,9 @@ class Agent:
                 self.gang.hanging.look_into(limit_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.plan.limits)
-            case SaveHeld(generation, step, world_size, ranks):
-                self._saved_held = (generation, step)
-                self._save_held((generation, step, world_size), ranks)
+            case SaveHeld():
+                self._saved_held = action
+                self._save_held(action)
             case Leave(code):
                 self.exit_code = code
             case _:
@@ -362,29 +365,34 @@ class Agent:
             self.host.memory.seal(list(self.host.memory.drafts))
             self.wake()
 
-    def _save_held(self, name: tuple[int, int, int], ranks: tuple[int, ...]) -> None:
+    def _save_held(self, held: SaveHeld) -> None:
+        """Write parts of a snapshot to storage, again and again until it stands, or something newer
+        begins."""
         if self.gang is not None:
             self.gang.group.drop_save()
         self.saves += 1
-        begun_s = self.cluster.timeline.now_s
+        name = (held.generation, held.step, held.world_size)
 
         def write() -> None:
+            storage = self.cluster.storage
             if self.dead:
                 return
             world, _ = self.observer.world()
-            bad = world is not None and name[1] in world.bad_steps
-            self.cluster.storage.add_part(name, ranks, replacing=bad)
+            bad = world is not None and held.step in world.bad_steps
+            if not storage.away:
+                storage.add_part(name, held.ranks, replacing=bad)
             wait()
 
         def wait() -> None:
-            storage, now_s = self.cluster.storage, self.cluster.timeline.now_s
-            superseded = self.gang is not None and self.gang.generation > name[0]
-            if storage.has_all(name) or superseded or now_s - begun_s > 5.0:
+            storage = self.cluster.storage
+            newer = self.gang is not None and self.gang.generation > held.generation + 1
+            stands = storage.has_all(name) or held.step in storage.steps
+            if stands or newer or self._saved_held is not held:
                 self.saves -= 1
-                self.lookout.saved(name[1])
+                self.lookout.saved(held.step)
                 self.wake()
             elif not self.dead:
-                self.cluster.timeline.after(0.1, wait)
+                self.cluster.later(0.1, 0.5, write)
 
         self.cluster.later(0.05, 0.5, write)
 

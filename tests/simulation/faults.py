@@ -74,6 +74,9 @@ class Faults:
             case "damage":
                 cluster.note("-- the newest checkpoint is damaged")
                 cluster.storage.damage(hidden=hidden)
+            case "storage-away":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.storage.go_away(seconds)
             case "sigterm-leader":
                 self._strike(kind, self._leader() or agent, seconds)
             case _ if agent is not None:

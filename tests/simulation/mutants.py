@@ -337,6 +337,25 @@ MUTANTS = (
         file="lead.py",
         right="and not (view.missing_since_s or view.remnants):",
         wrong="and not view.missing_since_s:",
+    ),
+    Mutant(
+        name="a job that is given up leaves its state in memory",
+        file="ending.py",
+        right="    if not at_stake(view, resume) or not view.can_save or",
+        wrong="    if True or not view.can_save or",
+    ),
+    Mutant(
+        name="who must save is told once, whoever is lost since",
+        file="regroup.py",
+        right="if not mine or (told and set(mine) <= set(view.saved_ranks)):",
+        wrong="if not mine or told:",
+        sure=False,
+    ),
+    Mutant(
+        name="a last checkpoint that was not written is let be",
+        file="ending.py",
+        right='    if cause is None or cause[1].blame != "storage":',
+        wrong="    if True:",
         sure=False,
     ),
 )

@@ -38,9 +38,9 @@ TOLD_LATE_S = 4.5
 """Where watches lose what they were to tell, or requests are slow, it takes so much longer."""
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
-    | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
+    | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
-"""Faults of machines: a job that meets no others is never given up."""
+"""Faults of machines and of storage: a job that meets no others is never given up."""
 STORAGE_SEEN_WITHIN_S = 6.0
 Chain = tuple[tuple[int, int, int], ...]
 """Which generation did which steps of a state: (generation, first step, last step), in order."""
@@ -407,6 +407,7 @@ class Rules:
         explained = often or bool(plan.crash_at) or "damage" in self._causes
         explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)
         self.require(explained, "R7", f"failed: {done.reason}")
+        self._check_saved(done)
         if "without progress" not in done.reason:
             return
         count = plan.limits.max_restarts + 1
@@ -418,6 +419,18 @@ class Rules:
         recurs_at = max((s for s in failed_at if failed_at.count(s) > 1), default=0)
         stood = len(row) > count and max(row) <= max(furthest, recurs_at)
         self.require(stood, "R7", f"given up, and the last generations began at {row}")
+
+    def _check_saved(self, done: Done) -> None:
+        """R19: what memory holds is a checkpoint, unless `done` says that it could not be saved."""
+        world, storage = self._cluster.world, self._cluster.storage
+        if world is None or not storage.possible or "could not be saved" in done.reason:
+            return
+        agents = [self._cluster.hosts[member.node].agent for member in world.members]
+        if all(agent is not None and not agent.dead for agent in agents):
+            best = self._best_in_memory(world, world)
+            newest = max(storage.steps, default=0)
+            text = f"failed, and memory holds {best}, storage {newest}"
+            self.require(newest >= best, "R19", text)
 
     def exits(self, agent: Agent) -> None:
         done = self._cluster.done

@@ -34,6 +34,7 @@ FAULTS: dict[str, float] = {
     "slow-agent": 2,
     "stop-agent": 1,
     "damage": 1,
+    "storage-away": 1,
     "fade": 1,
 }
 """What can happen, and how often each is drawn."""
@@ -48,7 +49,7 @@ MACHINES = frozenset(
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
 )
 """Where nothing else happens, and etcd is well, no failure counts."""
-LASTING = ("pause", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
+LASTING = ("pause", "storage", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
 """What begins so lasts for a while."""
 HANG_TIMEOUT_S = 2.5
 LOSS_SHARE = 0.1
@@ -57,6 +58,8 @@ LOSSES = ("wipe-etcd", "restore-etcd")
 BAD_JOIN_SHARE = 0.08
 """So many schedules have a node that comes, and whose workers always fail before they train."""
 BAD_INPUTS = ("import", "model", "script", "crash")
+SAVE_TIMEOUT_S = 20.0
+"""Longer than storage is away."""
 STRANDED_SHARE = 0.02
 """So many schedules are about nodes that wait for others, and are lost while they do."""
 
@@ -163,6 +166,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
         join_timeout_s=600.0,
         stop_s=2.5,
         save_s=3.0,
+        save_timeout_s=SAVE_TIMEOUT_S,
         lease_ttl_s=2.0,
         handover_s=4.0,
         strict_checkpoint=False,

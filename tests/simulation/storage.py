@@ -76,6 +76,8 @@ class Storage:
     def __init__(self, timeline: Timeline, *, possible: bool) -> None:
         self.timeline = timeline
         self.possible = possible
+        self.away = False
+        """It takes no writes."""
         self.steps: dict[int, Checkpoint] = {}
         self.committed: Callable[[int, int], None] = lambda generation, step: None
         """Told of every checkpoint."""
@@ -97,6 +99,14 @@ class Storage:
 
     def has_all(self, name: SnapshotName) -> bool:
         return len(self._parts.get(name, ())) == name[2]
+
+    def go_away(self, seconds: float) -> None:
+        """Take no writes for so long."""
+        self.away = True
+        self.timeline.after(seconds, self._come_back)
+
+    def _come_back(self) -> None:
+        self.away = False
 
     def damage(self, *, hidden: bool) -> None:
         """The newest checkpoint is damaged."""

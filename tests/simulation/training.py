@@ -87,6 +87,7 @@ class Save:
     parts: set[int] = field(default_factory=set)
     """Indices of the members that have written theirs."""
     over: bool = False
+    well: bool = True
 
 
 class Group:
@@ -346,6 +347,9 @@ class Group:
     def _persist(self, index: int, gang: Gang, save: Save) -> None:
         if gang.agent.dead:
             return
+        if self.cluster.storage.away:
+            self._save_over(save, well=False)
+            return
         save.parts.add(index)
         if len(save.parts) == len(self.world.members):
             replacing = save.step in self.world.bad_steps
@@ -355,7 +359,7 @@ class Group:
     def _save_over(self, save: Save, *, well: bool) -> None:
         if save.over:
             return
-        save.over = True
+        save.over, save.well = True, well
         for gang in self.gangs.values():
             gang.agent.saves -= 1
             gang.saved = save.step
@@ -389,6 +393,12 @@ class Group:
             saving = True
         if saving or any(worker.deaf for worker in self.workers.values()):
             self.cluster.timeline.after(0.1, self._finish_when_saved)
+            return
+        if storage and self.save is not None and not self.save.well and self.save.step == self.step:
+            trainers = self._trainers()
+            if trainers:
+                worker = trainers[0]
+                worker.gang.fail(worker, "storage", "the last checkpoint was not saved")
             return
         for gang in self.gangs.values():
             gang.finish()
