@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from elasticzero.errors import StorageError, UserError
+
+T = TypeVar("T")
 
 Bytes = bytes | bytearray | memoryview
 
@@ -223,6 +226,28 @@ def out_of_reach(error: BaseException) -> bool:
     return isinstance(cause, (PermissionError, TimeoutError, ConnectionError)) or not isinstance(
         cause, OSError
     )
+
+
+def within(limit_s: float, where: str, work: Callable[[], T]) -> T:
+    """What `work` returns; `StorageError` where storage has not answered within `limit_s`: an open
+    on a network's file system may block for good. The thread that waits there is then left."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="elasticzero-storage", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StorageError(f"{where}: no answer within {limit_s:g} s")
+    return results[0]
 
 
 def out_of_space(error: BaseException) -> bool:

@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 
 import torch
 
-from elasticzero.checkpoint.storage import Storage, open_directory, open_storage
+from elasticzero.checkpoint.storage import Storage, open_directory, open_storage, within
 from elasticzero.collectives import Groups, connect, device_of
-from elasticzero.errors import ExitCode, UserError
+from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.link import AgentLink, leave
 from elasticzero.meeting import Place, meet
 from elasticzero.messages import Assignment, Attached, Failed
 
+STORAGE_LIMIT_S = 10.0
+"""Storage that has not answered by then is not waited for: see `_check_shared`."""
 SHARED_WAIT_S = 3.0
 """A file system of a network may take so long to show a file that another node has written."""
 
@@ -141,27 +144,50 @@ def _check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> Non
     """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
     puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
 
-    greatest: gives all ranks the greatest of their numbers; all call this together.
+    Storage that cannot be written, or does not answer, is nobody's fault here: that is said, and
+    training goes on; but a job that has no state yet does not begin without it, and rank 0 raises
+    `StorageError`. greatest: gives all ranks the greatest of their numbers; all call this together.
     """
     a = assignment
     if a.checkpoint_dir is None or a.local_world_size == a.world_size:
         return
     if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
         return  # the same everywhere
-    storage, name = open_storage(a.checkpoint_dir), f".shared-{a.token}"
+    where, url = f"the checkpoint directory {a.checkpoint_dir}", a.checkpoint_dir
+    name = f".shared-{a.token}"
+    trouble = ""
     if a.rank == 0:
-        open_directory(a.checkpoint_dir).check_writable()
-        storage.write(name, [a.node.encode()])
-    greatest(0)
-    seen = _appears(storage, name)
-    greatest(0)
-    if a.rank == 0:
-        storage.remove(name)
+        try:
+            within(STORAGE_LIMIT_S, where, lambda: _put(url, name, a.node))
+        except StorageError as error:
+            if a.resume.tier == "fresh":
+                raise
+            trouble = str(error)
+    seen = True
+    if not greatest(int(bool(trouble))):
+        try:
+            seen = within(STORAGE_LIMIT_S, where, lambda: _appears(open_storage(url), name))
+        except StorageError as error:
+            trouble = str(error)
+        greatest(0)
+        if a.rank == 0:
+            with suppress(StorageError):
+                within(STORAGE_LIMIT_S, where, lambda: open_storage(url).remove(name))
+    if trouble:
+        text = (
+            f"{trouble}; training goes on from step {a.resume.step}, and saves are tried when due"
+        )
+        print(text, file=sys.stderr, flush=True)
     if not seen:
         raise UserError(
-            f"the checkpoint directory {a.checkpoint_dir} on {a.node} is not the one of rank 0's "
-            "node: a file that was written there is not here; give a directory that all nodes share"
+            f"{where} on {a.node} is not the one of rank 0's node: a file that was written there "
+            "is not here; give a directory that all nodes share"
         )
+
+
+def _put(url: str, name: str, node: str) -> None:
+    open_directory(url).check_writable()
+    open_storage(url).write(name, [node.encode()])
 
 
 def _appears(storage: Storage, name: str) -> bool:

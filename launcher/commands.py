@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticzero.errors import UserError
+from elasticzero.errors import StorageError, UserError
 from elasticzero.launcher.option_values import (
     check_access,
     check_name,
@@ -23,6 +23,9 @@ from elasticzero.launcher.option_values import (
 )
 from elasticzero.launcher.options import add_job_options, add_run_options
 from elasticzero.launcher.parser import Parser
+
+STORAGE_LIMIT_S = 30.0
+"""A checkpoint directory that has not answered by then cannot be written."""
 
 
 def _add_run(parser: Parser) -> None:
@@ -89,7 +92,7 @@ and returns the exit code."""
 
 def _run(args: argparse.Namespace) -> int:
     from elasticzero.checkpoint.commit import check_writable
-    from elasticzero.checkpoint.storage import open_directory
+    from elasticzero.checkpoint.storage import open_directory, within
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
     from elasticzero.launcher.forkserver import Launch
@@ -116,11 +119,16 @@ def _run(args: argparse.Namespace) -> int:
     script = check_script(args.script, args.module)
     nproc = parse_nproc(args.nproc_per_node)
     given = check_numbers(args)
-    directory = args.checkpoint_dir
+    directory, storage_trouble = args.checkpoint_dir, None
     if directory is not None:
         place = open_directory(directory)
-        check_writable(place)
         directory = place.where
+        try:
+            within(STORAGE_LIMIT_S, directory, lambda: check_writable(place))
+        except StorageError as error:
+            if not args.etcd:
+                raise
+            storage_trouble = error
     log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
     limits = Limits(
         min_nodes=least,
@@ -161,7 +169,11 @@ def _run(args: argparse.Namespace) -> int:
         tee="all" if args.tee or not args.log_dir else "none",
     )
     coordination = runner.Coordination(
-        endpoints=endpoints_of(args), access=access, token=token, restart=args.restart
+        endpoints=endpoints_of(args),
+        access=access,
+        token=token,
+        restart=args.restart,
+        storage_trouble=storage_trouble,
     )
     network = runner.Network(args.host, args.http_host, args.http_port)
     with node_claim(options, named=args.node_name is not None) as (claim, options):

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from elasticzero.errors import AccessRefused, ExitCode, StoreUnavailable, UserError
+from elasticzero.errors import (
+    AccessRefused,
+    ExitCode,
+    StorageError,
+    StoreUnavailable,
+    UserError,
+)
 from elasticzero.launcher.agent import Agent, AgentOptions
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
@@ -31,7 +37,7 @@ from elasticzero.launcher.membership import (
     reachable_address,
 )
 from elasticzero.launcher.node_claim import serve_on_free_port
-from elasticzero.launcher.observe import DONE, MEMBERS
+from elasticzero.launcher.observe import DONE, MEMBERS, WORLD
 from elasticzero.launcher.preemption import PreemptionWatch
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim
@@ -70,6 +76,8 @@ class Coordination:
     """The job's, if one was given."""
     restart: bool
     """A job that is done begins again."""
+    storage_trouble: StorageError | None = None
+    """Why the checkpoint directory cannot be written now."""
 
 
 def run_agent(
@@ -92,6 +100,10 @@ def run_agent(
         )
         stack.callback(store.close)
         _wait_for_store(store, options, endpoints, restart=coordination.restart)
+        if (trouble := coordination.storage_trouble) is not None:
+            if not _patiently(partial(_has_begun, store), options):
+                raise trouble
+            say(options.node, f"{trouble}; the job has begun, and saves are tried when due")
         agreed = _patiently(partial(agree, store, coordination.token), options)
         host = network.host or reachable_address(endpoints[0])
         options = replace(options, launch=_reached_at(options.launch, host))
@@ -195,6 +207,12 @@ def _join(membership: Membership, agent: Agent) -> Notice | None:
         return agent.notice
 
     return _patiently(register, agent.options)
+
+
+def _has_begun(store: Store) -> bool:
+    """Whether the job has a world: storage that cannot be written is then no mistake of this
+    node's."""
+    return WORLD in store.read(WORLD).entries
 
 
 def _leave_early(*_: object) -> None:

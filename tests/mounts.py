@@ -16,24 +16,43 @@ def small_disk(place: Path, mebibytes: int) -> Iterator[Path]:
     """A file system of so many MiB at `place`, in memory; gone afterwards. Without the permission
     to mount one the test skips, or fails where CI=true."""
     place.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(place)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = f"a file system cannot be mounted here: {getattr(error, 'stderr', '') or error}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    _try("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(place))
     try:
         yield place
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, capture_output=True)
+        _run("umount", "--lazy", str(place))
+
+
+@contextmanager
+def disk_that_freezes(place: Path, mebibytes: int = 32) -> Iterator[Path]:
+    """As `small_disk`, of a kind that `freeze` and `thaw` act on."""
+    place.mkdir(parents=True, exist_ok=True)
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(mebibytes << 20)
+    _try("mkfs.ext4", "-q", str(image))
+    _try("mount", "-o", "loop", str(image), str(place))
+    try:
+        yield place
+    finally:
+        thaw(place)
+        _run("umount", "--lazy", str(place))
+
+
+def freeze(place: Path) -> None:
+    """From now on a write, and an open for one, blocks: as on a network's file system whose server
+    is gone."""
+    _run("fsfreeze", "-f", str(place))
+
+
+def thaw(place: Path) -> None:
+    """What is blocked goes on."""
+    subprocess.run(["fsfreeze", "-u", str(place)], check=False, capture_output=True)
 
 
 def let_write(place: Path, *, writes: bool) -> None:
     """Whether the file system at `place` takes writes from now on."""
-    how = f"remount,{'rw' if writes else 'ro'}"
-    subprocess.run(["mount", "-o", how, str(place)], check=True, capture_output=True)
+    _run("mount", "-o", f"remount,{'rw' if writes else 'ro'}", str(place))
 
 
 def fill(place: Path) -> Path:
@@ -43,3 +62,18 @@ def fill(place: Path) -> Path:
         while True:
             file.write(bytes(16 << 10))
     return filler
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _try(*command: str) -> None:
+    """Run what needs permissions of its own."""
+    try:
+        _run(*command)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = f"a file system cannot be mounted here: {getattr(error, 'stderr', '') or error}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)

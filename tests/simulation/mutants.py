@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         name="a stop does not wait for the state to be saved",
         file="ending.py",
-        right='if resume.tier != "ram" or resume.step <= (view.storage_step or 0):',
-        wrong="if True:",
+        right="    if not at_stake(view, resume):\n        return stop_from",
+        wrong="    if True:\n        return stop_from",
     ),
     Mutant(
         name="nobody answers an alarm",
@@ -343,6 +343,7 @@ MUTANTS = (
         file="ending.py",
         right="    if not at_stake(view, resume) or not view.can_save or",
         wrong="    if True or not view.can_save or",
+        sure=False,
     ),
     Mutant(
         name="who must save is told once, whoever is lost since",
