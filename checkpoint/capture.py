@@ -46,10 +46,10 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
 class SnapshotWriter:
     """Writes the shards of one worker, each into a slot of its own; for one thread."""
 
-    def __init__(self, root: Path, local_rank: int) -> None:
-        """`root`: of the node's snapshots."""
-        self._store = SnapshotStore(root)
-        self._slots = Slots(root, f"worker-{local_rank}")
+    def __init__(self, root: Path, local_rank: int, overflow: Path | None = None) -> None:
+        """`root`: of the node's snapshots. `overflow`: on a disk, for what does not fit there."""
+        self._store = SnapshotStore(root, overflow)
+        self._slots = Slots(root, f"worker-{local_rank}", overflow)
         self._memory: dict[Slot, torch.Tensor] = {}
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         """The worker's own; another thread's is the first of the machine until it says so."""
@@ -91,18 +91,19 @@ class SnapshotWriter:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         self._store.keep_only({*keep, (draft.generation, draft.step)})
         head, size = shard_header(draft, rank)
-        path = self._store.path(draft.generation, draft.step)
         if self._store.has(shard):
-            if (path / draft.file_name(rank)).exists():
+            if (self._store.path_of(shard) / draft.file_name(rank)).exists():
                 return size
             self._store.drop(shard)  # another run's, of the same number
         slot = self._slots.take(size, extra=terms.extra)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._copy(draft, rank, pieces, memory[len(head) : size])
+        path = self._store.path(draft.generation, draft.step, slot.root)
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
-        self._store.write_draft(draft, rank, _ranges(draft, rank, len(head), terms.trained))
+        ranges = _ranges(draft, rank, len(head), terms.trained)
+        self._store.write_draft(draft, rank, ranges, slot.root)
         return size
 
     def close(self) -> None:
@@ -139,6 +140,8 @@ class SnapshotWriter:
             known = torch.frombuffer(slot.view(), dtype=torch.uint8)
             self._pin(known)
             self._memory[slot] = known
+            for gone in [slot for slot in self._memory if slot.closed]:
+                self._unpin(self._memory.pop(gone))
         return known
 
     def _side_stream(self) -> torch.cuda.Stream:

@@ -45,7 +45,7 @@ def pull(
         if over():
             return False
         blocks.read_into(start, memory[start : start + _PART_BYTES])
-    storage = store.open(shard.generation, shard.step)
+    storage = store.open(shard.generation, shard.step, slot.root)
     storage.path.mkdir(parents=True, exist_ok=True)
     slot.link(storage.path / file.name)
     storage.write(file.name + SUMS_SUFFIX, [sums])

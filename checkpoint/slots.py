@@ -4,6 +4,8 @@ A slot's file stays for good, so its memory is allocated once. What it holds is 
 hard link in a snapshot's directory, and whoever still reads it while that directory may go keeps a
 link of their own: a slot that nobody links is free. Removing a snapshot's directory therefore gives
 its slots back, in whatever process that happens, and none is ever written while somebody reads it.
+
+Where shared memory is short a slot lies on a disk instead, for as long as its writer runs.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ _GRAIN_BYTES = 2 << 20
 bytes needs no new one."""
 
 
+HEADROOM_BYTES = 1 << 20
+"""Left free in shared memory for the small files beside the slots."""
+
+
 class SlotsInUse(StorageError):
     """What both slots hold is still read, or must stay."""
 
@@ -36,6 +42,12 @@ class Slot:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._map: mmap.mmap | None = None
         self._mapped_bytes = 0
+        self.closed = False
+
+    @property
+    def root(self) -> Path:
+        """Of the node's snapshots beside which it lies."""
+        return self.path.parent.parent
 
     def free(self) -> bool:
         """Whether nobody links what it holds."""
@@ -74,14 +86,22 @@ class Slot:
     def close(self) -> None:
         """Close the descriptor; views stay valid until they are dropped."""
         os.close(self._fd)
+        self.closed = True
+
+    def give_back(self) -> None:
+        """Give the memory of a free slot back; it is of no use any more."""
+        self.path.unlink(missing_ok=True)
+        self._map = None
+        self.close()
 
 
 class Slots:
     """Two slots of one writer: one holds its last shard while the other takes the next."""
 
-    def __init__(self, root: Path, name: str) -> None:
-        """`root`: of the node's snapshots. `name`: the writer's own on this node."""
-        self._folder = root / SLOTS
+    def __init__(self, root: Path, name: str, overflow: Path | None = None) -> None:
+        """`root`: of the node's snapshots. `name`: the writer's own on this node. `overflow`: a
+        directory on a disk, for slots that find no room in `root`."""
+        self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._name = name
         self._slots: list[Slot] = []
 
@@ -92,10 +112,8 @@ class Slots:
         """
         while len(self._slots) < 2:
             self._slots.append(self._open(len(self._slots)))
-        free = [slot for slot in self._slots if slot.free()]
-        for slot in free:
-            self._resize(slot, size)
-        return free
+        free = [number for number in range(2) if self._slots[number].free()]
+        return [self._resized(number, size) for number in free]
 
     def take(self, size: int, *, extra: bool = False) -> Slot:
         """A free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is free.
@@ -107,18 +125,18 @@ class Slots:
             if number == len(self._slots):
                 self._slots.append(self._open(number))
             if self._slots[number].free():
-                self._resize(self._slots[number], size)
-                return self._slots[number]
-        raise SlotsInUse(f"both slots of {self._name} in {self._folder} are in use")
+                return self._resized(number, size)
+        raise SlotsInUse(f"both slots of {self._name} in {self._roots[0] / SLOTS} are in use")
 
     def _drop_extra(self) -> None:
         """Give a third slot's memory back, of this process or of one before it."""
         while len(self._slots) > 2 and self._slots[2].free():
             self._slots.pop().close()
-        path = self._path(2)
-        with suppress(FileNotFoundError):
-            if len(self._slots) <= 2 and path.stat().st_nlink <= 1:
-                path.unlink()
+        for root in self._roots:
+            path = self._path(2, root)
+            with suppress(FileNotFoundError):
+                if len(self._slots) <= 2 and path.stat().st_nlink <= 1:
+                    path.unlink()
 
     def close(self) -> None:
         for slot in self._slots:
@@ -126,18 +144,53 @@ class Slots:
         self._slots.clear()
 
     def _open(self, number: int) -> Slot:
-        with complaining(f"cannot make a slot in {self._folder}", or_missing=True):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            return Slot(self._path(number))
+        """Where it lies already, or else in shared memory."""
+        there = [root for root in self._roots if self._path(number, root).exists()]
+        return self._open_in(there[0] if there else self._roots[0], number)
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._name}-{number}"
+    def _open_in(self, root: Path, number: int) -> Slot:
+        with complaining(f"cannot make a slot in {root / SLOTS}", or_missing=True):
+            (root / SLOTS).mkdir(parents=True, exist_ok=True)
+            return Slot(self._path(number, root))
 
-    def _resize(self, slot: Slot, size: int) -> None:
+    def _path(self, number: int, root: Path) -> Path:
+        return root / SLOTS / f"{self._name}-{number}"
+
+    def _resized(self, number: int, size: int) -> Slot:
+        """A free slot with `size` bytes: on the disk where shared memory has no room for it."""
+        slot = self._slots[number]
+        movable = len(self._roots) > 1 and slot.root == self._roots[0]
         try:
             slot.resize(size)
+            if not movable or free_bytes(slot.root) >= HEADROOM_BYTES:
+                return slot
         except OSError as error:
-            raise StorageError(
-                f"{(size >> 20) + 1} MiB of shared memory for a snapshot cannot be had in "
-                f"{self._folder}: {explain(error)}"
-            ) from error
+            if not movable:
+                raise _short(slot, size, error) from error
+        slot.give_back()
+        self._slots[number] = moved = self._open_in(self._roots[1], number)
+        try:
+            moved.resize(size)
+        except OSError as error:
+            raise _short(moved, size, error) from error
+        return moved
+
+
+def free_bytes(folder: Path) -> int:
+    """Room in a directory's file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def allocated_bytes(root: Path) -> int:
+    """What the slots in a directory of snapshots have of its file system's room."""
+    with suppress(FileNotFoundError):
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(root / SLOTS))
+    return 0
+
+
+def _short(slot: Slot, size: int, error: OSError) -> StorageError:
+    return StorageError(
+        f"{(size >> 20) + 1} MiB for a snapshot cannot be had in {slot.path.parent}: "
+        f"{explain(error)}"
+    )

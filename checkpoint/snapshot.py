@@ -112,24 +112,42 @@ class HeldShard:
 
 
 class SnapshotStore:
-    """This node's snapshots, in a directory of shared memory that the agent owns."""
+    """This node's snapshots, in a directory of shared memory that the agent owns, and in another on
+    a disk for what does not fit there."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, overflow: Path | None = None) -> None:
+        """`overflow`: the directory on a disk. A shard lies whole in one of the two, with all that
+        belongs to it."""
         self.root = root
+        self.overflow = overflow
+        self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._lock = threading.Lock()
         self._sums: WeakValueDictionary[tuple[ShardName, str], SharedSums] = WeakValueDictionary()
         """Of the files that are held, by shard and by name, which has the generation's token: its
         shards of other steps have the same name."""
-        self._maps: dict[int, mmap.mmap] = {}
-        """Of the slots, by inode: one that was read once is mapped, page by page, for the next."""
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        """Of the slots, by device and inode: one that was read once is mapped, page by page, for
+        the next."""
 
-    def path(self, generation: int, step: int) -> Path:
-        """The directory of one snapshot, there or not."""
-        return self.root / f"gen-{generation}" / step_directory(step)
+    def path(self, generation: int, step: int, root: Path | None = None) -> Path:
+        """The directory of one snapshot, there or not. `root`: one of the two directories; None:
+        the one in shared memory."""
+        return (root or self.root) / f"gen-{generation}" / step_directory(step)
 
-    def open(self, generation: int, step: int) -> DiskStorage:
-        """The files of one snapshot, to read."""
-        return DiskStorage(self.path(generation, step), durable=False)
+    def path_of(self, shard: ShardName) -> Path:
+        """The directory of the snapshot's part that holds this shard; where none does, the one in
+        shared memory."""
+        return self.path(shard.generation, shard.step, self._root_of(shard))
+
+    def _root_of(self, shard: ShardName) -> Path:
+        for root in self._roots[1:]:
+            if _is_in(self.path(shard.generation, shard.step, root), shard):
+                return root
+        return self.root
+
+    def open(self, generation: int, step: int, root: Path | None = None) -> DiskStorage:
+        """The files of one snapshot in one of the two directories."""
+        return DiskStorage(self.path(generation, step, root), durable=False)
 
     def held(self) -> list[HeldSnapshot]:
         """Every snapshot of which some rank's shard stands here whole, oldest first."""
@@ -147,30 +165,27 @@ class SnapshotStore:
 
     def drafts(self) -> list[ShardName]:
         """Shards that workers have written and nobody has sealed, oldest first."""
-        return sorted(self._shards(_DRAFT, draft_name))
+        return self._shards(_DRAFT, draft_name)
 
     def has(self, shard: ShardName) -> bool:
         """Whether a shard was written, sealed or not."""
-        path = self.path(shard.generation, shard.step)
-        of = (shard.rank, shard.world_size)
-        # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
-        return (path / draft_name(*of)).exists() or (path / snapshot_manifest_name(*of)).exists()
+        return _is_in(self.path_of(shard), shard)
 
     def sealed(self, shard: ShardName) -> bool:
         """Whether a shard is whole: this node's own with its checksums, or a replica."""
         name = snapshot_manifest_name(shard.rank, shard.world_size)
-        return (self.path(shard.generation, shard.step) / name).exists()
+        return (self.path_of(shard) / name).exists()
 
     def read_seal(self, shard: ShardName) -> Seal:
         """The seal of a sealed shard; `FileNotFoundError` where there is none."""
-        path = self.path(shard.generation, shard.step)
+        path = self.path_of(shard)
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         sums = (path / (self.file_of(shard) + SUMS_SUFFIX)).read_bytes()
         return Seal(sums, (path / name).read_bytes())
 
     def file_of(self, shard: ShardName) -> str:
         """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
-        path = self.path(shard.generation, shard.step)
+        path = self.path_of(shard)
         start = file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
         for name in _names(path):
             if name.startswith(start) and name.endswith(_SHARD_SUFFIX):
@@ -179,7 +194,7 @@ class SnapshotStore:
 
     def drop(self, shard: ShardName) -> None:
         """Remove one rank's part of a snapshot, its manifest first."""
-        path = self.path(shard.generation, shard.step)
+        path = self.path_of(shard)
         of = f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
         for name in sorted(_names(path), key=lambda name: not name.startswith("manifest")):
             if of in name:
@@ -187,17 +202,22 @@ class SnapshotStore:
 
     def drop_draft(self, shard: ShardName) -> None:
         """Give up a shard that cannot be sealed."""
-        path = self.path(shard.generation, shard.step)
+        path = self.path_of(shard)
         (path / draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
 
     def write_draft(
-        self, manifest: Manifest, rank: int, must_be_finite: Collection[Range] = ()
+        self,
+        manifest: Manifest,
+        rank: int,
+        must_be_finite: Collection[Range] = (),
+        root: Path | None = None,
     ) -> None:
         """Say that a rank's shard is written: the last thing its writer does.
 
-        must_be_finite: of its file, what must be for it to be sealed.
+        must_be_finite: of its file, what must be for it to be sealed. root: which of the two
+        directories it is in.
         """
-        storage = self.open(manifest.generation, manifest.step)
+        storage = self.open(manifest.generation, manifest.step, root)
         text = b'{"layout_digest":"%s","finite":%s,"manifest":%s}\n' % (
             manifest.layout.digest().encode(),
             json.dumps(encode(list(must_be_finite)), separators=(",", ":")).encode(),
@@ -212,7 +232,7 @@ class SnapshotStore:
         is gone, and `NotFinite` where what is trained is not finite: such a state is never one to
         go on from.
         """
-        storage = self.open(shard.generation, shard.step)
+        storage = DiskStorage(self.path_of(shard), durable=False)
         of = (shard.rank, shard.world_size)
         if self.sealed(shard):
             storage.remove(draft_name(*of))  # who sealed it may have been killed before this
@@ -240,10 +260,11 @@ class SnapshotStore:
     def holding(self, shard: ShardName, name: str) -> Iterator[HeldShard]:
         """A shard's file, by a link of one's own: its slot stays as it is while it is read, though
         its snapshot may go."""
-        folder = self.root / HELD
+        root = self._root_of(shard)
+        folder = root / HELD
         folder.mkdir(exist_ok=True)
         own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
-        os.link(self.path(shard.generation, shard.step) / name, own)
+        os.link(self.path(shard.generation, shard.step, root) / name, own)
         try:
             with self._lock:
                 data = self._mapped(own)
@@ -254,59 +275,65 @@ class SnapshotStore:
 
     def _mapped(self, path: Path) -> memoryview:
         """A slot's bytes. Its inode is its own for as long as it is mapped here."""
-        slots = self.root / SLOTS
-        living = {entry.inode() for entry in os.scandir(slots)} if slots.is_dir() else set()
-        self._maps = {inode: known for inode, known in self._maps.items() if inode in living}
+        living = {place for root in self._roots for place in _inodes(root / SLOTS)}
+        self._maps = {place: known for place, known in self._maps.items() if place in living}
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            known = self._maps.get(status.st_ino)
+            place = (status.st_dev, status.st_ino)
+            known = self._maps.get(place)
             if known is None or len(known) < status.st_size:
                 known = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                self._maps[status.st_ino] = known
+                self._maps[place] = known
         return memoryview(known)[: status.st_size]
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
         """Remove every snapshot but those of these (generation, step)."""
         kept = {generation for generation, _ in states}
-        for generation in self._generations():
-            folder = self.root / f"gen-{generation}"
-            for name in _names(folder):
-                if (generation, step_of(name)) not in states:
-                    shutil.rmtree(folder / name, ignore_errors=True)
-            if generation not in kept:  # in another a worker may be about to make a step's
-                with suppress(OSError):
-                    folder.rmdir()
+        for root in self._roots:
+            for generation in _generations(root):
+                folder = root / f"gen-{generation}"
+                for name in _names(folder):
+                    if (generation, step_of(name)) not in states:
+                        shutil.rmtree(folder / name, ignore_errors=True)
+                if generation not in kept:  # in another a worker may be about to make a step's
+                    with suppress(OSError):
+                        folder.rmdir()
 
     def clear(self) -> None:
-        """Remove every snapshot and slot; the root itself stays."""
-        generations = [f"gen-{generation}" for generation in self._generations()]
-        for name in (*generations, SLOTS, HELD):
-            shutil.rmtree(self.root / name, ignore_errors=True)
+        """Remove every snapshot and slot; the roots themselves stay."""
+        for root in self._roots:
+            generations = [f"gen-{generation}" for generation in _generations(root)]
+            for name in (*generations, SLOTS, HELD):
+                shutil.rmtree(root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
         """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
         if not (_SHARD.fullmatch(name) or _MANIFEST.fullmatch(name)) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
-        path = self.path(generation, step) / name
+        paths = [self.path(generation, step, root) / name for root in self._roots]
+        path = next((path for path in paths if os.path.lexists(path)), paths[0])
         if path.is_symlink():
             raise FileNotFoundError(f"{name!r} is a link, which no snapshot has")
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
     def _shards(
         self, pattern: re.Pattern[str], canonical: Callable[[int, int], str]
-    ) -> Iterator[ShardName]:
-        for generation in self._generations():
-            for directory in _names(self.root / f"gen-{generation}"):
-                step = step_of(directory)
-                if step is None:
-                    continue
-                for name in _names(self.path(generation, step)):
-                    match = pattern.fullmatch(name)
-                    if match and name == canonical(int(match[1]), int(match[2])):
-                        yield ShardName(generation, step, int(match[1]), int(match[2]))
+    ) -> list[ShardName]:
+        found = set()
+        for root in self._roots:
+            for generation in _generations(root):
+                for directory in _names(root / f"gen-{generation}"):
+                    step = step_of(directory)
+                    if step is None:
+                        continue
+                    for name in _names(self.path(generation, step, root)):
+                        match = pattern.fullmatch(name)
+                        if match and name == canonical(int(match[1]), int(match[2])):
+                            found.add(ShardName(generation, step, int(match[1]), int(match[2])))
+        return sorted(found)
 
     def _whole(self, shard: ShardName) -> bool:
-        storage = self.open(shard.generation, shard.step)
+        storage = DiskStorage(self.path_of(shard), durable=False)
         try:
             manifest = read_manifest(storage, snapshot_manifest_name(shard.rank, shard.world_size))
             file = manifest.files[shard.rank]
@@ -318,9 +345,25 @@ class SnapshotStore:
         except (ElasticZeroError, FileNotFoundError, IndexError):
             return False
 
-    def _generations(self) -> list[int]:
-        matches = (_GENERATION.fullmatch(name) for name in _names(self.root))
-        return sorted(int(match[1]) for match in matches if match)
+
+def _generations(root: Path) -> list[int]:
+    matches = (_GENERATION.fullmatch(name) for name in _names(root))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _is_in(path: Path, shard: ShardName) -> bool:
+    """Whether a snapshot's directory has a shard, sealed or not."""
+    of = (shard.rank, shard.world_size)
+    # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
+    return (path / draft_name(*of)).exists() or (path / snapshot_manifest_name(*of)).exists()
+
+
+def _inodes(folder: Path) -> list[tuple[int, int]]:
+    try:
+        device = folder.stat().st_dev
+        return [(device, entry.inode()) for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return []
 
 
 def draft_name(rank: int, world_size: int) -> str:

@@ -22,7 +22,7 @@ from elasticzero.checkpoint.finite import not_finite
 from elasticzero.checkpoint.manifest import Layout, Manifest, to_json, with_own_file
 from elasticzero.checkpoint.retention import make_room
 from elasticzero.checkpoint.shards import shard_header, write_shard
-from elasticzero.checkpoint.slots import SlotsInUse
+from elasticzero.checkpoint.slots import SlotsInUse, allocated_bytes, free_bytes
 from elasticzero.checkpoint.storage import open_directory, out_of_space
 from elasticzero.checkpoint.writer import Piece, shard_bytes
 from elasticzero.errors import (
@@ -33,8 +33,8 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.link import AgentLink
-from elasticzero.messages import Assignment, Captured, GiveUp, Paced
-from elasticzero.pacing import Ledger, Word
+from elasticzero.messages import Assignment, Captured, GiveUp, MemoryShort, Paced
+from elasticzero.pacing import Ledger, Sizes, Word, node_bytes
 from elasticzero.saving import Author, draft
 from elasticzero.snapshot_cost import SnapshotCost
 from elasticzero.state import BoundaryCopy, Share
@@ -67,7 +67,8 @@ class Captures:
         self._share = share
         self._replicated = replicated
         self._saving = saving and a.checkpoint_dir is not None
-        self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank)
+        overflow = Path(a.overflow_root) if a.overflow_root else None
+        self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank, overflow)
         self._snapshots = (
             not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
@@ -76,6 +77,8 @@ class Captures:
         self._trained: Collection[str] = ()
         self._reserving: threading.Thread | None = None
         self._reserved = False
+        self._looked = link.alone or a.local_rank > 0
+        """Whether shared memory is large enough was looked at, or is another rank's to look at."""
         self._saved_step: int | None = None
         """Newest step that was captured to be saved, or was read from storage."""
         self._handed: int | None = None
@@ -105,6 +108,9 @@ class Captures:
 
     def _reserve(self, copy: BoundaryCopy) -> None:
         """Allocate and map memory for captures of this size, while training goes on."""
+        if not self._looked:
+            self._looked = True
+            self._look_at_memory(copy)
         if self._save is not None or not (self._snapshots or self._saving):
             return
         manifest, _ = self._draft(copy, self._author(complete=False))
@@ -119,6 +125,26 @@ class Captures:
 
         self._reserving = threading.Thread(target=reserve, name="elasticzero-reserve", daemon=True)
         self._reserving.start()
+
+    def _look_at_memory(self, copy: BoundaryCopy) -> None:
+        """Tell the agent if shared memory is too small for this node's snapshots."""
+        a = self._assignment
+        manifest, _ = self._draft(copy, self._author(complete=False))
+        shard = shard_header(manifest, a.rank)[1]
+        whole = 0
+        if self._replicated:
+            manifest, _ = draft(self._share(), copy, self._author(complete=True))
+            whole = shard_header(manifest, 0)[1]
+        needed = node_bytes(
+            Sizes(shard=shard, whole=whole),
+            workers=a.local_world_size,
+            captures=self._snapshots or self._saving,
+            replicas=self._snapshots and a.world_size > a.local_world_size,
+        )
+        root = Path(a.snapshot_root)
+        free = free_bytes(root) + allocated_bytes(root)
+        if needed > free:
+            self._link.send(MemoryShort(needed_bytes=needed, free_bytes=free))
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""

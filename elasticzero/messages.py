@@ -77,6 +77,8 @@ class Assignment:
     resume: Resume
     snapshot_root: str
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
+    overflow_root: str = ""
+    """The same on a disk, for snapshots that find no room in shared memory; empty: none."""
     host: str = "127.0.0.1"
     """Where other nodes reach this one."""
     checkpoint_dir: str | None = None
@@ -240,6 +242,16 @@ class Paced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShort:
+    """Worker to agent, of local rank 0: shared memory is too small for this node's snapshots."""
+
+    needed_bytes: int
+    """By all workers of the node, and by the replicas that it keeps."""
+    free_bytes: int
+    """Of that, what there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Agent to worker: this node holds its part of a snapshot, or (`error`) cannot."""
 
@@ -324,6 +336,7 @@ Message = (
     | Captured
     | GiveUp
     | Paced
+    | MemoryShort
     | Kept
     | Saved
     | Stopping

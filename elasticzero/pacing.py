@@ -90,3 +90,20 @@ class Ledger:
 
     def captured(self, step: int, *, checkpoint: bool) -> Ledger:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What one capture takes, in bytes."""
+
+    shard: int
+    """Of one rank."""
+    whole: int = 0
+    """Of all state in one, where each rank has all of it; else 0."""
+
+
+def node_bytes(sizes: Sizes, *, workers: int, captures: bool, replicas: bool) -> int:
+    """Memory that a node of so many workers needs for its snapshots: two slots a rank where there
+    are captures while it trains, two for each replica, and what a stop leaves."""
+    while_training = 2 * sizes.shard * workers * (captures + replicas)
+    return while_training + (sizes.whole or sizes.shard * workers)

@@ -12,7 +12,7 @@ from elasticzero.checkpoint.dtypes import torch_dtype
 from elasticzero.checkpoint.http_storage import HttpStorage
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.checkpoint.reader import Checkpoint, Target, open_snapshot, open_step
-from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage import Readable, open_directory
 from elasticzero.data import Position
 from elasticzero.errors import CheckpointMismatch
@@ -42,10 +42,17 @@ def open_source(assignment: Assignment) -> Checkpoint:
 def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
     generation, step = resume.generation, resume.step
     if source.node == assignment.node:
-        path = SnapshotStore(Path(assignment.snapshot_root)).path(generation, step)
-        return DiskStorage(path, durable=False)
+        world_size = len({source.rank for source in resume.sources})
+        shard = ShardName(generation, step, source.rank, world_size)
+        return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
     url = f"http://{source.address}/snapshots/{generation}/{step}"
     return HttpStorage(url, assignment.password)
+
+
+def snapshots_of(assignment: Assignment) -> SnapshotStore:
+    """The node's snapshots."""
+    overflow = Path(assignment.overflow_root) if assignment.overflow_root else None
+    return SnapshotStore(Path(assignment.snapshot_root), overflow)
 
 
 def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: int) -> Position:

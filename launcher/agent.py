@@ -93,6 +93,8 @@ class AgentOptions:
     """`<log-dir>/<job>/<node>`."""
     snapshot_dir: Path
     """In shared memory; this agent's own."""
+    overflow_dir: Path | None = None
+    """On a disk, for snapshots that find no room in shared memory; this agent's own."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None
@@ -129,7 +131,7 @@ class Agent:
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._observer = Observer(store, self.wake)
-        self.snapshots = SnapshotStore(options.snapshot_dir)
+        self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self._events = EventLog(options.log_dir)
         self.telling = Telling(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))

@@ -13,11 +13,13 @@ from pathlib import Path
 from elasticzero.errors import StorageError, UserError
 from elasticzero.launcher.option_values import (
     check_access,
+    check_folder,
     check_name,
     check_numbers,
     check_script,
     endpoints_of,
     given_token,
+    overflow_folder,
     parse_nnodes,
     parse_nproc,
 )
@@ -119,6 +121,8 @@ def _run(args: argparse.Namespace) -> int:
     script = check_script(args.script, args.module)
     nproc = parse_nproc(args.nproc_per_node)
     given = check_numbers(args)
+    memory = check_folder(args.snapshot_dir)
+    overflow = overflow_folder(memory)
     directory, storage_trouble = args.checkpoint_dir, None
     if directory is not None:
         place = open_directory(directory)
@@ -158,7 +162,8 @@ def _run(args: argparse.Namespace) -> int:
         nproc=nproc,
         launch=launch,
         log_dir=log_root / job / node,
-        snapshot_dir=snapshot_directory(job, node),
+        snapshot_dir=snapshot_directory(job, node, memory),
+        overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
         snapshot_every=given.snapshot_every,

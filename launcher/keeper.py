@@ -230,7 +230,8 @@ class Keeper:
         slot = charge.ranks.index(rank)
         with self._lock:
             if slot not in self._replica_slots:
-                self._replica_slots[slot] = Slots(self._snapshots.root, f"replica-{slot}")
+                root, overflow = self._snapshots.root, self._snapshots.overflow
+                self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
         url = f"http://{charge.address}/snapshots/{post.generation}/{step.number}"
         source = HttpStorage(url, post.password, timeout_s=self._silence_s)

@@ -22,7 +22,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.events import EventReader
 from elasticzero.launcher.narrate import Narrator
-from elasticzero.launcher.shared_memory import snapshot_directory
+from elasticzero.launcher.shared_memory import SHARED_MEMORY, snapshot_directory
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 LOOK_EVERY_S = 0.02
@@ -178,7 +178,8 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for name in self.nodes:
-            shutil.rmtree(snapshot_directory(self.job, name), ignore_errors=True)
+            for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+                shutil.rmtree(snapshot_directory(self.job, name, folder), ignore_errors=True)
 
 
 def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
@@ -191,6 +192,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "checkpoint_dir",
         "checkpoint_every",
         "snapshot_every",
+        "snapshot_dir",
         "keep",
         "keep_every",
         "spares",

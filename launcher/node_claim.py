@@ -29,19 +29,26 @@ def node_claim(options: AgentOptions, *, named: bool) -> Iterator[tuple[Claim, A
     named: the user gave the name; otherwise it gets a number where a living agent of the job has it
     on this machine. Raises `OperatorError` where no name can be had.
     """
-    sweep()
+    for root in (options.snapshot_dir, options.overflow_dir):
+        if root is not None:
+            sweep(root.parent)
     claim, options = _claimed(options, named=named)
+    overflow = None
     try:
+        if options.overflow_dir is not None:
+            overflow = Claim(options.overflow_dir)
         yield claim, options
     finally:
         claim.release()
+        if overflow is not None:
+            overflow.release()
 
 
 def _claimed(options: AgentOptions, *, named: bool) -> tuple[Claim, AgentOptions]:
     name, most = options.node, 1 if named else MOST_AGENTS
     for number in itertools.count(1):
         node = name if number == 1 else f"{name}-{number}"
-        root = snapshot_directory(options.job, node)
+        root = snapshot_directory(options.job, node, options.snapshot_dir.parent)
         try:
             claim = Claim(root)
         except NameTaken:
@@ -55,7 +62,11 @@ def _claimed(options: AgentOptions, *, named: bool) -> tuple[Claim, AgentOptions
                 f"is node {node} (--node-name)",
             )
         log_dir = options.log_dir.parent / node
-        return claim, replace(options, node=node, snapshot_dir=root, log_dir=log_dir)
+        overflow = options.overflow_dir
+        if overflow is not None:
+            overflow = snapshot_directory(options.job, node, overflow.parent)
+        options = replace(options, node=node, snapshot_dir=root, overflow_dir=overflow)
+        return claim, replace(options, log_dir=log_dir)
     raise AssertionError("unreachable")
 
 

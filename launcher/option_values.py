@@ -7,6 +7,7 @@ import importlib.machinery
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,21 @@ def check_name(text: str, what: str) -> str:
             f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
         )
     return text
+
+
+def check_folder(text: str) -> Path:
+    """The folder of --snapshot-dir; raises `UserError` if snapshots cannot lie there."""
+    folder = Path(text).absolute()
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--snapshot-dir {text}: a directory that can be written is expected")
+    return folder
+
+
+def overflow_folder(snapshot_folder: Path) -> Path | None:
+    """Where snapshots go that find no room in that one: the temporary directory; None: it is that
+    one."""
+    folder = Path(tempfile.gettempdir()).absolute()
+    return None if folder.resolve() == snapshot_folder.resolve() else folder
 
 
 def _count(flag: str, text: str | None) -> int | None:

@@ -137,6 +137,13 @@ RUN_OPTIONS = (
         metavar="N",
     ),
     Option(
+        ("--snapshot-dir",),
+        "shared memory that snapshots lie in; what finds no room there goes to a file in the "
+        "temporary directory (TMPDIR)",
+        "/dev/shm",
+        metavar="DIR",
+    ),
+    Option(
         ("--spares",),
         "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
         metavar="N",

@@ -1,4 +1,5 @@
-"""Shared memory that agents own: claimed by a lock that ends with its owner, however it ends.
+"""Shared memory that agents own: claimed by a lock that ends with its owner, however it ends; and
+so the directories on disks that take what does not fit there.
 
 An agent that is killed leaves its directory behind. The lock in it is gone with the process, and so
 the next agent that starts on this machine, of whatever job, sees whose owner is dead.
@@ -10,13 +11,14 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from elasticzero.errors import OperatorError
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "elasticzero-"
+PREFIX = "elasticzero-snapshots-"
 _LOCK = "owner"
 
 
@@ -24,10 +26,10 @@ class NameTaken(OperatorError):
     """A living agent on this machine has the directory, and so the node's name."""
 
 
-def snapshot_directory(job: str, node: str) -> Path:
-    """The directory of a node's agent in shared memory."""
+def snapshot_directory(job: str, node: str, folder: Path = SHARED_MEMORY) -> Path:
+    """The directory of a node's agent in shared memory, or in another folder."""
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
-    return SHARED_MEMORY / f"{PREFIX}{digest}-{node}"
+    return folder / f"{PREFIX}{digest}-{node}"
 
 
 class Claim:
@@ -38,6 +40,12 @@ class Claim:
         self.root = root
         while True:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = root.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise OperatorError(
+                    f"{root} is not a directory of this user: remove it, or give this node another "
+                    "--node-name"
+                )
             try:
                 fd = _locked(root)
             except FileNotFoundError:

@@ -25,6 +25,7 @@ from elasticzero.messages import (
     Failed,
     Kept,
     Logged,
+    MemoryShort,
     Paced,
     Restored,
     Stepped,
@@ -84,6 +85,7 @@ class Telling:
         """This node's strikes, as it was last said that it is set aside for them."""
         self._traced: list[str] = []
         """Errors whose traceback this agent has repeated on the terminal."""
+        self._said_short = False
         self._save_failed: tuple[int, int, str] | None = None
         """Generation, step and error of the failed save that was said last."""
 
@@ -272,6 +274,8 @@ class Telling:
                 case Paced():
                     self._say_pace(message)
                     self.note("paced", **_plain(message))
+                case MemoryShort():
+                    self._say_memory_short(message)
                 case Stopping():
                     self.note("stopping", **_plain(message) | {"rank": worker.rank})
                 case Failed():
@@ -328,6 +332,22 @@ class Telling:
             f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
             f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
             f"for up to {self._options.limits.save_timeout_s:g} s (--save-timeout)",
+        )
+
+    def _say_memory_short(self, message: MemoryShort) -> None:
+        """Said once: what it takes does not change while a job trains."""
+        self.note("memory_short", **_plain(message))
+        if self._said_short:
+            return
+        self._said_short = True
+        folder, overflow = self._options.snapshot_dir.parent, self._options.overflow_dir
+        instead = f"what finds no room goes to {overflow}" if overflow else "some find no room"
+        say(
+            self._options.node,
+            f"{folder} is short: this node's snapshots need {_mebibytes(message.needed_bytes)} MiB "
+            f"and it has {_mebibytes(message.free_bytes)} MiB; {instead}, which is slower. Give it "
+            "more (docker run --shm-size, in Kubernetes an emptyDir with medium: Memory at "
+            "/dev/shm), or name a larger one by --snapshot-dir",
         )
 
     def _say_pace(self, message: Paced) -> None:
@@ -471,6 +491,10 @@ class Telling:
             with suppress(OSError):
                 print("\n".join(lines), file=sys.stderr, flush=True)
         self._events.close()
+
+
+def _mebibytes(size: int) -> int:
+    return (size + (1 << 20) - 1) >> 20
 
 
 def _plain(message: Any) -> dict[str, Any]:
