@@ -24,7 +24,7 @@ from elasticzero.launcher.actions import (
 )
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.lead import is_leader
-from elasticzero.launcher.view import Damage, Limits, Notice, StoreHealth, View, Workers
+from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
 from elasticzero.launcher.world import (
     Alarm,
     Control,
@@ -126,7 +126,6 @@ SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
-EVICTED = replace(LEAVER, leave_reason="SIGTERM")
 STOP = Control(stop=True)
 DRAINED = Control(drain=(Drain(node="c", incarnation="i-c"),))
 BEGIN_ANEW = "stopped by an operator; there is no checkpoint, --restart begins anew"
@@ -156,12 +155,6 @@ def blamed(**fields) -> View:
     return v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", B, failure=failure)})
 
 
-GIVEN_UP = v(
-    blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)),
-)  # fmt: skip
-UNWRITTEN = blamed(
-    blame="storage", step=20, message="the last checkpoint was not saved: it is full"
-)
 SILENT = replace(TRAINS, silent_s=61.0)
 HANG = Alarm(node="b", kind="hang", reason="rank 1: no step for 61.0 s")
 HUNG = Failure(rank=0, blame="hung", message="no step for 61.0 s")
@@ -304,19 +297,6 @@ TABLE = [
     ("bad input of another, where others have trained", v(ROUND, world=world(A, B, trained=1), workers=replace(TRAINS, step=0), alarm=replace(ALARM, final=True), alarm_s=99.5, my_report=says("alive", A)), [StopWorkers("it broke")]),
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
-    # E4, E5
-    ("useless to try again: save first", v(blamed(final=True), can_save=True, storage_step=10, round_s=98.0), [SaveHeld(3, 20, 1, (0,))]),
-    ("given up: save first", v(GIVEN_UP, can_save=True, storage_step=10, round_s=98.0), [SaveHeld(3, 20, 1, (0,))]),
-    ("given up: being saved", v(GIVEN_UP, can_save=True, storage_step=10, round_s=98.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
-    ("given up: saved", v(GIVEN_UP, can_save=True, storage_step=20), [WriteDone]),
-    ("given up: not saved in time", v(GIVEN_UP, can_save=True, storage_step=10, round_s=30.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), [WriteDone]),
-    ("the last checkpoint is not written: save it", v(UNWRITTEN, can_save=True, storage_step=10, round_s=98.0), [SaveHeld(3, 20, 1, (0,))]),
-    ("the last checkpoint is not written: no next world", v(UNWRITTEN, can_save=True, storage_step=10, round_s=98.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
-    ("the last checkpoint is written now: go on", v(UNWRITTEN, can_save=True, storage_step=20), [WriteWorld]),
-    ("the last checkpoint is never written", v(UNWRITTEN, can_save=True, storage_step=10, round_s=30.0), [WriteDone]),
-    ("another node's part is mine now", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=()), [SaveHeld(3, 20, 1, (0,))]),
-    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=Notice(reason="SIGTERM", heard_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [Leave(ExitCode.LEFT)]),
-    ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=Notice(reason="SIGTERM", heard_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
     # A4, A5, L8: hangs
     ("no step for the limit: look", v(AT_REST, workers=SILENT), [LookAtWorkers(60.0)]),
     ("below the limit", v(AT_REST, workers=w(SILENT, silent_s=59.0)), []),
@@ -386,7 +366,6 @@ TABLE = [
     ("stopped: being saved", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), round_s=50.0), []),
     ("stopped: saved, storage is looked at", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_pending="looking", round_s=80.0), []),
     ("stopped: saved", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
-    ("stopped: could not be saved yet", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=15, round_s=50.0), []),
     ("stopped: could not be saved", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=15, round_s=30.0), stopped(15, f"step 20 could not be saved; {GO_ON} 15")),
     ("stopped: no directory", v(ENDED, control=STOP), stopped(20, "stopped after step 20 by an operator; there is no --checkpoint-dir, so its state is not kept; --restart begins anew")),
     ("stop below MIN, saved already", v(STRANDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
@@ -562,45 +541,8 @@ def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_gener
     assert [s.generation for s in action.done.setbacks] == [1, 2, 3]
     assert action.done.reason == (
         "rank 0 on b failed: ValueError: no; 4 times in a row without progress past step 20; "
-        "3 generations in a row failed alike, on b: the script or its data, rather than a machine"
-        + NO_PLACE
+        f"3 generations in a row failed alike, on b: the script or its data, rather than a machine{NO_PLACE}"
     )
-
-
-LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
-
-
-@pytest.mark.parametrize(
-    ("view", "fate"),
-    [
-        (v(GIVEN_UP, storage_step=20), "; the checkpoint of step 20 has all that was done"),
-        (
-            v(GIVEN_UP, storage_step=10, round_s=30.0),
-            f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
-        ),
-        (
-            v(UNWRITTEN, storage_step=10, round_s=30.0),
-            f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
-        ),
-        (
-            v(UNWRITTEN, storage_step=10, holdings=(), my_report=NOTHING_HELD, reports=UNWRITTEN.reports | {"a": NOTHING_HELD}),
-            f"; step 20 could not be saved within 60 s, and memory does not hold it: {LOST}",
-        ),
-    ],
-)  # fmt: skip
-def test_the_end_of_a_job_says_what_became_of_its_state(view: View, fate: str) -> None:
-    (action,) = decide(v(view, can_save=True), NOW, LIMITS).actions
-    assert isinstance(action, WriteDone) and action.done.outcome == "failed"
-    assert action.done.reason.endswith(fate), action.done.reason
-
-
-def test_storage_that_fails_is_no_fault_of_a_node() -> None:
-    """A node on which the last checkpoint failed was set aside, and the job was given up for it."""
-    twice = (Strikes(node="b", count=2),)
-    struck = world(A, B, strikes=twice, fruitless=3, resume=Resume(tier="storage", step=20))
-    following = next_world(v(UNWRITTEN, can_save=True, storage_step=20, world=struck, round_s=90.0))
-    assert following.fruitless == 3
-    assert following.strikes == twice
 
 
 def test_a_node_that_came_anew_is_not_taken_for_what_it_was() -> None:
