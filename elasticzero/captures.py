@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -142,9 +143,10 @@ class Captures:
             replicas=self._snapshots and a.world_size > a.local_world_size,
         )
         root = Path(a.snapshot_root)
-        free = free_bytes(root) + allocated_bytes(root)
-        if needed > free:
-            self._link.send(MemoryShort(needed_bytes=needed, free_bytes=free))
+        with suppress(OSError):  # what cannot be looked at is not said
+            free = free_bytes(root) + allocated_bytes(root)
+            if needed > free:
+                self._link.send(MemoryShort(needed_bytes=needed, free_bytes=free))
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""

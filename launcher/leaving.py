@@ -25,8 +25,8 @@ from elasticzero.messages import FLAG_LEAVE, Resume
 
 MARGIN_SHARE = 0.25
 """The margin before a deadline is no more than this of the whole notice."""
-GOES_BEFORE_S = 1.0
-"""So long before its deadline, or a fifth of the margin, an agent ends by itself."""
+GOES_BEFORE_S = 2.0
+"""So long before its deadline, or half of the margin, an agent ends by itself."""
 
 
 def gathered(notices: Sequence[Notice]) -> Notice | None:
@@ -59,7 +59,7 @@ def goes_at_s(notice: Notice) -> float:
     if notice.by_s is None:
         return float("inf")
     whole_s = max(0.0, notice.by_s - notice.heard_s)
-    return notice.by_s - min(GOES_BEFORE_S, MARGIN_SHARE * whole_s / 5)
+    return notice.by_s - min(GOES_BEFORE_S, MARGIN_SHARE * whole_s / 2)
 
 
 def says(view: View) -> str:
