@@ -21,6 +21,7 @@ from elasticzero.checkpoint.shards import shard_header, shard_specs
 from elasticzero.checkpoint.slots import Slot, Slots
 from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
 from elasticzero.checkpoint.writer import Piece, in_order
+from elasticzero.errors import StorageError
 
 _PAGE_BYTES = 4096
 
@@ -103,7 +104,11 @@ class SnapshotWriter:
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
         ranges = _ranges(draft, rank, len(head), terms.trained)
-        self._store.write_draft(draft, rank, ranges, slot.root)
+        try:
+            self._store.write_draft(draft, rank, ranges, slot.root)
+        except StorageError:
+            (path / draft.file_name(rank)).unlink(missing_ok=True)  # the slot is free again
+            raise
         return size
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
 def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "zero2", "steps": 10, "full": [1, 9, 99]}
-    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8}
+    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8, "save_timeout_s": 2.0}
     running = start(pool, tmp_path, 2, told, **given)
     running.until(lambda: bool(running.workers[1].all(Failed)))
     running.workers[0].channel.send(Abort(reason="rank 1 failed"))
@@ -184,16 +184,17 @@ def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> No
     assert [w.exit_code for w in running.workers] == [75, 1], running.logs()
     assert commit.newest_good(open_directory(directory)) == 8
     failed, *more = running.workers[1].all(Failed)
-    assert (failed.blame, failed.final, failed.traceback) == ("environment", False, "")
+    assert (failed.blame, failed.final, failed.traceback) == ("storage", False, "")
     assert failed.message.startswith("the last checkpoint, of step 10, was not saved: cannot write")
     assert "File too large" in failed.message
     # Shared memory is full too in this test.
     assert 10 not in [captured.step for captured in running.workers[1].all(Captured)]
     assert not more
     lines = running.workers[1].log.read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "no snapshot of step 10", "the checkpoint of step 10 was not saved", "error"
-    ]  # fmt: skip
+    *tries, last = [line.split(":")[0] for line in lines]
+    one = ["no snapshot of step 10", "the checkpoint of step 10 was not saved"]
+    assert len(tries) >= 4 and tries == one * (len(tries) // 2)
+    assert last == "error"
 
 
 def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
