@@ -37,7 +37,7 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     place = Place(
         rank=a.rank,
         world_size=a.world_size,
-        local_rank=a.local_rank,
+        local_rank=a.visible_local_rank,
         master_address=a.master_address,
         master_port=a.master_port,
         store_fd=a.store_fd,
@@ -50,7 +50,8 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
     )
     if link.alone:
         return device_of(place), None
-    if "OMP_NUM_THREADS" not in os.environ:
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # for scripts that meet by themselves
+    if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
     _leave_sigterm_to_the_agent()

@@ -55,6 +55,18 @@ class KnownError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What every worker of a node finds in its environment, as under torchrun."""
+
+    role: str = "default"
+    max_restarts: int = 0
+    threads: int | None = None
+    """OMP_NUM_THREADS that the launcher has chosen; None: the user did, or there is one worker."""
+    devices: tuple[str, ...] | None = None
+    """The GPU that each local rank sees as its only one, in CUDA's words; None: all see all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """Agent to worker, first: who you are in which generation, and where its state comes from."""
 
@@ -101,6 +113,16 @@ class Assignment:
     """The process may outlive its generation and take part in the next."""
     known_errors: tuple[KnownError, ...] = ()
     """Of generations that came no further, newest last."""
+    nodes: int = 1
+    """Members of the generation's world."""
+    error_file: str = ""
+    """Where torch's `record` puts the error that ends the script."""
+    settings: WorkerSettings = field(default_factory=WorkerSettings)
+
+    @property
+    def visible_local_rank(self) -> int:
+        """The index of this worker's GPU among those that it sees."""
+        return self.local_rank if self.settings.devices is None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,16 +371,27 @@ Message = (
 
 def torchrun_environment(assignment: Assignment) -> dict[str, str]:
     """The variables that torchrun sets, for scripts written for it."""
+    settings = assignment.settings
+    more = {}
+    if settings.threads is not None:
+        more["OMP_NUM_THREADS"] = str(settings.threads)
+    if settings.devices is not None:
+        more["CUDA_VISIBLE_DEVICES"] = settings.devices[assignment.local_rank].strip()
     return {
         "RANK": str(assignment.rank),
-        "LOCAL_RANK": str(assignment.local_rank),
+        "LOCAL_RANK": str(assignment.visible_local_rank),
         "WORLD_SIZE": str(assignment.world_size),
         "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
         "GROUP_RANK": str(assignment.group_rank),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "ROLE_NAME": settings.role,
         "ROLE_RANK": str(assignment.rank),
         "ROLE_WORLD_SIZE": str(assignment.world_size),
         "MASTER_ADDR": assignment.master_address,
         "MASTER_PORT": str(assignment.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": assignment.job,
+        "TORCHELASTIC_ERROR_FILE": assignment.error_file,
+        **more,
     }

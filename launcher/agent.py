@@ -41,6 +41,7 @@ from elasticzero.launcher.actions import (
     WriteWorld,
 )
 from elasticzero.launcher.assigning import assignments, post
+from elasticzero.launcher.console import Console
 from elasticzero.launcher.decide import decide
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import ForkServer, Launch
@@ -60,7 +61,7 @@ from elasticzero.launcher.view import Limits, Notice, View, Workers
 from elasticzero.launcher.worker_process import Worker, end
 from elasticzero.launcher.workers import Gang
 from elasticzero.launcher.world import World
-from elasticzero.messages import Captured, GiveUp, Kept, Message, Saved
+from elasticzero.messages import Captured, GiveUp, Kept, Message, Saved, WorkerSettings
 from elasticzero.metrics import Metrics
 
 REST_S = 0.25
@@ -107,8 +108,9 @@ class AgentOptions:
     """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """Workers' processes outlive a generation where nothing speaks against it."""
-    tee: str = "none"
-    """Which workers' output is repeated on the terminal: none, first or all of the node."""
+    console: Console = field(default_factory=Console)
+    """What of the workers' output is repeated on the terminal."""
+    workers: WorkerSettings = field(default_factory=WorkerSettings)
 
 
 class Agent:
@@ -354,6 +356,7 @@ class Agent:
             bell=self._wake_write,
             first_rank=first,
             started_s=now_s,
+            console=options.console,
         )
         self._gang, self._world_token = gang, world.token
         end(worker for local_rank, worker in kept.items() if local_rank >= len(given))

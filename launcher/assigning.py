@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elasticzero.launcher.error_file import error_file
 from elasticzero.launcher.saver import Charge, Post
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.world import World, charge
@@ -59,6 +60,9 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             save_timeout_s=options.limits.save_timeout_s,
             keep=options.keep_workers,
             known_errors=known,
+            nodes=len(world.members),
+            error_file=str(error_file(options.log_dir, local_rank)),
+            settings=options.workers,
         )
         for local_rank in range(member.nproc)
     ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
-from elasticzero.errors import StorageError, UserError
+from elasticzero.errors import StorageError
+from elasticzero.launcher.option import Option
 from elasticzero.launcher.option_values import (
     check_access,
     check_folder,
@@ -19,12 +18,21 @@ from elasticzero.launcher.option_values import (
     check_script,
     endpoints_of,
     given_token,
+    make_log_directory,
     overflow_folder,
     parse_nnodes,
     parse_nproc,
 )
-from elasticzero.launcher.options import add_job_options, add_run_options
+from elasticzero.launcher.options import add_job_options, add_local_options, add_run_options
 from elasticzero.launcher.parser import Parser
+from elasticzero.launcher.torchrun_options import without_effect
+from elasticzero.launcher.torchrun_values import (
+    check_rendezvous,
+    check_signals,
+    console_of,
+    launch_of,
+    worker_settings,
+)
 
 STORAGE_LIMIT_S = 30.0
 """A checkpoint directory that has not answered by then cannot be written."""
@@ -36,19 +44,31 @@ def _add_run(parser: Parser) -> None:
 
 
 def _add_local(parser: Parser) -> None:
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes at the start")
-    parser.add_argument(
-        "--fault",
-        action="append",
-        default=[],
-        metavar="WHAT@STEP",
-        help="kill-node, kill-worker, drain or join, when the job reaches STEP; "
-        "kill-node:NODE@STEP names the node",
-    )
-    omit = ("--nnodes", "--node-name", "--host", "--http-host", "--http-port", "--standalone")
-    add_run_options(parser, omit=(*omit, "--preemption"))
-    parser.add_argument("--nnodes", help="fewest and most nodes (default: 1:N)", metavar="MIN:MAX")
+    add_local_options(parser, _LOCAL_OPTIONS, omit=_NOT_LOCAL)
     parser.set_defaults(run_command=_local)
+
+
+_LOCAL_OPTIONS = (
+    Option(("--nodes",), "nodes at the start", type=int, metavar="N", own=False),
+    Option(
+        ("--fault",),
+        "kill-node, kill-worker, drain or join, when the job reaches STEP; "
+        "kill-node:NODE@STEP names the node",
+        metavar="WHAT@STEP",
+        is_list=True,
+        own=False,
+    ),
+    Option(("--nnodes",), "fewest and most nodes (default: 1:N)", metavar="MIN:MAX", own=False),
+)
+_NOT_LOCAL = (
+    "--nnodes",
+    "--node-name",
+    "--host",
+    "--http-host",
+    "--http-port",
+    "--standalone",
+    "--preemption",
+)
 
 
 def _add_status(parser: Parser) -> None:
@@ -97,29 +117,21 @@ def _run(args: argparse.Namespace) -> int:
     from elasticzero.checkpoint.storage import open_directory, within
     from elasticzero.launcher import runner
     from elasticzero.launcher.agent import AgentOptions
-    from elasticzero.launcher.forkserver import Launch
     from elasticzero.launcher.node_claim import node_claim
     from elasticzero.launcher.secret import forget_secrets
     from elasticzero.launcher.shared_memory import snapshot_directory
     from elasticzero.launcher.view import Limits
-    from elasticzero.launcher.worker_process import worker_environment
 
     least, most = parse_nnodes(args.nnodes)
-    if args.standalone and most > 1:
-        raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
-    if not args.etcd and most > 1:
-        raise UserError(
-            f"--nnodes {args.nnodes} needs --etcd HOST:PORT, where the nodes find each other; "
-            "for several nodes on this machine use: elasticzero local --nodes N"
-        )
-    if args.etcd and not args.job:
-        raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
+    meeting = check_rendezvous(args, most)
     access, token = check_access(args), given_token(args)
     forget_secrets(os.environ)
     job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
     node = check_name(args.node_name or socket.gethostname(), "--node-name")
-    script = check_script(args.script, args.module)
     nproc = parse_nproc(args.nproc_per_node)
+    launch = launch_of(args)
+    signals = check_signals(args.signals_to_handle)
+    console = console_of(args)
     given = check_numbers(args)
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
@@ -133,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
             if not args.etcd:
                 raise
             storage_trouble = error
-    log_root = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+    log_dir = make_log_directory(args.log_dir, job)
     limits = Limits(
         min_nodes=least,
         max_nodes=most,
@@ -147,21 +159,13 @@ def _run(args: argparse.Namespace) -> int:
         hang_timeout_s=given.hang_timeout_s,
         save_timeout_s=args.save_timeout,
     )
-    launch = Launch(
-        target=script,
-        is_module=args.module,
-        arguments=tuple(args.arguments),
-        environment=worker_environment(os.environ),
-        directory=os.getcwd(),
-        exit_timeout_s=args.exit_timeout,
-    )
     options = AgentOptions(
         job=job,
         node=node,
         limits=limits,
         nproc=nproc,
         launch=launch,
-        log_dir=log_root / job / node,
+        log_dir=log_dir / node,
         snapshot_dir=snapshot_directory(job, node, memory),
         overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
         checkpoint_dir=directory,
@@ -171,7 +175,8 @@ def _run(args: argparse.Namespace) -> int:
         keep_workers=args.keep_workers,
         grace_s=args.grace,
         preemption=args.preemption,
-        tee="all" if args.tee or not args.log_dir else "none",
+        console=console,
+        workers=worker_settings(args, nproc, os.environ),
     )
     coordination = runner.Coordination(
         endpoints=endpoints_of(args),
@@ -179,17 +184,21 @@ def _run(args: argparse.Namespace) -> int:
         token=token,
         restart=args.restart,
         storage_trouble=storage_trouble,
+        hosted=meeting.hosted,
+        node_rank=meeting.node_rank if least == most else None,
     )
     network = runner.Network(args.host, args.http_host, args.http_port)
+    lines = [*meeting.lines, *without_effect(vars(args))]
     with node_claim(options, named=args.node_name is not None) as (claim, options):
-        return int(runner.run_agent(options, coordination, network, claim))
+        return int(runner.run_agent(options, coordination, network, claim, signals, lines))
 
 
 def _local(args: argparse.Namespace) -> int:
     from elasticzero.launcher import local
 
-    check_script(args.script, args.module)
+    check_script(args.script, is_module=args.module, is_program=args.no_python)
     parse_nproc(args.nproc_per_node)
+    console_of(args)
     if args.nnodes is not None:
         parse_nnodes(args.nnodes)
     if args.job is not None:

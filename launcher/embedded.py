@@ -52,8 +52,10 @@ class EmbeddedEtcd:
         *,
         start_timeout_s: float = 30.0,
         address: str = "127.0.0.1",
+        port: int | None = None,
     ) -> None:
-        """address: of this machine, where it listens."""
+        """address: of this machine, where it listens; 0.0.0.0 and [::] are all of them. port: for
+        clients; None: any that is free."""
         self._temporary = data_dir is None
         self._dir = (
             Path(tempfile.mkdtemp(prefix="elasticzero-etcd-")) if data_dir is None else data_dir
@@ -61,13 +63,16 @@ class EmbeddedEtcd:
         self._dir.mkdir(parents=True, exist_ok=True)
         self._start_timeout_s = start_timeout_s
         self._address = address
-        self._client_port, self._peer_port = free_ports(2, address)
+        ports = free_ports(3, "127.0.0.1" if port else address)
+        self._peer_port, self._health_port, self._client_port = *ports[:2], port or ports[2]
         self._process: subprocess.Popen[bytes] | None = None
         self.log_path = self._dir / "etcd.log"
 
     @property
     def endpoint(self) -> str:
-        return f"{self._address}:{self._client_port}"
+        """Where this machine reaches it."""
+        near = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(self._address, self._address)
+        return f"{near}:{self._client_port}"
 
     @property
     def pid(self) -> int | None:
@@ -142,15 +147,19 @@ class EmbeddedEtcd:
         return self._process
 
     def _options(self) -> list[str]:
-        client, peer = (f"http://{self._address}:{p}" for p in (self._client_port, self._peer_port))
+        client = f"http://{self._address}:{self._client_port}"
+        peer = f"http://127.0.0.1:{self._peer_port}"  # it stays the only member
         options = {
             "name": "embedded",
             "data-dir": str(self._dir / "data"),
             "listen-client-urls": client,
-            "advertise-client-urls": client,
+            "advertise-client-urls": f"http://{self.endpoint}",
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"embedded={peer}",
+            # It listens there last, and no other etcd does: health at the clients' port may be that
+            # of another one, which was there first.
+            "listen-metrics-urls": f"http://127.0.0.1:{self._health_port}",
             "auto-compaction-mode": "periodic",
             "auto-compaction-retention": "5m",
             "log-level": "warn",
@@ -162,12 +171,13 @@ class EmbeddedEtcd:
     def _wait_until_healthy(self) -> None:
         process = self._running()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        health = f"http://127.0.0.1:{self._health_port}/health"
         deadline_s = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline_s:
             if process.poll() is not None:
                 break
             try:
-                with opener.open(f"http://{self.endpoint}/health", timeout=1.0) as answer:
+                with opener.open(health, timeout=1.0) as answer:
                     if b'"true"' in answer.read(200):
                         return
             except OSError:

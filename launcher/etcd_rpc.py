@@ -61,6 +61,7 @@ _OPTIONS = (
 )
 _PUT = "request_put"
 _NO_SPACE = "space exceeded"
+_NO_CONNECTION = "failed to connect to all addresses"
 _NEEDS_LEADER = (("hasleader", "true"),)
 """Sent with streams: a member cut off from the others ends them instead of falling silent."""
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
@@ -365,7 +366,7 @@ class Connection:
         what = "check that etcd runs and is in reach"
         if _NO_SPACE in detail:
             what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
-        why = f"{code.name.lower()}: {detail}"
+        why = f"{code.name.lower()}: {_plainly(detail)}"
         return CallFailed(
             f"etcd at {self.endpoints[index]}: no {operation} ({why}); {what}",
             code,
@@ -386,8 +387,13 @@ class Connection:
                 abandoned = [call for call, at in self._streams.items() if at == index]
         for call in abandoned:
             call.cancel()
-        if began:
+        if began and self._met:  # before the first answer the one who asks says what to do
             log.warning("%s", why)
+
+
+def _plainly(detail: str) -> str:
+    """gRPC's words for a connection that failed, without the list of its tries."""
+    return detail.rpartition(": ")[2].lower() if detail.startswith(_NO_CONNECTION) else detail
 
 
 def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elasticzero.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
-from elasticzero.errors import is_final, is_peer_error, one_line
+from elasticzero.errors import UserError, is_final, is_peer_error, one_line
 from elasticzero.launcher.script_exit import exit_process
 from elasticzero.messages import Failed, Message, ScriptEnded
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
@@ -37,6 +37,9 @@ from elasticzero.records import decode, encode
 MAX_MESSAGE_BYTES = 1 << 20
 CLEAN_UP_S = 5.0
 """Limit for processes to be gone after SIGKILL; one that waits for a disk may take long."""
+CANNOT_EXECUTE = 126
+"""Exit status of a program that could not be started, as of a shell."""
+_THREADS_AT_START = os.environ.get("OMP_NUM_THREADS")
 DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Has a worker write the stack of every thread into its log, whoever holds Python's lock."""
 
@@ -48,6 +51,8 @@ class Launch:
     target: str
     """Path of a script, or name of a module."""
     is_module: bool
+    is_program: bool = False
+    """`target` is a program's path, and Python has nothing to do with it."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
     directory: str
@@ -119,7 +124,8 @@ def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
-    """Fork a worker; fds: log, channel, bell, and for rank 0 the store's bound socket."""
+    """Fork a worker; fds: what it has for stdout and stderr, channel, bell, and for rank 0 the
+    store's bound socket."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -150,9 +156,9 @@ def _lead_a_group(pid: int) -> None:
 
 
 def _become(launch: Launch, fds: list[int]) -> NoReturn:
-    os.dup2(fds[0], 1)
-    os.dup2(fds[0], 2)
-    os.close(fds[0])
+    for fd, number in zip(fds[:2], (1, 2), strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     faulthandler.enable(file=2)  # a crash in native code leaves the stacks of Python's threads
@@ -164,6 +170,9 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.environ.update(launch.environment)
     os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
     os.environ[BELL_FD_VARIABLE] = str(fds[2])
+    if launch.is_program:
+        _execute(launch, fds[1:])
+    _limit_threads()
     sys.argv = [launch.target, *launch.arguments]
     gloo = sys.modules.get("elasticzero.gloo")
     if gloo is not None:
@@ -191,6 +200,31 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     rank = launch.environment.get("RANK", "0")
     ended = ScriptEnded(exit_code=code)
     exit_process(code, rank, launch.exit_timeout_s, lambda: _tell(fds[1], fds[2], ended))
+
+
+def _execute(launch: Launch, fds: list[int]) -> NoReturn:
+    """Become a program, which may be a Python that calls `elasticzero.run`: fds are left to it."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    faulthandler.unregister(DUMP_SIGNAL)
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # its default would end the program
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execve(launch.target, [launch.target, *launch.arguments], os.environ)
+    except OSError as error:
+        print(f"{launch.target}: {error.strerror}", file=sys.stderr, flush=True)
+        failure = UserError(f"{launch.target} cannot be run: {error.strerror}")
+        _tell(fds[0], fds[1], _failure_of(failure))
+        os._exit(CANNOT_EXECUTE)
+
+
+def _limit_threads() -> None:
+    """Torch read OMP_NUM_THREADS when the server imported it; a worker may have one of its own."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    torch = sys.modules.get("torch")
+    if torch is not None and wanted.isdecimal() and int(wanted) > 0 and wanted != _THREADS_AT_START:
+        torch.set_num_threads(int(wanted))
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -6,6 +6,7 @@ import argparse
 import importlib.machinery
 import os
 import re
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -96,18 +97,49 @@ def count_gpus(devices: int, visible: str | None) -> int:
     return shown
 
 
-def check_script(script: str, is_module: bool) -> str:
-    """Absolute path of the script (or the module's name); raises `UserError` if there is none."""
+def check_script(script: str, *, is_module: bool, is_program: bool = False) -> str:
+    """Absolute path of the script, or of the program, or the module's name; raises `UserError` if
+    there is none."""
+    if is_program and is_module:
+        raise UserError("--no-python and -m exclude each other: a module is run by Python")
+    if is_program:
+        found = shutil.which(script)
+        if found is None:
+            raise UserError(
+                f"--no-python {script}: there is no such program, or it is not executable"
+            )
+        return os.path.abspath(found)
     if is_module:
         top = script.partition(".")[0]
-        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if found is None and top not in sys.builtin_module_names:
+        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if spec is None and top not in sys.builtin_module_names:
             raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
         return script
     path = Path(script).absolute()
     if not path.is_file():
         raise UserError(f"the training script {path} does not exist")
     return str(path)
+
+
+def make_log_directory(given: str | None, job: str) -> Path:
+    """Make DIR/JOB, for logs; raises `UserError` where they cannot be written.
+
+    given: --log-dir; None: a directory of its own among the temporary ones.
+    """
+    what = f"--log-dir {given}" if given else "the directory for logs"
+    try:
+        root = Path(given or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+        directory = root / job
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        where = f": {error.filename}" if error.filename and not given else ""
+        raise UserError(
+            f"{what}: logs cannot be written there ({error.strerror}{where}); give another "
+            "--log-dir DIR"
+        ) from None
+    return directory
 
 
 def check_name(text: str, what: str) -> str:

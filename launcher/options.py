@@ -1,67 +1,26 @@
 """The options of `elasticzero run`: their flags, their variables and their defaults.
 
 Flag over environment over default, resolved here and nowhere else. Every option of `run` may be
-given as `ELASTICZERO_<OPTION>`; torchrun's spellings are taken too.
+given as `ELASTICZERO_<OPTION>`; torchrun's options are taken too, and its `PET_<OPTION>`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from elasticzero.errors import UserError
+from elasticzero.launcher.option import Option, spellings
 from elasticzero.launcher.parser import Parser
 from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
+from elasticzero.launcher.spelling import spelled_out
+from elasticzero.launcher.torchrun_options import TORCHRUN_OPTIONS
 from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
 """The first one that is tried where none is given."""
-_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option of `run`: its flags, the ones torchrun users know, its default."""
-
-    flags: tuple[str, ...]
-    help: str
-    default: Any = None
-    type: Any = str
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    is_switch: bool = False
-    has_off: bool = False
-    """A switch that `--no-…` turns off."""
-
-    @property
-    def name(self) -> str:
-        return self.flags[0].removeprefix("--").replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return f"ELASTICZERO_{self.name.upper()}"
-
-    def default_in(self, environment: Mapping[str, str]) -> Any:
-        """What holds without the flag; raises `UserError` where the variable's value makes no
-        sense. An empty one is none."""
-        given = environment.get(self.variable)
-        if not given:
-            return self.default
-        taken = _YES + _NO if self.is_switch else self.choices
-        value = given.lower() if self.is_switch else given
-        if taken is not None and value not in taken:
-            raise UserError(f"{self.variable}={given}: one of {', '.join(taken)} is wanted")
-        if self.is_switch:
-            return value in _YES
-        try:
-            return self.type(given)
-        except ValueError:
-            wanted = "a whole number" if self.type is int else "a number"
-            raise UserError(f"{self.variable}={given}: {wanted} is wanted") from None
-
 
 JOB_OPTIONS = (
     Option(
@@ -95,14 +54,17 @@ JOB_OPTIONS = (
 """What it takes to come to a job: for `run`, and for the commands on a running job."""
 
 RUN_OPTIONS = (
-    Option(("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX"),
+    Option(
+        ("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX", pet=True
+    ),
     Option(
         ("--nproc-per-node",),
         "workers on this node: a number, auto, gpu or cpu",
         "auto",
         metavar="N",
+        pet=True,
     ),
-    *JOB_OPTIONS,
+    *(replace(option, flags=option.flags[:1]) for option in JOB_OPTIONS),
     Option(("--strategy",), "how state lies on the ranks", "ddp", choices=STRATEGIES),
     Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
     Option(
@@ -154,6 +116,7 @@ RUN_OPTIONS = (
         3,
         int,
         metavar="N",
+        pet=True,
     ),
     Option(
         ("--hang-timeout",),
@@ -182,8 +145,19 @@ RUN_OPTIONS = (
         False,
         is_switch=True,
     ),
-    Option(("--log-dir",), "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log", metavar="DIR"),
-    Option(("--tee",), "repeat workers' output here too", False, is_switch=True),
+    Option(
+        ("--log-dir",),
+        "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log, and no more to the terminal",
+        metavar="DIR",
+        pet=True,
+    ),
+    Option(
+        ("--tee",),
+        "repeat workers' output here too, also with --log-dir; torchrun's --tee STREAMS (as "
+        "--redirects) is taken too",
+        False,
+        is_switch=True,
+    ),
     Option(
         ("--node-name",),
         "name of this node, its own among all; default: the host's, with a number where another "
@@ -236,6 +210,7 @@ RUN_OPTIONS = (
         "one node, with an etcd of its own (the default when MAX is 1)",
         False,
         is_switch=True,
+        pet=True,
     ),
 )
 
@@ -245,8 +220,13 @@ def run_options() -> dict[str, str]:
     return {option.flags[0]: option.variable for option in RUN_OPTIONS}
 
 
-def _spellings(flag: str) -> list[str]:
-    return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
+TEE_STREAMS = Option(
+    ("--tee-streams",), argparse.SUPPRESS, metavar="STREAMS", own=False, also_from="PET_TEE"
+)
+"""What `--tee` becomes where torchrun's value follows it, and what `PET_TEE` says."""
+
+_IN_LOCAL = ("--module", "--no-python", "--redirects", "--local-ranks-filter", "--role")
+"""Those of torchrun's options that `elasticzero local` takes."""
 
 
 def add_job_options(parser: Parser) -> None:
@@ -254,29 +234,47 @@ def add_job_options(parser: Parser) -> None:
     _add(parser, JOB_OPTIONS, required=("etcd", "job"))
 
 
-def add_run_options(parser: Parser, omit: Sequence[str] = ()) -> None:
-    """The options of `run`, without those of the flags in `omit`, and what is to be run."""
-    _add(parser, [option for option in RUN_OPTIONS if option.flags[0] not in omit])
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
-    )
+def add_run_options(parser: Parser) -> None:
+    """The options of `run`, torchrun's among them, and what is to be run."""
+    _add_command(parser, [*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS])
+
+
+def add_local_options(parser: Parser, own: Sequence[Option], omit: Sequence[str]) -> None:
+    """The options of `local`: its own, those of `run` but for the flags in `omit`, and what is to
+    be run."""
+    job = {option.flags[0]: option for option in JOB_OPTIONS}
+    shared = [job.get(o.flags[0], o) for o in RUN_OPTIONS if o.flags[0] not in omit]
+    torchruns = [option for option in TORCHRUN_OPTIONS if option.flags[0] in _IN_LOCAL]
+    _add_command(parser, [*own, *shared, TEE_STREAMS, *torchruns], required=("nodes",))
+
+
+def _add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
+    _add(parser, options, required)
     parser.add_argument("script", help="training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.prepare = lambda words: spelled_out(words, options)
 
 
 def _add(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
     for option in options:
-        flags = [spelling for flag in option.flags for spelling in _spellings(flag)]
+        flags = [
+            spelling
+            for flag in option.flags
+            for spelling in (spellings(flag) if flag.startswith("--") else [flag])
+        ]
         text = option.help
         if option.default is not None and not option.is_switch:
             text += f" (default: {option.default})"
         if option.is_switch:
             action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
-            parser.add_argument(*flags, action=action, default=argparse.SUPPRESS, help=text)
+            parser.add_argument(
+                *flags, dest=option.name, action=action, default=argparse.SUPPRESS, help=text
+            )
         else:
             parser.add_argument(
                 *flags,
                 dest=option.name,
+                action="append" if option.is_list else "store",
                 default=argparse.SUPPRESS,
                 type=option.type,
                 choices=option.choices,
@@ -284,12 +282,24 @@ def _add(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()
                 help=text,
             )
 
+    def given(found: argparse.Namespace, option: Option) -> bool:
+        return getattr(found, option.name) not in (None, "")
+
     def complete(found: argparse.Namespace) -> None:
-        for option in options:
-            if not hasattr(found, option.name):
-                setattr(found, option.name, option.default_in(os.environ))
-        if missing := [o for o in options if o.name in required and not getattr(found, o.name)]:
-            wanted = " and ".join(f"{o.flags[0]} {o.metavar} (or {o.variable})" for o in missing)
-            parser.error(f"{wanted} {'is' if len(missing) == 1 else 'are'} wanted")
+        missing = [option for option in options if not hasattr(found, option.name)]
+        found.by_flag = frozenset(o.name for o in options if o not in missing)
+        found.defaulted = frozenset(
+            o.name for o in missing if not any(os.environ.get(v) for v in o.variables)
+        )
+        for option in missing:
+            setattr(found, option.name, option.default_in(os.environ))
+        if absent := [o for o in options if o.name in required and not given(found, o)]:
+            wanted = " and ".join(_wanted(option) for option in absent)
+            parser.error(f"{wanted} {'is' if len(absent) == 1 else 'are'} wanted")
 
     parser.complete = complete
+
+
+def _wanted(option: Option) -> str:
+    variable = f" (or {option.variable})" if option.own else ""
+    return f"{option.flags[0]} {option.metavar}{variable}"

@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.complete: Callable[[argparse.Namespace], None] | None = None
         """Sets what no word has set; raises `UserError`."""
+        self.prepare: Callable[[Sequence[str]], list[str]] = list
+        """Spells out what may be abbreviated among this command's words; raises `UserError`."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
@@ -30,7 +32,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
+        words = None if args is None else self.prepare(args)
+        found, unknown = super().parse_known_args(words, namespace)
         if not hasattr(found, "prog"):
             found.prog = self.prog
         if self.complete is not None:

@@ -27,6 +27,12 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.etcd import EtcdStore
 from elasticzero.launcher.etcd_access import Access
 from elasticzero.launcher.forkserver import Launch
+from elasticzero.launcher.hosting import (
+    hosted,
+    own_address,
+    wait_for_lower_ranks,
+    wait_for_others,
+)
 from elasticzero.launcher.http import AgentServer
 from elasticzero.launcher.interfaces import interface_of
 from elasticzero.launcher.job_token import agree
@@ -39,10 +45,11 @@ from elasticzero.launcher.membership import (
 from elasticzero.launcher.node_claim import serve_on_free_port
 from elasticzero.launcher.observe import DONE, MEMBERS, WORLD
 from elasticzero.launcher.preemption import PreemptionWatch
+from elasticzero.launcher.rendezvous import HostedEtcd
 from elasticzero.launcher.secret import Secret
 from elasticzero.launcher.shared_memory import Claim
 from elasticzero.launcher.store import Condition, Store, job_prefix
-from elasticzero.launcher.telling import say
+from elasticzero.launcher.telling import log_to, say
 from elasticzero.launcher.view import Notice
 from elasticzero.launcher.world import Done, Member
 from elasticzero.metrics import Metrics
@@ -78,20 +85,41 @@ class Coordination:
     """A job that is done begins again."""
     storage_trouble: StorageError | None = None
     """Why the checkpoint directory cannot be written now."""
+    hosted: HostedEtcd | None = None
+    """The etcd at `endpoints`, where a node of the run starts it."""
+    node_rank: int | None = None
+    """This node registers once so many others have; None: at once."""
 
 
 def run_agent(
-    options: AgentOptions, coordination: Coordination, network: Network, claim: Claim
+    options: AgentOptions,
+    coordination: Coordination,
+    network: Network,
+    claim: Claim,
+    signals: Sequence[signal.Signals] = (),
+    lines: Sequence[str] = (),
 ) -> ExitCode:
-    """Run this node's agent until the job is done or the node has left. claim: of its name."""
+    """Run this node's agent until the job is done or the node has left.
+
+    claim: of its name. signals: at which this node leaves, besides SIGTERM. lines: what the user
+    is told first.
+    """
     endpoints = coordination.endpoints
     metrics = Metrics()
-    signal.signal(signal.SIGTERM, _leave_early)
+    for number in (signal.SIGTERM, *signals):
+        signal.signal(number, _leave_early)
+    tell = partial(say, options.node)
+    log_to(tell)
+    for line in lines:
+        tell(line)
     with ExitStack() as stack:
+        hosts = False
         if not endpoints:
             etcd = stack.enter_context(EmbeddedEtcd())
             endpoints = [etcd.endpoint]
-            say(options.node, f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+            tell(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+        elif coordination.hosted is not None:
+            hosts = stack.enter_context(hosted(coordination.hosted, tell))
         store = EtcdStore(
             endpoints,
             job_prefix(options.job),
@@ -105,7 +133,11 @@ def run_agent(
                 raise trouble
             say(options.node, f"{trouble}; the job has begun, and saves are tried when due")
         agreed = _patiently(partial(agree, store, coordination.token), options)
-        host = network.host or reachable_address(endpoints[0])
+        if hosts and coordination.hosted is not None:
+            stack.callback(wait_for_others, store)
+            host = network.host or own_address(coordination.hosted)
+        else:
+            host = network.host or reachable_address(endpoints[0])
         options = replace(options, launch=_reached_at(options.launch, host))
         agent = None
         serve = partial(
@@ -133,11 +165,13 @@ def run_agent(
         agent.claim = claim
         agent.adopted = server.use_token
         agent.telling.note("serving", port=server.port, host=host)
-        signal.signal(signal.SIGTERM, lambda *_: _terminate(agent))
+        for number in (signal.SIGTERM, *signals):
+            signal.signal(number, partial(_terminate, agent))
         try:
-            tell = partial(say, options.node)
             stack.enter_context(PreemptionWatch(options.preemption, agent.leave, tell))
             agent.prepare()
+            if coordination.node_rank:
+                wait_for_lower_ranks(store, coordination.node_rank, options.limits.join_timeout_s)
             leaving = _join(membership, agent)
         except BaseException:
             agent.close()
@@ -219,10 +253,10 @@ def _leave_early(*_: object) -> None:
     raise SystemExit(int(ExitCode.LEFT))
 
 
-def _terminate(agent: Agent) -> None:
-    """SIGTERM: SIGKILL is to be expected when the grace is over."""
-    grace_s = agent.options.grace_s
-    agent.leave(f"SIGTERM ({grace_s:g} s of grace)", time.monotonic() + grace_s)
+def _terminate(agent: Agent, number: int, frame: object) -> None:
+    """SIGTERM, or a signal that announces it: SIGKILL is to be expected when the grace is over."""
+    grace_s, name = agent.options.grace_s, signal.Signals(number).name
+    agent.leave(f"{name} ({grace_s:g} s of grace)", time.monotonic() + grace_s)
 
 
 def _wait_for_store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticzero.errors import ElasticZeroError, ExitCode, same_error
+from elasticzero.launcher import error_file
 from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.blame import ASIDE_AFTER, set_aside, term_s, why_aside
 from elasticzero.launcher.events import EventLog
@@ -45,6 +47,27 @@ def say(node: str, text: str) -> None:
     """A line for whoever watches the terminal; if nobody can read it, none."""
     with suppress(OSError):
         print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
+
+
+class _Log(logging.Handler):
+    """Says what modules log as the agent says everything: with time and node."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # a log line must not end what it tells of
+            self._tell(self.format(record))
+
+
+def log_to(tell: Callable[[str], None]) -> None:
+    """Have this package's warnings said by `tell`; the script's own logging is untouched."""
+    logger = logging.getLogger("elasticzero")
+    for handler in [h for h in logger.handlers if isinstance(h, _Log)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Log(tell))
+    logger.propagate = False
 
 
 def _repeat(text: str) -> None:
@@ -362,13 +385,11 @@ class Telling:
 
     def _repeats(self, worker: Worker) -> bool:
         """Whether this worker's output is repeated on the terminal."""
-        tee = self._options.tee
-        return tee == "all" or (tee == "first" and worker.local_rank == 0)
+        return self._options.console.shown(worker.local_rank) != 0
 
     def _tee(self, gang: Gang, *, last: bool) -> None:
         for worker in gang.workers:
-            if self._repeats(worker):
-                self._tail.follow(worker, last=last)
+            self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
 
     def looked(self, gang: Gang, found: Failure) -> None:
         """What a look found about a worker that makes no step."""
@@ -490,6 +511,8 @@ class Telling:
             lines.append(f"logs: {self._options.log_dir.parent}")
             with suppress(OSError):
                 print("\n".join(lines), file=sys.stderr, flush=True)
+            trace = failure.traceback if failure is not None else ""
+            error_file.write_own(done.reason, trace, int(ExitCode.FAILED))
         self._events.close()
 
 

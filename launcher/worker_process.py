@@ -12,6 +12,8 @@ from pathlib import Path
 
 from elasticzero.channel import Channel, ChannelClosed
 from elasticzero.launcher import secret
+from elasticzero.launcher.console import ALL, ERR, OUT
+from elasticzero.launcher.error_file import error_file
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.messages import (
     Assignment,
@@ -29,6 +31,9 @@ FATAL = "Fatal Python error: "
 """How such a stack begins."""
 PF_EXITING, PF_DUMPCORE = 0x4, 0x200
 """Bits of a process's flags in /proc (include/linux/sched.h)."""
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+LOCAL_RANK_MACRO = "${local_rank}"
+"""torchrun replaces it in the arguments of scripts."""
 HAND_S = 1.0
 """A kept process takes its new assignment within so long."""
 
@@ -42,8 +47,11 @@ class Worker:
     pid: int
     channel: Channel
     log: Path
+    """What it writes to stderr, and to stdout unless that has a file of its own."""
     log_start: int
     """Size of the log when this worker began."""
+    stdout_log: Path | None = None
+    stdout_start: int = 0
     deaf: bool = False
     """Its end of the channel is closed, though the process may still run."""
     attached: bool = False
@@ -96,35 +104,52 @@ class Worker:
             os.killpg(self.pid, number)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logs:
+    """Where the output of a node's workers goes."""
+
+    directory: Path
+    apart: frozenset[int] = frozenset()
+    """Local ranks whose stdout has a file of its own."""
+
+
 def fork(
     server: ForkServer,
     assignment: Assignment,
     launch: Launch,
-    log_dir: Path,
+    logs: Logs,
     bell: int,
     store_fd: int | None,
 ) -> Worker:
     """A new process. bell: what it writes to when the agent is to hear it at once; store_fd: rank
     0's bound socket, for rank 0."""
-    log = log_dir / f"{assignment.local_rank}.log"
+    local_rank = assignment.local_rank
+    log = logs.directory / f"{local_rank}.log"
+    stdout_log = logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.apart else None
+    error_file(logs.directory, local_rank).unlink(missing_ok=True)
     mine, theirs = socket.socketpair()
-    log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    log_start = os.fstat(log_fd).st_size
-    fds = [log_fd, theirs.fileno(), bell]
+    opened = [os.open(path, _APPEND, 0o644) for path in (stdout_log or log, log)]
+    stdout_start, log_start = (os.fstat(fd).st_size for fd in opened)
+    fds = [*opened, theirs.fileno(), bell]
     if store_fd is not None:
         fds.append(store_fd)
     environment = launch.environment | torchrun_environment(assignment)
+    arguments = tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
+    mine_to_run = replace(launch, environment=environment, arguments=arguments)
     try:
-        pid, numbers = server.start(replace(launch, environment=environment), fds)
+        pid, numbers = server.start(mine_to_run, fds)
     finally:
-        os.close(log_fd)
+        for fd in opened:
+            os.close(fd)
         theirs.close()
     channel = Channel(mine)
-    its_fd = numbers[3] if len(numbers) > 3 else None
+    its_fd = numbers[4] if len(numbers) > 4 else None
     with suppress(ChannelClosed):
         channel.send(replace(assignment, store_fd=its_fd))
     mine.setblocking(False)  # a worker that reads no more must not hold the agent up
-    return Worker(assignment.rank, assignment.local_rank, pid, channel, log, log_start)
+    worker = Worker(assignment.rank, local_rank, pid, channel, log, log_start)
+    worker.stdout_log, worker.stdout_start = stdout_log, stdout_start
+    return worker
 
 
 def end(workers: Iterable[Worker]) -> None:
@@ -143,7 +168,10 @@ def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | 
         end([old])
         return None
     log_start = old.log.stat().st_size
-    return Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
+    new = Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
+    if old.stdout_log is not None:
+        new.stdout_log, new.stdout_start = old.stdout_log, old.stdout_log.stat().st_size
+    return new
 
 
 def is_ending(pid: int) -> bool:
@@ -183,18 +211,24 @@ class LogTail:
     write: Callable[[str], object]
     _offsets: dict[Path, int] = field(default_factory=dict)
 
-    def follow(self, worker: Worker, *, last: bool = False) -> None:
+    def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
         """Write what was added to a worker's log since the last call, each line with its `[rank]`;
-        last: also a last line without an end."""
-        offset = self._offsets.setdefault(worker.log, worker.log_start)
+        streams: of `console`; last: also a last line without an end."""
+        if streams & OUT and worker.stdout_log is not None:
+            self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
+        if streams & (ERR if worker.stdout_log is not None else ALL):
+            self._follow(worker.rank, worker.log, worker.log_start, last)
+
+    def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
+        offset = self._offsets.setdefault(log, start)
         try:
-            with worker.log.open("rb") as file:
+            with log.open("rb") as file:
                 file.seek(offset)
                 data = file.read(TAIL_BYTES)
         except FileNotFoundError:
             return
         whole = last or len(data) == TAIL_BYTES
         end = len(data) if whole else data.rfind(b"\n") + 1
-        self._offsets[worker.log] = offset + end
+        self._offsets[log] = offset + end
         for line in data[:end].decode(errors="replace").splitlines():
-            self.write(f"[{worker.rank}] {line}\n")
+            self.write(f"[{rank}] {line}\n")

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticzero.launcher import error_file
 from elasticzero.launcher.blame import judge_exit
+from elasticzero.launcher.console import Console
 from elasticzero.launcher.forkserver import ForkServer, Launch
 from elasticzero.launcher.hang_watch import HangWatch, Pace
 from elasticzero.launcher.view import Workers
-from elasticzero.launcher.worker_process import Worker, fatal_stack, fork, hand, is_ending
+from elasticzero.launcher.worker_process import Logs, Worker, fatal_stack, fork, hand, is_ending
 from elasticzero.launcher.world import BLAME_ORDER, Failure
 from elasticzero.messages import (
     Abort,
@@ -70,6 +72,7 @@ class Gang:
     hangs: HangWatch = field(default_factory=HangWatch)
     exit_timeout_s: float = 0.0
     """Limit for a process to end once its script has; 0: none."""
+    console: Console = field(default_factory=Console)
     kept: int = 0
     """So many workers are processes of a generation before."""
     _view: Workers = field(default_factory=Workers)
@@ -89,6 +92,9 @@ class Gang:
         or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
         log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
+        ranks = [assignment.local_rank for assignment in assignments]
+        apart = frozenset(rank for rank in ranks if self.console.apart(rank))
+        logs = Logs(directory=log_dir, apart=apart)
         for assignment in assignments:
             mine = store.fileno() if store is not None and assignment.rank == 0 else None
             old = (kept or {}).get(assignment.local_rank)
@@ -96,7 +102,7 @@ class Gang:
             if worker is not None:
                 self.kept += 1
             else:
-                worker = fork(self.server, assignment, launch, log_dir, self.bell, mine)
+                worker = fork(self.server, assignment, launch, logs, self.bell, mine)
             self.workers.append(worker)
             ask = worker.ask_where
             self.hangs.add(Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask))
@@ -297,9 +303,13 @@ class Gang:
         asked = self._view.aborted_s is not None
         step = self._view.step
         failure = judge_exit(worker.rank, code, step, asked=asked, had_begun=worker.ending)
-        if failure is not None:
-            stack = fatal_stack(worker) if code < 0 else ""
-            self._fail(replace(failure, traceback=stack[-MAX_TRACEBACK:]))
+        if failure is None:
+            return
+        trace = fatal_stack(worker) if code < 0 else ""
+        recorded = error_file.read(error_file.error_file(worker.log.parent, worker.local_rank))
+        if recorded is not None and code > 0:
+            failure, trace = replace(failure, message=recorded.message), recorded.traceback
+        self._fail(replace(failure, traceback=trace[-MAX_TRACEBACK:]))
 
     def _blame(self, worker: Worker, message: Failed) -> None:
         asked = self._view.aborted_s is not None

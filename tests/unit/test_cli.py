@@ -188,13 +188,6 @@ def test_a_switch_in_the_environment(monkeypatch: pytest.MonkeyPatch, value: str
     assert build_parser().parse_args(["run", "train.py"]).tee is on
 
 
-def test_torchruns_spellings() -> None:
-    words = ["--rdzv_endpoint", "h:1", "--rdzv-id", "j", "--nproc_per_node", "2", "-m", "train"]
-    args = build_parser().parse_args(["run", *words, "--lr", "3"])
-    assert (args.etcd, args.job, args.nproc_per_node, args.module) == ("h:1", "j", "2", True)
-    assert (args.script, args.arguments) == ("train", ["--lr", "3"])
-
-
 def every_command(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
     for action in parser._actions:

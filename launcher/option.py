@@ -1,0 +1,76 @@
+"""An option of a command: its flags, its variables, its default, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elasticzero.errors import UserError
+
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `run`: its flags, its variables, its default."""
+
+    flags: tuple[str, ...]
+    help: str
+    default: Any = None
+    type: Any = str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    is_switch: bool = False
+    has_off: bool = False
+    """A switch that `--no-…` turns off."""
+    is_list: bool = False
+    """The flag may be given several times."""
+    pet: bool = False
+    """torchrun has an option of this name, and takes it from the environment as `PET_<OPTION>`."""
+    own: bool = True
+    """The option is this project's and has a variable `ELASTICZERO_<OPTION>`."""
+
+    also_from: str = ""
+    """One more variable that gives it."""
+
+    @property
+    def name(self) -> str:
+        return self.flags[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"ELASTICZERO_{self.name.upper()}"
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that give the option, the strongest first."""
+        own = (self.variable,) if self.own else ()
+        pet = (f"PET_{self.name.upper()}",) if self.pet else ()
+        return (*own, *pet, *filter(None, [self.also_from]))
+
+    def default_in(self, environment: Mapping[str, str]) -> Any:
+        """The value without the flag; raises `UserError` where the variable's value makes no
+        sense. An empty variable counts as unset."""
+        for variable in self.variables:
+            if given := environment.get(variable):
+                return self._value(variable, given)
+        return self.default
+
+    def _value(self, variable: str, given: str) -> Any:
+        taken = _YES + _NO if self.is_switch else self.choices
+        value = given.lower() if self.is_switch else given
+        if taken is not None and value not in taken:
+            raise UserError(f"{variable}={given}: one of {', '.join(taken)} is wanted")
+        if self.is_switch:
+            return value in _YES
+        try:
+            return self.type(given)
+        except ValueError:
+            wanted = "a whole number" if self.type is int else "a number"
+            raise UserError(f"{variable}={given}: {wanted} is wanted") from None
+
+
+def spellings(flag: str) -> list[str]:
+    """A flag with dashes, and with underscores as torchrun takes it too."""
+    return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))

@@ -1,0 +1,198 @@
+"""Where the nodes of a run find each other, from this project's options and from torchrun's.
+
+Pure. Rules, the first that applies:
+ Z1  --standalone: an etcd of this node alone; every address that was given is ignored.
+ Z2  --etcd: these endpoints, whatever torchrun's options say.
+ Z3  --rdzv-backend etcd, etcd-v2 or elasticzero, or --rdzv-endpoint without a backend: its
+     endpoints are etcd's.
+ Z4  --rdzv-backend c10d: the host of --rdzv-endpoint starts an etcd at that port. With port 0, and
+     with one node and no endpoint, it is an etcd of this node alone.
+ Z5  --rdzv-backend static, or none with --master-addr, and more than one node: the host of
+     --master-addr starts an etcd at --master-port.
+ Z6  nothing of these: an etcd of this node alone, if there is to be one node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from elasticzero.errors import UserError
+
+C10D_PORT, STATIC_PORT = 29400, 29500
+"""Torch's default ports."""
+ETCD_BACKENDS = ("etcd", "etcd-v2", "elasticzero")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]|^\.")
+_YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+_NUMBERS = {"join_timeout": float, "last_call_timeout": float, "lease_ttl": int}
+_BECOMES = {"last_call_timeout": "settle"}
+_FILES = {
+    "cacert": "etcd_cacert",
+    "ca_cert": "etcd_cacert",
+    "cert": "etcd_cert",
+    "ssl_cert": "etcd_cert",
+    "key": "etcd_key",
+    "ssl_cert_key": "etcd_key",
+}
+"""Torch's etcd backends call the files so."""
+_OWN = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedEtcd:
+    """An etcd that one node of the run starts."""
+
+    host: str
+    port: int
+    here: bool | None
+    """Whether this node starts it; None: if the host is this machine."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes find each other."""
+
+    etcd: str | None = None
+    """Endpoints as --etcd takes them; None: an etcd of this node alone."""
+    hosted: HostedEtcd | None = None
+    """The etcd at `etcd`, where a node of the run starts it."""
+    job: str | None = None
+    node_rank: int | None = None
+    """This node's place in the first world, where the nodes are numbered."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `run` by name, from --rdzv-conf."""
+    lines: tuple[str, ...] = ()
+    """What the user is told."""
+
+
+def rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:
+    """given: the options of `run` by name. Raises `UserError`."""
+    conf = parse_conf(given["rdzv_conf"])
+    settings, idle = _settings(conf)
+    lines = [f"--rdzv-conf {name} has no effect here" for name in idle]
+    job = given["job"]
+    if job is None and given["rdzv_id"] not in (None, ""):
+        job = job_of(given["rdzv_id"])
+        if job != given["rdzv_id"]:
+            lines.append(f"--rdzv-id {given['rdzv_id']} is the job {job} here")
+    backend, endpoint = given["rdzv_backend"], given["rdzv_endpoint"] or None
+    if backend not in (None, "c10d", "static", *ETCD_BACKENDS):
+        raise UserError(
+            f"--rdzv-backend {backend}: c10d, static, etcd, etcd-v2 or elasticzero is expected"
+        )
+    if given["standalone"]:
+        for flag, value in (("--etcd", given["etcd"]), ("--rdzv-endpoint", endpoint)):
+            if value is not None:
+                lines.append(f"--standalone: {flag} {value} is ignored")
+        return Rendezvous(job=job, settings=settings, lines=tuple(lines))
+    if given["etcd"]:
+        if endpoint not in (None, given["etcd"]):
+            lines.append(f"--etcd {given['etcd']} is used, --rdzv-endpoint {endpoint} is ignored")
+        return Rendezvous(etcd=given["etcd"], job=job, settings=settings, lines=tuple(lines))
+    if endpoint is not None and (backend is None or backend in ETCD_BACKENDS):
+        if conf.get("protocol") == "https" and "://" not in endpoint:
+            endpoint = ",".join(f"https://{part.strip()}" for part in endpoint.split(","))
+        return Rendezvous(etcd=endpoint, job=job, settings=settings, lines=tuple(lines))
+    if backend in ETCD_BACKENDS:
+        raise UserError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of an etcd")
+    hosted = _hosted(given, backend, endpoint, most_nodes, conf)
+    if hosted is None:
+        if most_nodes == 1 and given["master_port"] is not None:
+            lines.append("--master-port has no effect on one node: free ports are taken")
+        return Rendezvous(job=job, settings=settings, lines=tuple(lines))
+    return Rendezvous(
+        etcd=hosted.endpoint,
+        hosted=hosted,
+        job=job or f"job-{hosted.port}",
+        node_rank=given["node_rank"] if backend != "c10d" else None,
+        settings=settings,
+        lines=tuple(lines),
+    )
+
+
+def _hosted(
+    given: Mapping[str, Any],
+    backend: str | None,
+    endpoint: str | None,
+    most_nodes: int,
+    conf: Mapping[str, str],
+) -> HostedEtcd | None:
+    """Z4 and Z5; None: neither applies, or this node needs nobody else."""
+    is_host = _flag(conf, "is_host")
+    if backend == "c10d":
+        host, port = split_endpoint(endpoint or "localhost", C10D_PORT)
+        if port == 0 or (endpoint is None and most_nodes == 1):
+            if most_nodes > 1:
+                raise UserError(
+                    f"--rdzv-endpoint {endpoint}: with --nnodes {given['nnodes']} the port must be "
+                    "one that all nodes know, such as 29400"
+                )
+            return None
+        return HostedEtcd(host=host, port=port, here=is_host)
+    if most_nodes == 1 or (backend is None and given["master_addr"] is None):
+        return None
+    if endpoint is not None:
+        host, port = split_endpoint(endpoint, STATIC_PORT)
+    else:
+        host, port = given["master_addr"] or "127.0.0.1", given["master_port"] or STATIC_PORT
+    rank = given["node_rank"]
+    here = is_host if is_host is not None or rank is None else rank == 0
+    return HostedEtcd(host=host.strip("[]"), port=port, here=here)
+
+
+def split_endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT` or `[IPV6]:PORT`; raises `UserError`."""
+    match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", text.strip())
+    if not match or int(match[2] or default_port) > 65535:
+        raise UserError(f"--rdzv-endpoint {text}: HOST:PORT is expected")
+    return match[1].strip("[]"), int(match[2] or default_port)
+
+
+def parse_conf(text: str | None) -> dict[str, str]:
+    """`KEY=VALUE,…` of --rdzv-conf; raises `UserError`."""
+    conf: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise UserError(f"--rdzv-conf {part}: KEY=VALUE is expected")
+        conf[name.strip()] = value.strip()
+    return conf
+
+
+def _settings(conf: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Options of `run` that --rdzv-conf gives, and the names of what does nothing here."""
+    settings: dict[str, Any] = {}
+    idle = []
+    for name, value in conf.items():
+        if name in _NUMBERS:
+            try:
+                settings[_BECOMES.get(name, name)] = _NUMBERS[name](value)
+            except ValueError:
+                raise UserError(f"--rdzv-conf {name}={value}: seconds are expected") from None
+        elif name in _FILES or name in _OWN:
+            settings[_FILES.get(name, name)] = value
+        elif name not in ("is_host", "protocol"):
+            idle.append(name)
+    return settings, idle
+
+
+def _flag(conf: Mapping[str, str], name: str) -> bool | None:
+    value = conf.get(name, "").lower()
+    if value and value not in _YES + _NO:
+        raise UserError(f"--rdzv-conf {name}={conf[name]}: true or false is expected")
+    return None if not value else value in _YES
+
+
+def job_of(rdzv_id: str) -> str:
+    """A job's name for an id of torchrun's, in which any character may stand; names of two ids
+    differ."""
+    if not _UNSAFE.search(rdzv_id):
+        return rdzv_id
+    return f"{_UNSAFE.sub('_', rdzv_id)}-{crc32(rdzv_id.encode()):08x}"
