@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo 
 VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
+# Other projects that tests run, beside the packages of $(VENV), which stay as they are.
+INTEGRATIONS := .venv-integrations
 # Tests run at a time, on two cores: those of clusters wait for a third of their time.
 JOBS ?= 3
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
@@ -12,7 +14,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check bench chaos gpu tools clean
+.PHONY: help demo test check bench chaos gpu integrations tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -45,6 +47,16 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (a
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
 
+$(INTEGRATIONS)/.ready: $(READY) constraints.txt
+	$(RUN) -m venv --clear $(INTEGRATIONS)
+	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
+	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate
+	@touch $@
+
+integrations: $(INTEGRATIONS)/.ready ## scripts of other projects under elasticzero run (about 2 minutes)
+	timeout --foreground --kill-after=10 900 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
+
 # Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
 gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
@@ -56,5 +68,5 @@ tools: # programs that some tests run, from Debian's packages where they are mis
 	@.ci/tools
 
 clean: ## remove everything that make has built
-	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,54 @@
+"""The launch tests that the `accelerate` package ships run unmodified under `elasticzero run`.
+
+`make integrations` runs these in an environment that has accelerate. Its scripts test_ddp_comm_hook,
+test_merge_weights and test_distributed_data_loop are for GPUs: on CPUs the first two end in an error
+and the third waits for ever, under torchrun too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.embedded import free_ports
+from tests.integration.clusters import elasticzero
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+PATIENCE_S = 280.0
+ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "true",
+    "ELASTICZERO_HTTP_PORT": "0",
+    "ELASTICZERO_PREEMPTION": "none",
+}
+
+
+def run(*words: str, node: str = "a") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        elasticzero("run", "--max-restarts=0", *words),
+        env=os.environ | ENVIRONMENT | {"ELASTICZERO_NODE_NAME": node},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
+def test_a_script_of_accelerate(name: str) -> None:
+    pytest.importorskip("accelerate", reason="`make integrations` has it")
+    process = run("--nproc-per-node=2", "-m", f"accelerate.test_utils.scripts.{name}")
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, said[-4000:]
+    assert "[1] " in said
+
+
+def test_a_script_of_accelerate_on_two_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="`make integrations` has it")
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=a", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
+    words += ["-m", "accelerate.test_utils.scripts.test_ops"]
+    processes = [run(*words, node=node) for node in ("a", "b")]
+    said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
