@@ -226,7 +226,8 @@ class Plan:
                 stopped=position.stopped,
             )
         known = position.order
-        if known not in (None, order) and position.offset >= known[0]:
+        rest = self.global_batch if self.drop_last else 1
+        if known not in (None, order) and position.offset > known[0] - rest:
             position = replace(position, epoch=position.epoch + 1, offset=0)
         if position.offset and known not in (None, order):
             raise UserError(

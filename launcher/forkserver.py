@@ -53,6 +53,8 @@ class Launch:
     is_module: bool
     is_program: bool = False
     """`target` is a program's path, and Python has nothing to do with it."""
+    stdout_apart: bool = False
+    """Stdout has a file of its own, the last of the descriptors."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
     directory: str
@@ -124,8 +126,8 @@ def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
-    """Fork a worker; fds: what it has for stdout and stderr, channel, bell, and for rank 0 the
-    store's bound socket."""
+    """Fork a worker; fds: log, channel, bell, for rank 0 the store's bound socket, and where stdout
+    is apart its file."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -156,9 +158,11 @@ def _lead_a_group(pid: int) -> None:
 
 
 def _become(launch: Launch, fds: list[int]) -> NoReturn:
-    for fd, number in zip(fds[:2], (1, 2), strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
+    os.dup2(fds[-1] if launch.stdout_apart else fds[0], 1)
+    os.dup2(fds[0], 2)
+    os.close(fds[0])
+    if launch.stdout_apart:
+        os.close(fds.pop())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     faulthandler.enable(file=2)  # a crash in native code leaves the stacks of Python's threads

@@ -42,6 +42,8 @@ from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 
 NAMES_SHOWN = 8
 REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
+PLAIN_END = "every rank's script has ended with status 0; none called elasticzero.run"
+"""The reason of the end of a job whose script makes no steps that could be seen."""
 PROOF_OF_LIFE_S = 30.0
 PROOF_STEPS = 2.0
 """A step may last so many times the longest of the last ones, and is waited for."""
@@ -190,7 +192,8 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     if all(report is not None and report.phase == "finished" for report in reports):
         step = max(report.final_step or 0 for report in reports if report is not None)
         early = max(report.end_reason for report in reports if report is not None)
-        reason = f"finished after step {step}" + (f": {early}" if early else "")
+        reason = f"finished after step {step}" if step or view.workers.attached else PLAIN_END
+        reason += f": {early}" if early else ""
         done = Done(outcome="finished", step=step, reason=reason)
         return Decision((WriteDone(done),), done.reason)
     if (alarm := deadlock(view.me.node, reports)) is not None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,9 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.events import EventReader
 from elasticzero.launcher.narrate import Narrator
+from elasticzero.launcher.option_values import make_log_directory
 from elasticzero.launcher.shared_memory import SHARED_MEMORY, snapshot_directory
+from elasticzero.launcher.torchrun_values import console_of
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 LOOK_EVERY_S = 0.02
@@ -39,6 +40,11 @@ class Fault:
     step: int
     node: str | None = None
     """None: the last node that trains."""
+
+    @property
+    def text(self) -> str:
+        """As it was given."""
+        return f"{self.what}{f':{self.node}' if self.node else ''}@{self.step}"
 
 
 def parse_fault(text: str) -> Fault:
@@ -197,6 +203,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "keep_every",
         "spares",
         "max_restarts",
+        "role",
         "hang_timeout",
         "etcd_cacert",
         "etcd_cert",
@@ -210,14 +217,25 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
             words += [f"--{name.replace('_', '-')}", str(value)]
     for name in ("settle", "lease_ttl", "grace", "join_timeout", "exit_timeout", "save_timeout"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    if args.tee or not args.log_dir:
-        words.append("--tee")
+    words += _output_words(args)
     words.append("--keep-workers" if args.keep_workers else "--no-keep-workers")
     if args.strict_checkpoint:
         words.append("--strict-checkpoint")
     if args.module:
         words.append("--module")
+    if args.no_python:
+        words.append("--no-python")
     return [*words, args.script, *args.arguments]
+
+
+def _output_words(args: argparse.Namespace) -> list[str]:
+    """What of their workers' output the agents repeat: what this command is to show."""
+    words = [] if args.local_ranks_filter is None else ["--local-ranks-filter"]
+    words += [args.local_ranks_filter] if words else []
+    if args.tee or (not args.log_dir and args.tee_streams is None and args.redirects is None):
+        return [*words, "--tee"]
+    words += [] if args.tee_streams is None else [f"--tee={args.tee_streams}"]
+    return words if args.redirects is None else [*words, f"--redirects={args.redirects}"]
 
 
 def cluster_environment(nodes: int) -> dict[str, str]:
@@ -251,29 +269,30 @@ def run(args: argparse.Namespace) -> ExitCode:
     """`elasticzero local`: start the cluster, tell what happens, strike, and take it all down."""
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: at least 1 is wanted")
-    faults = sorted((parse_fault(text) for text in args.fault), key=lambda fault: fault.step)
+    faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
     names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
     for fault in faults:
         if fault.node is not None and fault.node not in names:
             raise UserError(f"--fault {fault.what}:{fault.node}: the nodes are node-0, node-1, …")
     job = args.job or f"local-{uuid.uuid4().hex[:6]}"
-    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+    log_dir = make_log_directory(args.log_dir, job).parent
+    console = console_of(args)
     with ExitStack() as stack:
         endpoint = args.etcd
         if endpoint is None:
             endpoint = stack.enter_context(EmbeddedEtcd()).endpoint
         most = most_nodes(args.nodes, faults)
         words = shared_words(args, endpoint, most)
-        tee = args.tee or not args.log_dir
-        cluster = Cluster(
-            words, job, log_dir, cluster_environment(most), sys.stdout.fileno() if tee else None
-        )
+        output = None if console.silent else sys.stdout.fileno()
+        cluster = Cluster(words, job, log_dir, cluster_environment(most), output)
         stack.callback(cluster.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        narrator = Narrator(log_dir / job, args.nodes, endpoint)
+        narrator = Narrator(log_dir / job, args.nodes, endpoint, muted=console.silent)
         for _ in range(args.nodes):
             cluster.start_node()
         code = _watch(cluster, faults, narrator)
+        for fault in faults:
+            narrator.never_struck(fault.text)
         narrator.close(code)
         return code
 
@@ -284,6 +303,8 @@ def _watch(cluster: Cluster, faults: list[Fault], narrator: Narrator) -> ExitCod
         alive = bool(cluster.running())
         for node, event in cluster.events():
             narrator.take(node, event)
+        if faults and narrator.plain:
+            narrator.cannot_strike(faults[0].text)
         while faults and narrator.step >= faults[0].step:
             struck = strike(cluster, faults[0], narrator.training)
             if struck is None:

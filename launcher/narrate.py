@@ -11,6 +11,7 @@ from typing import Any
 
 from elasticzero.checkpoint.manifest import step_directory
 from elasticzero.errors import ExitCode
+from elasticzero.launcher.lead import PLAIN_END
 from elasticzero.launcher.lineage import Lineage
 
 PROGRESS_EVERY_S = 2.0
@@ -20,6 +21,27 @@ _SEEN = re.compile(r"(.*?); the checkpoint of step (\d+) is damaged: (.*)", re.D
 _FOUND = re.compile(r"(.*rank \d+ on \S+ failed) \((.*)\)(.*)", re.DOTALL)
 """The ways in which a world's reason tells of a damaged checkpoint: the leader saw it, or a rank
 found it."""
+
+
+MUTED = "; workers' output goes there alone (--tee repeats it here)"
+LARGE_CHANGE = 5
+"""A snapshot interval so many times as long, or as short, as the last one told is told."""
+
+
+def worth_telling(before: int | None, every: int) -> bool:
+    """Whether a person wants to be told the interval between snapshots: the first, and one that
+    is quite another. before: the last one told."""
+    if before is None or min(before, every) < 1:
+        return before != every
+    return max(before, every) >= LARGE_CHANGE * min(before, every)
+
+
+def fresh_start(generation: int, *, session: bool) -> str:
+    """How a generation begins that has no state to go on from. session: a worker has called
+    `elasticzero.run` before; without that nothing is known of the script's own state."""
+    if generation > 1 and not session:
+        return "the script starts anew"
+    return "step 0, from the beginning" if session else "a fresh start"
 
 
 def counted(count: int, thing: str) -> str:
@@ -47,8 +69,16 @@ def split_damage(
 class Narrator:
     """Prints what happens as it happens: lines, and a bar where there is a terminal."""
 
-    def __init__(self, log_dir: Path, nodes: int, endpoint: str) -> None:
+    def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
+        """muted: the workers' output is in the logs alone."""
         self.step = 0
+        self.plain = False
+        """No worker has called `elasticzero.run` for so long that the script is taken for a plain
+        one, which makes no steps that could be seen."""
+        self._session = False
+        """A worker has called it."""
+        self._every: int | None = None
+        self._told: set[str] = set()
         self.training: list[str] = []
         """Nodes of the current world, in rank order."""
         self.lineage = Lineage()
@@ -68,7 +98,7 @@ class Narrator:
         self._log_dir = log_dir
         self.say(
             f"{counted(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
-            f"logs in {log_dir}"
+            f"logs in {log_dir}{MUTED if muted else ''}"
         )
 
     def say(self, text: str, at_s: float | None = None) -> None:
@@ -84,6 +114,10 @@ class Narrator:
                 self.say(f"{node} is here", at_s)
             case "world" if event["generation"] > self._generation:
                 self._world(event, at_s)
+            case "attached":
+                self._session, self.plain = True, False
+            case "plain":
+                self.plain = not self._session
             case "restored" if event["generation"] == self._generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 self.say(f"  training goes on from step {event['step']} ({phases})", at_s)
@@ -100,7 +134,8 @@ class Narrator:
                 self._unsaved.add(event["step"])
                 text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
                 self.say(f"  {text}", at_s)
-            case "paced":
+            case "paced" if worth_telling(self._every, event["every"]):
+                self._every = event["every"]
                 self.say(
                     f"  snapshots every {counted(event['every'], 'step')}: one costs "
                     f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
@@ -121,7 +156,11 @@ class Narrator:
         self._generation = event["generation"]
         self.training = event["members"]
         self.lineage.world(self._generation, event["resume_step"])
-        place = {"ram": "from memory", "storage": "from storage", "fresh": "from the beginning"}
+        place = {
+            "ram": f"step {event['resume_step']} from memory",
+            "storage": f"step {event['resume_step']} from storage",
+            "fresh": fresh_start(self._generation, session=self._session),
+        }
         lost = self.lineage.lost(self._generation)
         again = f", {lost} steps are computed again" if lost else ""
         reason, damage = split_damage(event["reason"], event["resume_step"], event["bad_steps"])
@@ -129,8 +168,7 @@ class Narrator:
             self.say(damage, at_s)
         self.say(
             f"generation {self._generation}: {counted(event['world_size'], 'rank')} on "
-            f"{', '.join(self.training)} ({reason}); step {event['resume_step']} "
-            f"{place[event['tier']]}{again}",
+            f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
             at_s,
         )
 
@@ -179,6 +217,24 @@ class Narrator:
         if what in ("kill-node", "kill-worker"):
             self._killed_s = at_s
 
+    def cannot_strike(self, fault: str) -> None:
+        """Say once that a fault waits for a step that this script does not make."""
+        if fault not in self._told:
+            self._told.add(fault)
+            self.say(
+                f"--fault {fault} waits: no worker has called elasticzero.run yet, and without "
+                "that no steps are seen"
+            )
+
+    def never_struck(self, fault: str) -> None:
+        """A fault was still to strike when the job ended."""
+        why = (
+            f"the job ended after step {self.step}"
+            if self._session
+            else "the script never called elasticzero.run, so no steps were seen"
+        )
+        self.say(f"--fault {fault} did not strike: {why}")
+
     def quote(self, logs: Sequence[Path], *, traced: bool) -> None:
         """The last error of the first agent, in its own words. traced: the terminal has shown the
         workers' tracebacks, so an agent that does not repeat one goes first."""
@@ -193,6 +249,9 @@ class Narrator:
         again = counted(self.lineage.recomputed, "step")
         if code == ExitCode.DONE:
             how = "stopped" if self._stopped else "done"
+            if not self._session:
+                self.say(f"{how}: {generations}; {PLAIN_END}")
+                return
             why = f"; {self._early}" if self._early else ""
             done = counted(self.step, "step")
             self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")

@@ -42,6 +42,7 @@ from elasticzero.launcher.membership import (
     new_incarnation,
     reachable_address,
 )
+from elasticzero.launcher.narrate import MUTED
 from elasticzero.launcher.node_claim import serve_on_free_port
 from elasticzero.launcher.observe import DONE, MEMBERS, WORLD
 from elasticzero.launcher.preemption import PreemptionWatch
@@ -182,7 +183,8 @@ def run_agent(
             agent.close()
             return agent.exit_code
         agent.telling.note("registered", incarnation=me.incarnation)
-        say(options.node, f"registered for job {options.job}; logs: {options.log_dir}")
+        muted = MUTED if options.console.silent else ""
+        say(options.node, f"registered for job {options.job}; logs: {options.log_dir}{muted}")
         return agent.run()
 
 

@@ -135,6 +135,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
         "total_steps": words.get("total_steps"),
         "steps_per_s": words.get("steps_per_s"),
         "goodput": words.get("goodput"),
+        "plain": bool((words.get("workers") or {}).get("plain")),
         "checkpoint_step": _most(here, "checkpoint_step"),
         "loss": words.get("loss"),
         "control": encode(replace(job.control, drain=standing_drains(job))),
@@ -207,9 +208,10 @@ def _headline(found: Mapping[str, Any]) -> str:
     nodes = sum(node["role"] != "spare" for node in found["nodes"])
     age_s = found["generation_age_s"]
     began = f"began {_span(age_s)} ago" if age_s is not None else "began"
+    at = "" if found["plain"] else f" at step {found['resume_step']}"
     return (
         f"job {found['job']}: generation {found['generation']}, {size} rank{'s' * (size != 1)} on "
-        f"{nodes} node{'s' * (nodes != 1)}{of}, {began} at step {found['resume_step']}: "
+        f"{nodes} node{'s' * (nodes != 1)}{of}, {began}{at}: "
         f"{found['reason']}"
     )
 
@@ -217,6 +219,8 @@ def _headline(found: Mapping[str, Any]) -> str:
 def _progress(found: Mapping[str, Any]) -> list[str]:
     """A line on how training comes on, where an agent says anything."""
     step = found["step"]
+    if found["plain"]:
+        return ["no worker has called elasticzero.run: the script's steps are not seen"]
     if step is None:
         return []
     total, speed, goodput = found["total_steps"], found["steps_per_s"], found["goodput"]

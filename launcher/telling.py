@@ -14,7 +14,7 @@ from elasticzero.launcher import error_file
 from elasticzero.launcher.actions import Decision, WriteWorld
 from elasticzero.launcher.blame import ASIDE_AFTER, set_aside, term_s, why_aside
 from elasticzero.launcher.events import EventLog
-from elasticzero.launcher.narrate import split_damage
+from elasticzero.launcher.narrate import fresh_start, split_damage, worth_telling
 from elasticzero.launcher.progress import Progress
 from elasticzero.launcher.saver import SaveFailed, SaveOver
 from elasticzero.launcher.view import Notice, View, Workers, steered
@@ -111,6 +111,13 @@ class Telling:
         self._said_short = False
         self._save_failed: tuple[int, int, str] | None = None
         """Generation, step and error of the failed save that was said last."""
+        self._session = False
+        """A worker has called `elasticzero.run`."""
+        self._plain = False
+        self._every: int | None = None
+        """The snapshot interval that was said last."""
+        self._silent: dict[int, float] = {}
+        """When it was said of a rank that it makes no step."""
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -132,6 +139,9 @@ class Telling:
         if view.notice is not None and view.notice != self._notice:
             self._notice = view.notice
             self.notice(view.notice)
+        if view.workers.plain and not self._plain and not self._session:
+            self.note("plain", generation=view.workers.generation)
+        self._plain = view.workers.plain and not self._session
         if decision.reason != self._reason:
             self._reason = decision.reason
             self.note("reason", reason=decision.reason)
@@ -184,7 +194,7 @@ class Telling:
             say(self._options.node, text)
         resume = world.resume
         origin = {
-            "fresh": "from the beginning",
+            "fresh": fresh_start(world.generation, session=self._session),
             "ram": f"from step {resume.step}, held in memory",
             "storage": f"from the checkpoint of step {resume.step}",
         }
@@ -235,6 +245,7 @@ class Telling:
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
+        self._silent = {}
         self._progress.begin(now_s)
         self._metrics.forget_workers()
         if self._round_seen_s is not None:
@@ -259,6 +270,9 @@ class Telling:
             local = worker.local_rank
             match message:
                 case Attached():
+                    if not self._session:
+                        self._session = True
+                        self.note("attached", rank=worker.rank)
                     self._recovery("start", now_s - self._marks.get("start", now_s))
                 case Restored():
                     self._recovery("connect", message.connect_s)
@@ -278,6 +292,7 @@ class Telling:
                         data_wait_s=message.data_wait_s,
                         samples=message.samples,
                     )
+                    self._moves_again(worker.rank, message.at_s)
                     if local == 0:
                         self._last["step"] = message.step
                         self._last["total_steps"] = message.total or None
@@ -374,6 +389,9 @@ class Telling:
         )
 
     def _say_pace(self, message: Paced) -> None:
+        if not worth_telling(self._every, message.every):
+            return
+        self._every = message.every
         say(
             self._options.node,
             f"snapshots every {message.every} step{'s' * (message.every > 1)}: one costs "
@@ -394,7 +412,9 @@ class Telling:
     def looked(self, gang: Gang, found: Failure) -> None:
         """What a look found about a worker that makes no step."""
         self.note("looked", generation=gang.generation, **_plain(found))
+        self._silent.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":
+            say(self._options.node, f"rank {found.rank}: {found.message}")
             return
         logs = {worker.rank: worker.log for worker in gang.workers}
         say(
@@ -429,6 +449,16 @@ class Telling:
             f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
             f"{worker.script_exit_code}, counts",
         )
+
+    def _moves_again(self, rank: int, at_s: float) -> None:
+        """A step was made; say so where it was said that none is."""
+        since_s = self._silent.pop(rank, None)
+        if since_s is not None:
+            say(
+                self._options.node,
+                f"rank {rank} makes steps again, {max(0.0, at_s - since_s):.1f} s later: the hang "
+                "ended by itself",
+            )
 
     def retired(self, gang: Gang) -> None:
         """The last of a gang's output."""
@@ -485,6 +515,7 @@ class Telling:
             "workers": {
                 "running": workers.running,
                 "restored": workers.restored,
+                "plain": self._plain,
                 "step": workers.step,
             },
             **self._last,

@@ -128,14 +128,20 @@ def fork(
     stdout_log = logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.apart else None
     error_file(logs.directory, local_rank).unlink(missing_ok=True)
     mine, theirs = socket.socketpair()
-    opened = [os.open(path, _APPEND, 0o644) for path in (stdout_log or log, log)]
-    stdout_start, log_start = (os.fstat(fd).st_size for fd in opened)
-    fds = [*opened, theirs.fileno(), bell]
+    opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
+    fds = [opened[0], theirs.fileno(), bell]
     if store_fd is not None:
         fds.append(store_fd)
+    fds += opened[1:]
+    log_start, stdout_start = os.fstat(opened[0]).st_size, os.fstat(opened[-1]).st_size
     environment = launch.environment | torchrun_environment(assignment)
     arguments = tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
-    mine_to_run = replace(launch, environment=environment, arguments=arguments)
+    mine_to_run = replace(
+        launch,
+        environment=environment,
+        arguments=arguments,
+        stdout_apart=stdout_log is not None,
+    )
     try:
         pid, numbers = server.start(mine_to_run, fds)
     finally:
@@ -143,7 +149,7 @@ def fork(
             os.close(fd)
         theirs.close()
     channel = Channel(mine)
-    its_fd = numbers[4] if len(numbers) > 4 else None
+    its_fd = numbers[3] if store_fd is not None else None
     with suppress(ChannelClosed):
         channel.send(replace(assignment, store_fd=its_fd))
     mine.setblocking(False)  # a worker that reads no more must not hold the agent up

@@ -63,6 +63,10 @@ class Opened:
         }
 
 
+ELEMENTWISE = "an optimizer that treats each by itself, as SGD, Adam, AdamW and RMSprop do"
+"""What can be partitioned."""
+
+
 def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool) -> Opened:
     """Build the user's optimizer over the whole parameters.
 
@@ -92,7 +96,8 @@ def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool
             if entry.kind == "other":
                 raise UserError(
                     f"{kind} keeps {key!r}, which is neither shaped like the parameter nor a "
-                    "single number, so it cannot be partitioned; use strategy ddp"
+                    "single number, so it cannot be partitioned; use strategy ddp, "
+                    f"or {ELEMENTWISE}"
                 )
     return Opened(optimizer, names, schemas)
 
@@ -171,7 +176,8 @@ def _check_pieces(kind: str, dummies: list[nn.Parameter]) -> None:
     if not torch.allclose(whole, cut, rtol=1e-5, atol=1e-7):
         raise UserError(
             f"{kind} does not treat each element by itself (it gives another result when a "
-            "parameter is cut in two), so it cannot be partitioned; use strategy ddp"
+            f"parameter is cut in two), so it cannot be partitioned; use strategy ddp, "
+            f"or {ELEMENTWISE}"
         )
 
 
@@ -242,8 +248,11 @@ def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
     """Raise `CheckpointMismatch` when these are not the keys that this optimizer keeps."""
     stored = set(keys) - {MASTER}
-    if stored and schema and stored != set(schema):
+    if stored and stored != set(schema):
         raise CheckpointMismatch(
-            f"the checkpoint keeps {', '.join(sorted(stored))} for parameter {name!r}, and this "
-            f"optimizer keeps {', '.join(sorted(schema))}: it was written with another optimizer"
+            f"the checkpoint was written with another optimizer: it holds "
+            f"{', '.join(sorted(stored))} for parameter {name!r}, and this optimizer keeps "
+            f"{', '.join(sorted(schema)) or 'nothing'}. An optimizer can only go on from state "
+            "that holds what it keeps itself: use the optimizer that wrote it, or one that keeps "
+            "the same, or start in another checkpoint directory"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,11 +65,55 @@ def test_a_script_that_fails_on_import(tmp_path: Path) -> None:
 
 
 def test_etcd_out_of_reach() -> None:
+    """A raw line of gRPC's, without time and node, came before."""
     words = ["run", "--etcd", "127.0.0.1:1", "--job", "x", "--join-timeout", "2"]
-    found = run(*words, str(REGRESSION))
+    found = run(*words, "--node-name", "n", str(REGRESSION))
     assert found.returncode == 69
+    assert all(re.match(r"\[[\d:]+ n\] |error: ", line) for line in found.stderr.splitlines())
+    assert "failed to connect to all addresses" not in found.stderr
     assert "etcd at 127.0.0.1:1 did not answer within 2 s (--join-timeout)" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("words", [["run"], ["local", "--nodes", "2"]], ids=["run", "local"])
+def test_a_log_directory_that_cannot_be_made(words: list[str], tmp_path: Path) -> None:
+    """It was a traceback and exit code 1, which Kubernetes tries again."""
+    (tmp_path / "file").write_text("")
+    where = tmp_path / "file" / "logs"
+    found = run(*words, "--log-dir", str(where), str(REGRESSION))
+    assert found.returncode == 64
+    assert found.stderr == (
+        f"error: --log-dir {where}: logs cannot be written there (Not a directory); give another "
+        "--log-dir DIR\n"
+    )
+    assert found.stdout == ""
+
+
+def test_a_log_directory_that_mutes_the_terminal_is_said(tmp_path: Path) -> None:
+    words = ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1"]
+    found = run("run", "--http-port", "0", *words)
+    assert "--tee repeats it here" in found.stderr
+    assert "[0] " not in found.stdout
+    assert "--tee repeats it here" in run("local", "--nodes", "1", *words).stdout
+    found = run("run", "--http-port", "0", "--tee", *words)
+    assert "--tee repeats" not in found.stderr
+    assert "[0] " in found.stdout
+
+
+def test_a_plain_script_is_told_apart_from_a_training(tmp_path: Path) -> None:
+    """It was "finished after step 0", with 0 steps recomputed; its faults were passed over."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(8)")
+    found = run("local", "--nodes", "2", "--fault", "kill-node@3", str(script))
+    assert found.returncode == 0
+    assert "--fault kill-node@3 waits: no worker has called elasticzero.run yet" in found.stdout
+    assert "--fault kill-node@3 did not strike: the script never called" in found.stdout
+    assert found.stdout.splitlines()[-1].endswith("none called elasticzero.run")
+    assert "step 0" not in found.stdout and "recomputed" not in found.stdout
+    script.write_text("")
+    found = run("run", "--http-port", "0", str(script))
+    assert "the job is done: every rank's script has ended with status 0" in found.stderr
+    assert "step 0" not in found.stderr
 
 
 @pytest.mark.parametrize("place", ["file", "foreign"])

@@ -263,3 +263,26 @@ def test_an_evaluation_counts_each_batch_once(batches: int, world_size: int) -> 
     assert len({len(hand) for hand in hands}) == 1
     counted = sorted(index for hand in hands for index, counts in hand if counts)
     assert counted == list(range(batches))
+
+
+@given(samples=sizes, size=sizes, drop_last=st.booleans())
+def test_a_completed_epoch_is_not_stopped_in_the_middle(
+    samples: int, size: int, drop_last: bool
+) -> None:
+    """After whole epochs another dataset, or another seed, was refused as "stopped in the
+    middle of an epoch"."""
+    size = min(size, samples)
+    before = Plan(order=Order(samples=samples), global_batch=size, epochs=2, drop_last=drop_last)
+    position = before.start(Position(), 0)
+    found = before.next(position)
+    while found is not None:
+        position = found[1]
+        found = before.next(position)
+    other = Order(samples=samples + 1, seed=7)
+    after = Plan(order=other, global_batch=size, epochs=3, drop_last=drop_last)
+    begun = after.start(position, 0)
+    assert (begun.epoch, begun.offset, begun.steps) == (2, 0, position.steps)
+    assert begun.order == [samples + 1, 7, True]
+    if samples > size:
+        with pytest.raises(UserError, match="in the middle of an epoch"):
+            after.start(replace(position, offset=1), 0)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.launcher.narrate import Narrator, split_damage
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.narrate import Narrator, split_damage, worth_telling
 
 
 class Told:
@@ -64,12 +65,57 @@ def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
     ]
 
 
-def test_the_chosen_interval_of_snapshots_is_told(told: Told) -> None:
-    told.take("paced", every=4, cost_s=0.0012, step_s=0.03)
-    told.take("paced", every=1, cost_s=0.0001, step_s=0.03)
+def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> None:
+    """Six of the ten lines of a first run told of it."""
+    for every in (4, 1, 9, 12, 3, 20, 16, 4, 3):
+        told.take("paced", every=every, cost_s=0.0012, step_s=0.03)
     assert told.lines() == [
         "  snapshots every 4 steps: one costs 1.2 ms, a step 30 ms",
-        "  snapshots every 1 step: one costs 0.1 ms, a step 30 ms",
+        "  snapshots every 20 steps: one costs 1.2 ms, a step 30 ms",
+        "  snapshots every 4 steps: one costs 1.2 ms, a step 30 ms",
+    ]
+    assert [worth_telling(*pair) for pair in ((None, 0), (0, 0), (0, 3), (3, 0), (2, 9))] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
+    """It was said to begin at step 0, and to have recomputed 0 steps."""
+    told.world(1)
+    told.take("plain", generation=1)
+    assert told.narrator.plain
+    for _ in range(2):
+        told.narrator.cannot_strike("kill-node@3")
+    told.world(2, reason="node-1 is lost")
+    told.narrator.never_struck("kill-node@3")
+    told.narrator.close(ExitCode.DONE)
+    assert told.lines() == [
+        "generation 1: 2 ranks on node-0, node-1 (all here); a fresh start",
+        "--fault kill-node@3 waits: no worker has called elasticzero.run yet, and without that no "
+        "steps are seen",
+        "generation 2: 2 ranks on node-0, node-1 (node-1 is lost); the script starts anew",
+        "--fault kill-node@3 did not strike: the script never called elasticzero.run, so no steps "
+        "were seen",
+        "done: 2 generations; every rank's script has ended with status 0; none called "
+        "elasticzero.run",
+    ]
+
+
+def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
+    told.world(1)
+    told.take("plain", generation=1)
+    told.take("attached", rank=0)
+    assert not told.narrator.plain
+    told.step(1, 7, 6.0)
+    told.narrator.never_struck("join@9")
+    told.narrator.close(ExitCode.DONE)
+    assert told.lines()[-2:] == [
+        "--fault join@9 did not strike: the job ended after step 7",
+        "done: 7 steps, 1 generation, 0 steps recomputed",
     ]
 
 

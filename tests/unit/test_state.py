@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +245,17 @@ def test_usual_optimizers_change_strategy(
 
 
 def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
+    """Without a momentum it was "'step' with shape (), which cannot be partitioned"."""
     strategy, small = build("ddp")
     train(strategy)
     step = save(tmp_path, strategy, small, "ddp")
     for name in ("ddp", "zero1"):
-        again, small_again = build(name, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
-        with pytest.raises(CheckpointMismatch, match="written with another optimizer"):
-            restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+        for momentum, kept in ((0.9, "keeps momentum_buffer"), (0.0, "keeps nothing")):
+            again, small_again = build(name, partial(torch.optim.SGD, lr=0.1, momentum=momentum))
+            with pytest.raises(CheckpointMismatch, match="written with another optimizer") as why:
+                restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+            assert kept in str(why.value)
+            assert "use the optimizer that wrote it" in str(why.value)
 
 
 def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
