@@ -227,7 +227,7 @@ class Plan:
             )
         known = position.order
         rest = self.global_batch if self.drop_last else 1
-        if known not in (None, order) and position.offset > known[0] - rest:
+        if position.offset and known not in (None, order) and position.offset > known[0] - rest:
             position = replace(position, epoch=position.epoch + 1, offset=0)
         if position.offset and known not in (None, order):
             raise UserError(
