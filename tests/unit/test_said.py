@@ -1,0 +1,89 @@
+"""What an agent says to a person, and in which form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.agent import AgentOptions
+from elasticzero.launcher.events import EventLog
+from elasticzero.launcher.forkserver import Launch
+from elasticzero.launcher.telling import Telling, log_to
+from elasticzero.launcher.view import Limits
+from elasticzero.launcher.worker_process import Worker
+from elasticzero.launcher.workers import Gang
+from elasticzero.launcher.world import Failure
+from elasticzero.messages import Paced, Stepped
+from elasticzero.metrics import Metrics
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("elasticzero")
+    before, propagates = list(logger.handlers), logger.propagate
+    yield logger
+    logger.handlers[:], logger.propagate = before, propagates
+
+
+def test_warnings_are_said_like_everything_else(logger: logging.Logger) -> None:
+    """`lease … is lost` came without time and node, from Python's last resort."""
+    said: list[str] = []
+    log_to(lambda _: said.append("an older agent's"))
+    log_to(said.append)
+    logging.getLogger("elasticzero.launcher.etcd_streams").warning("lease %x is lost", 255)
+    logging.getLogger("elasticzero.launcher.etcd_streams").info("not for people")
+    assert said == ["lease ff is lost"]
+
+
+@pytest.fixture
+def telling(tmp_path: Path) -> Iterator[Telling]:
+    options = AgentOptions(
+        job="j",
+        node="n",
+        limits=Limits(min_nodes=1, max_nodes=1),
+        nproc=1,
+        launch=Launch(
+            target="t.py", is_module=False, arguments=(), environment={}, directory=str(tmp_path)
+        ),
+        log_dir=tmp_path,
+        snapshot_dir=tmp_path,
+    )
+    telling = Telling(options, EventLog(tmp_path), Metrics())
+    yield telling
+    telling.close(None)
+
+
+def gang_of(log: Path) -> tuple[Gang, Worker]:
+    worker = Worker(0, 0, 1, None, log, 0)  # type: ignore[arg-type]
+    return Gang(None, 1, 0, workers=[worker]), worker  # type: ignore[arg-type]
+
+
+def test_a_hang_that_ends_by_itself_is_said(
+    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank was said to make no step, and then nothing."""
+    gang, worker = gang_of(tmp_path / "0.log")
+    step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
+    telling.heard(gang, [(worker, step)], 0.0)
+    assert capsys.readouterr().err == ""
+    found = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
+    telling.looked(gang, found)
+    telling.heard(gang, [(worker, step), (worker, step)], 0.0)
+    lines = [line.partition("n] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == "rank 0: no step for 61.0 s after step 6; it waits"
+    assert lines[1].startswith("rank 0 makes steps again, ")
+    assert lines[1].endswith(" s later: the hang ended by itself")
+    assert len(lines) == 2
+
+
+def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
+    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gang, worker = gang_of(tmp_path / "0.log")
+    for every in (4, 1, 9, 12, 3, 20):
+        telling.heard(gang, [(worker, Paced(every=every, cost_s=0.01, step_s=0.1))], 0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("snapshots every ")[2].split()[0] for line in lines] == ["4", "20"]
