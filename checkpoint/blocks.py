@@ -134,8 +134,8 @@ def missing(storage: Readable, name: str) -> CheckpointDamaged:
         storage.size(MANIFEST_NAME)
     except FileNotFoundError:
         return CheckpointDamaged(
-            f"{where} was removed while it was read, and its step with it, as --keep removes old "
-            "steps: use a newer step"
+            f"{where} is missing, and so is the step's manifest: the step was removed while it was "
+            "read, as --keep removes old steps; use a newer step"
         )
     except StorageError:
         pass

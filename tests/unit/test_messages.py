@@ -73,7 +73,7 @@ def test_a_step_removed_while_it_is_read_is_not_called_missing_files(tmp_path: P
     step = Path(checkpoint.save(tmp_path, {"w": W}, step=1))
     opened = open_step(DiskStorage(step))
     shutil.rmtree(step)
-    with pytest.raises(CheckpointDamaged, match="was removed while it was read"):
+    with pytest.raises(CheckpointDamaged, match="the step was removed while it was read"):
         opened.load([Target("w", Span(0, 3000), torch.empty(3000))])
 
 
