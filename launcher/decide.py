@@ -33,6 +33,8 @@ Rules of every agent, the first that applies:
  A11 leaving while the store is away: train on until it is back, for nobody could write a world
      without this node. When what is left until the deadline is only enough to save the state: stop
      the workers, save the snapshot that this node holds whole, and go. This comes before A2.
+ A12 all workers finished, and etcd has not answered for --join-timeout: go, for the job is over and
+     nobody may ever be able to write so. This comes before A2.
 Rules of the acting leader, who is the first member of `world` that is alive (before the first
 world: the oldest registration):
  L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
@@ -92,9 +94,11 @@ from elasticzero.launcher.lead import (
     take_over,
 )
 from elasticzero.launcher.leaving import (
+    give_up,
     goes_at_s,
     leave,
     leave_alone,
+    must_give_up,
     must_leave_alone,
     stop_limit_s,
 )
@@ -116,6 +120,8 @@ def decide(view: View, now_s: float, limits: Limits) -> Decision:
         return _wind_up(view, view.done)
     if must_leave_alone(view, now_s, limits):
         return leave_alone(view, now_s, limits)
+    if must_give_up(view, now_s, limits):
+        return give_up(view, limits)
     if world is None:
         return first_world(view, now_s, limits)
     index = world.find(view.me.node, view.me.incarnation)

@@ -107,6 +107,23 @@ def leave_alone(view: View, now_s: float, limits: Limits) -> Decision:
     return Decision((save,), f"{reason}: saving step {held.step} from memory")
 
 
+def must_give_up(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether this node has waited long enough for an etcd that is away to write that the job is
+    done: A12."""
+    away_s = now_s - view.store.confirmed_s
+    return view.workers.finished and not view.store.reachable and away_s >= limits.join_timeout_s
+
+
+def give_up(view: View, limits: Limits) -> Decision:
+    """Leave a job whose training is over, with no word of it in etcd."""
+    reason = (
+        f"every worker has finished, after step {view.workers.step}, but etcd has not answered for "
+        f"{limits.join_timeout_s:g} s (--join-timeout), so the job is not marked as done; the same "
+        "command marks it once etcd is back, and finds the checkpoints as they are"
+    )
+    return Decision((Leave(ExitCode.UNAVAILABLE),), reason)
+
+
 def _held_alone(view: View) -> Resume | None:
     """The newest snapshot that this node holds whole, where it is the one to save it: the first
     member of the world that is not known to be gone."""

@@ -79,6 +79,12 @@ class Worker:
         """It belongs to its generation still."""
         return self.running and not self.waiting
 
+    @property
+    def must_be_signalled(self) -> bool:
+        """It can be asked to stop by a signal alone. A script that has failed ends by itself: its
+        exit functions run."""
+        return self.running and not self.attached and self.failed is None
+
     def send(self, message: Message) -> None:
         """A worker that hears no more is passed over: its end is seen elsewhere."""
         with suppress(ChannelClosed):

@@ -166,7 +166,7 @@ class Gang:
         self._view = replace(self._view, aborted_s=now_s)
         self._send_all(Abort(reason=reason))
         for worker in self.workers:
-            if worker.running and not worker.attached:
+            if worker.must_be_signalled:
                 worker.send_signal(signal.SIGTERM)
 
     def kill(self, *, spare_saving: bool = False) -> None:
@@ -194,7 +194,7 @@ class Gang:
         told_s = self._view.aborted_s
         if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
             for worker in self.workers:
-                if worker.running and not worker.attached:
+                if worker.must_be_signalled:
                     worker.send_signal(signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> list[Worker]:

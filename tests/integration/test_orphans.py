@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
@@ -110,3 +112,17 @@ def test_a_stopped_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
     agent.kill()
     agent.communicate()
     wait_until_gone(pids)
+
+
+def test_an_agent_whose_etcd_is_gone_leaves_a_finished_job(tmp_path: Path, job: str) -> None:
+    """It asked a dead etcd for good, with nothing left to do."""
+    with EmbeddedEtcd() as etcd:
+        words = ["--etcd", etcd.endpoint, "--job", job, "--http-port", "0", "--join-timeout", "3"]
+        words += ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1", "--pause", "0.1"]
+        agent = start("run", *words)
+        log = tmp_path / job / socket.gethostname() / "events.jsonl"
+        wait_until(lambda: log.exists() and '"step"' in log.read_text(), "no step was made")
+        etcd.stop()
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 69, output
+    assert "every worker has finished" in output

@@ -91,7 +91,7 @@ AT_EXIT = """
 import atexit, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 executor = ThreadPoolExecutor(1)
-executor.submit(lambda: (time.sleep(1.0), print("the executor's work is done", flush=True)))
+executor.submit(lambda: (time.sleep(0.5), print("the executor's work is done", flush=True)))
 atexit.register(lambda: (time.sleep(1.5), print("the exit function has run", flush=True)))
 threading.Thread(target=time.sleep, args=(300,), name="uploader").start()
 sys.exit(int(sys.argv[1]))
@@ -114,9 +114,9 @@ def test_a_thread_left_behind_keeps_no_process(tmp_path: Path, job: str, code: i
     assert found.returncode == (0 if code == 0 else 70), found.stderr
     assert "the executor's work is done" in found.stdout
     assert "the exit function has run" in found.stdout
+    assert "exit functions still run after" in found.stdout
     assert "rank 0: the script has ended, but a thread still runs after 1 s" in found.stdout
     assert "uploader; the process ends with the script's exit code" in found.stdout
-    assert "exit functions still run after" in found.stdout
     assert (f"exited with status {code}" in found.stderr) == (code != 0)
 
 

@@ -239,6 +239,9 @@ TABLE = [
     ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [Leave(ExitCode.LEFT)]),
     # A7
     ("finished", v(AT_REST, workers=w(TRAINS, running=0, finished=True)), [PutReport(says("finished", A, final_step=20))]),
+    ("finished, and etcd is away", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20), store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 599.0)), []),
+    ("finished, and etcd is away for good", v(AT_REST, workers=w(TRAINS, running=0, finished=True), store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 600.0)), [Leave(ExitCode.UNAVAILABLE)]),
+    ("training, and etcd is away for good", v(AT_REST, store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 6000.0)), []),
     ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20)), []),
     # A8
     ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [Ask(FLAG_LEAVE)]),
