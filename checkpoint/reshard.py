@@ -13,6 +13,7 @@ from elasticzero.checkpoint import commit
 from elasticzero.checkpoint.casting import DTYPES, CastSource, cast_specs
 from elasticzero.checkpoint.copying import LEAST_BUFFER_BYTES, Copied, Effort, write_step
 from elasticzero.checkpoint.manifest import (
+    TREE,
     Group,
     Layout,
     Manifest,
@@ -132,8 +133,22 @@ def tied(foreign: Foreign, aliases: Mapping[str, str]) -> Foreign:
         if specs[pair[0]] != specs[pair[1]] or len({_sum(source, name) for name in pair}) > 1:
             raise UserError(f"--alias {alias}={kept}: the two are not the same")
         del specs[pair[0]]
-    known = foreign.state.get("aliases", {})
-    return replace(foreign, specs=specs, state={**foreign.state, "aliases": {**known, **aliases}})
+    state = {**foreign.state, "aliases": {**foreign.state.get("aliases", {}), **aliases}}
+    if TREE in state:
+        kept_of = {MODEL_PREFIX + alias: MODEL_PREFIX + kept for alias, kept in aliases.items()}
+        state[TREE] = _renamed(state[TREE], kept_of)
+    return replace(foreign, specs=specs, state=state)
+
+
+def _renamed(json: Any, names: Mapping[str, str]) -> Any:
+    """An encoded value in which some tensors have other names."""
+    if isinstance(json, list):
+        return [_renamed(item, names) for item in json]
+    if not isinstance(json, dict):
+        return json
+    if json.keys() == {"$tensor"}:
+        return {"$tensor": names.get(json["$tensor"], json["$tensor"])}
+    return {key: _renamed(item, names) for key, item in json.items()}
 
 
 def _sum(source: Source, name: str) -> str:

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from elasticzero.checkpoint.cli import main
 from elasticzero.checkpoint.compare import compare
 from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
 from elasticzero.checkpoint.dcp_import import _load, _Window, open_dcp
@@ -229,6 +230,16 @@ def test_two_paths_to_one_name_are_refused(tmp_path: Path) -> None:
     state = {"x": one, "y": one, "elasticzero": {"state": json.dumps(tree)}}
     with pytest.raises(UserError, match="come to the same name"):
         open_dcp(str(by_torch(tmp_path / "b", state)))
+
+
+def test_a_tensor_kept_under_one_of_two_names_is_loaded_under_both(tmp_path: Path) -> None:
+    """The nesting still named the one that was left out, so that no load made sense of it."""
+    one = torch.arange(3.0)
+    path = by_torch(tmp_path / "dcp", {"model": {"a": one, "b": one}, "epoch": 3})
+    order = ["import", "-q", str(path), str(tmp_path / "run"), "--format", "dcp"]
+    assert main([*order, "--alias", "b=a"]) == 0
+    found = load(tmp_path / "run")
+    assert equal(found, {"model": {"a": one, "b": one}, "epoch": 3})
 
 
 class _Malice:
