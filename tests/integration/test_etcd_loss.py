@@ -76,6 +76,7 @@ def test_training_outlives_a_wiped_etcd(
         story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
+        told.pause(0.5)
         etcd.wipe()
         told.wait("what was written anew", lambda: written_anew(told))
         step = told.step
@@ -99,6 +100,7 @@ def test_training_outlives_an_old_backup_of_etcd(
         story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(5)
+        told.pause(0.5)
         etcd.control("snapshot", "save", str(backup))
         kill_a_worker(told)
         kill_a_worker(told)
@@ -126,6 +128,7 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
         story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
+        told.pause(2.0)
         etcd.wipe()
         told.cluster.start_node()
         told.wait("what was written anew", lambda: written_anew(told))
