@@ -32,7 +32,7 @@ from elasticzero.meeting import Place
 
 ARITY = 16
 """So many ranks are below one at most: 6,400 ranks are four levels."""
-WIDTH = 12
+WIDTH = 15
 """Numbers in a message."""
 LEAST = -(1 << 63)
 """Says nothing: any number is greater."""

@@ -26,19 +26,23 @@ class Call(IntEnum):
     """What a rank is at. Of two that differ the higher is taken for the one that is astray."""
 
     STEP = 0
-    EPOCH_END = 1
-    LOOP = 2
-    EVALUATE = 3
-    STATE_DICT = 4
-    FINISH = 5
+    VERIFY = 1
+    EPOCH_END = 2
+    LOOP = 3
+    EVALUATE = 4
+    STATE_DICT = 5
+    PREPARE = 6
+    FINISH = 7
 
 
 WORDS = {
     Call.STEP: "is at the next step of its loop",
+    Call.VERIFY: "is at the end of its loop or before a checkpoint",
     Call.EPOCH_END: "is at the end of an epoch",
     Call.LOOP: "begins a loop over session.batches",
     Call.EVALUATE: "is in session.evaluate",
     Call.STATE_DICT: "is in session.state_dict",
+    Call.PREPARE: "is in session.prepare",
     Call.FINISH: "has come to the end of the training function",
 }
 

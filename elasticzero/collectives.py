@@ -173,6 +173,17 @@ class Groups:
         barriers.check(found[-2:], call, rank, where)
         return found[0]
 
+    def alike(self, call: Call, number: int, where: str = "") -> bool:
+        """Whether all ranks give the same number, of 63 bits. Raises as `barrier` does."""
+        if self.place.world_size == 1:
+            return True
+        rank = self.place.rank
+        fill = [LEAST] * (WIDTH - 4)
+        numbers = [number, ~number, *fill, *barriers.marks(call, rank)]
+        found = self.agreement.greatest_of(numbers)
+        barriers.check(found[-2:], call, rank, where)
+        return found[0] == ~found[1]
+
     def share_text(self, text: str | None) -> str:
         """The text that one rank gives, the highest where several do; empty where none does. All
         call this together."""
@@ -194,6 +205,26 @@ class Groups:
         dist.all_reduce(summed)
         self.confirm()
         return summed.cpu()
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """What each rank gives, by rank; all call this together. When it returns every rank has
+        that: breaking the connections takes it from none."""
+        found = self._gather(own)
+        with suppress(dist.DistError):
+            self.agreement.greatest(0)
+        return found
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        if self.place.world_size == 1:
+            return [own]
+        longest = self.agreement.greatest(len(own))
+        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
+        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.place.world_size)]
+        dist.all_gather(found, mine)
+        self.confirm()
+        texts = [bytes(tensor.cpu().numpy()) for tensor in found]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
@@ -363,13 +394,16 @@ def _numbers(word: Word, rank: int) -> list[int]:
     """A word as numbers of which the greatest count: each flag for itself, the least negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
     least = [-int(word.ready), -word.kept, -word.saved]
-    most = [word.unkept, word.unsaved, word.every]
-    return [*flags, *least, *most, *barriers.marks(Call.STEP, rank)]
+    most = [word.unkept, word.unsaved, word.every, word.verify_every]
+    digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
+    return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
 
 
 def _word(numbers: Sequence[int]) -> Word:
     flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
-    ready, kept, saved, unkept, unsaved, every, *_ = numbers[len(CONTROL_FLAGS) :]
+    ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
+        len(CONTROL_FLAGS) :
+    ]
     return Word(
         flags=flags,
         ready=bool(ready),
@@ -378,4 +412,7 @@ def _word(numbers: Sequence[int]) -> Word:
         unkept=unkept,
         unsaved=unsaved,
         every=every,
+        verify_every=verify_every,
+        digest=None if digest == LEAST else digest,
+        complement=None if complement == LEAST else complement,
     )

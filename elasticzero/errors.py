@@ -82,6 +82,23 @@ class LastSaveFailed(StorageError):
     exit_code = ExitCode.FAILED
 
 
+class ReplicaMismatch(OperatorError):
+    """Ranks differ in what must be equal on all of them: state that nobody may go on from."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, verified: int, odd: bool) -> None:
+        super().__init__(message)
+        self.verified = verified
+        """The newest step at which they were equal."""
+        self.odd = odd
+        """This rank differs from a majority."""
+
+
+class PeerSetAside(RetryError):
+    """Another rank differs from a majority that this rank belongs to."""
+
+
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
 

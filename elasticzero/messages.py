@@ -97,6 +97,11 @@ class Assignment:
     checkpoint_every: int = 0
     snapshot_every: int | None = None
     """Steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
+    verify_every: int | None = None
+    """Steps from one comparison of what must be equal on all ranks to the next; 0: none; None: rank
+    0 chooses."""
+    trained: bool = False
+    """This node has made steps with this job in an earlier generation."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
     connect_timeout_s: float = 30.0
@@ -333,6 +338,10 @@ class Failed:
     """The same input would fail in the same way: do not try again."""
     bad_step: int | None = None
     """The checkpoint that was found damaged."""
+    odd: bool = False
+    """This rank has another state than a majority: its node is set aside."""
+    verified: int | None = None
+    """State of later steps may differ between ranks; None: nothing was found to differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,19 @@ class Word:
     """Newest step whose checkpoint this node could not write."""
     every: int = 0
     """Rank 0: the snapshot interval it wants, in steps; 0: as it is."""
+    verify_every: int = 0
+    """Rank 0: the interval of verifications it wants, in steps; 0: as it is."""
+    digest: int | None = None
+    """Of what must be equal on all ranks, as it was at an earlier boundary; None: no rank has one
+    to compare now."""
+    complement: int | None = None
+    """Of all ranks' words: the greatest of `~digest`."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks gave the same digest, or none."""
+        complement = None if self.complement is None else ~self.complement
+        return self.digest == complement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

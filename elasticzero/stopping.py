@@ -27,6 +27,8 @@ from elasticzero.errors import (
     ExitCode,
     LastSaveFailed,
     OperatorError,
+    PeerSetAside,
+    ReplicaMismatch,
     StorageError,
     UserError,
     is_final,
@@ -119,12 +121,15 @@ def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple
         traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
         bad_step=standing.bad_step if isinstance(error, unread) else None,
+        odd=isinstance(error, ReplicaMismatch) and error.odd,
+        verified=error.verified if isinstance(error, ReplicaMismatch) else None,
     )
     link.send(message)
     if message.blame == "checkpoint" and message.bad_step is not None:
         return 1, True  # the agent says so, once for all ranks
     if message.blame == "peer":
-        print(f"a peer is gone; this worker stops at step {standing.step}", file=sys.stderr)
+        text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
+        print(f"{text}; this worker stops at step {standing.step}", file=sys.stderr)
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)

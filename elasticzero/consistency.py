@@ -1,0 +1,112 @@
+"""Which ranks differ from the others, in what must be equal on all of them.
+
+Pure. Each rank gives a table: values, or digests of them, by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAMES_SHOWN = 3
+RANKS_SHOWN = 8
+ABSENT = "nothing"
+"""What is said of a name that a rank's table does not have."""
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a comparison of all ranks' tables has found."""
+
+    odd: tuple[int, ...]
+    """The ranks whose tables are not the accepted one; empty if no table is accepted."""
+    accepted: int | None
+    """A rank that has the accepted table; None: no table is that of a majority."""
+    names: tuple[str, ...]
+    """The names whose values are not the same on all ranks, in the order of the tables."""
+
+
+def by_majority(tables: Sequence[Table]) -> Verdict:
+    """Accepts the table that more than half of the ranks have."""
+    groups = _groups(tables)
+    most = max(groups, key=len)
+    names = _different(tables)
+    if 2 * len(most) <= len(tables):
+        return Verdict(odd=(), accepted=None, names=names)
+    odd = tuple(rank for rank in range(len(tables)) if rank not in most)
+    return Verdict(odd=odd, accepted=most[0], names=names)
+
+
+def by_trained(tables: Sequence[Table], trained: Collection[int]) -> Verdict:
+    """Accepts the table of the ranks that have trained in an earlier generation; where these
+    differ the one that most of them have, of equally frequent ones that of the lowest rank. Where
+    no rank has trained, accepts that of rank 0."""
+    judges = sorted(trained) or [0]
+    groups = _groups([tables[rank] for rank in judges])
+    accepted = judges[max(groups, key=lambda group: (len(group), -group[0]))[0]]
+    odd = tuple(rank for rank, table in enumerate(tables) if table != tables[accepted])
+    return Verdict(odd=odd, accepted=accepted, names=_different(tables))
+
+
+def _groups(tables: Sequence[Table]) -> list[list[int]]:
+    """The indices of equal tables."""
+    found: list[list[int]] = []
+    for index, table in enumerate(tables):
+        same = next((group for group in found if tables[group[0]] == table), None)
+        if same is None:
+            found.append([index])
+        else:
+            same.append(index)
+    return found
+
+
+def _different(tables: Sequence[Table]) -> tuple[str, ...]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    first = tables[0]
+    return tuple(
+        name
+        for name in names
+        if any(table.get(name, ABSENT) != first.get(name, ABSENT) for table in tables)
+    )
+
+
+def difference(rank: int, tables: Sequence[Table], nodes: Sequence[str], accepted: int) -> str:
+    """One sentence: in what the table of `rank` differs from the accepted one, with both values.
+
+    nodes: of each rank.
+    """
+    own, wanted = tables[rank], tables[accepted]
+    names = list(_different([own, wanted]))
+    shown = [f"{name} {_value(own, name)}" for name in names[:NAMES_SHOWN]]
+    others = [_value(wanted, name) for name in names[:NAMES_SHOWN]]
+    more = f" (and {len(names) - NAMES_SHOWN} more differ)" if len(names) > NAMES_SHOWN else ""
+    alike = sum(table == wanted for table in tables)
+    whose = "the other ranks have" if alike == len(tables) - 1 else f"rank {accepted} has"
+    if alike == 1:
+        whose = f"rank {accepted} on {nodes[accepted]} has"
+    return f"rank {rank} on {nodes[rank]} has {_listed(shown)}, {whose} {_listed(others)}{more}"
+
+
+def _value(table: Table, name: str) -> str:
+    return str(table.get(name, ABSENT))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
+
+
+def split(rank_tables: Sequence[Table], nodes: Sequence[str], name: str) -> str:
+    """Who has which value of `name`: "rank 0 on node-a has 5d1c…, rank 1 on node-b has 77a0…"."""
+    counted = Counter(_value(table, name) for table in rank_tables)
+    parts = []
+    for value in counted:
+        ranks = [r for r, table in enumerate(rank_tables) if _value(table, name) == value]
+        where = [f"rank {rank} on {nodes[rank]}" for rank in ranks[:RANKS_SHOWN]]
+        if len(ranks) > RANKS_SHOWN:
+            where.append(f"{len(ranks) - RANKS_SHOWN} more ranks")
+        parts.append(f"{_listed(where)} {'has' if len(ranks) == 1 else 'have'} {value}")
+    return "; ".join(parts)

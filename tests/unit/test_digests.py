@@ -1,0 +1,74 @@
+"""Digests of tensors: what changes them, on the CPU and as a GPU takes them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticzero.digests import COLUMNS, combined, digests, of_value, sums_of
+
+LENGTHS = [0, 1, 3, 4, 5, 4 * COLUMNS - 1, 4 * COLUMNS, 4 * COLUMNS + 3, 40 * COLUMNS + 5]
+
+
+def word(data: Tensor) -> int:
+    return int(sums_of(data).item())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_changed_bit_changes_a_gpu_s_digest(length: int) -> None:
+    data = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    before, draw = word(data), random.Random(length)
+    assert word(data.clone()) == before
+    for _ in range(min(64, 8 * length)):
+        at, bit = draw.randrange(length), draw.randrange(8)
+        data[at] ^= 1 << bit
+        assert word(data) != before, (at, bit)
+        data[at] ^= 1 << bit
+
+
+def test_exchanged_words_and_equal_changes_change_a_gpu_s_digest() -> None:
+    """A plain sum would miss both."""
+    words = torch.arange(4 * COLUMNS, dtype=torch.int32)
+    before = word(words.view(torch.uint8))
+    for one, other in [(0, 1), (3, 3 + COLUMNS), (5, 9 + 2 * COLUMNS)]:
+        words[one], words[other] = words[other].item(), words[one].item()
+        assert word(words.view(torch.uint8)) != before
+        words[one], words[other] = words[other].item(), words[one].item()
+        words[one] += 7
+        words[other] -= 7
+        assert word(words.view(torch.uint8)) != before
+        words[one] -= 7
+        words[other] += 7
+        top = torch.tensor(-(1 << 31), dtype=torch.int32)
+        words[one] ^= top
+        words[other] ^= top
+        assert word(words.view(torch.uint8)) != before
+        words[one] ^= top
+        words[other] ^= top
+    assert word(words.view(torch.uint8)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_any_tensor_has_a_digest_of_its_elements(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).view(4, 6).to(dtype)
+    odd = {
+        "transposed": whole.t().contiguous().t(),
+        "part": torch.cat([whole, whole])[4:],
+        "itself": whole,
+    }
+    assert len(set(digests(odd).values())) == 1
+    assert digests({"scalar": torch.tensor(1.0), "none": torch.empty(0)}).keys() == {
+        "scalar",
+        "none",
+    }
+
+
+def test_a_table_s_number_depends_on_names_and_values_and_not_on_order() -> None:
+    one = combined({"a": 1, "b": 2})
+    assert one == combined({"b": 2, "a": 1})
+    assert len({one, combined({"a": 2, "b": 1}), combined({"a": 1}), combined({})}) == 4
+    assert 0 <= one < 1 << 62
+    assert of_value({"x": [1, 2.5, None]}) != of_value({"x": [1, 2.5, 0]})
