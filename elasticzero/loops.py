@@ -25,6 +25,7 @@ from typing import Any
 
 from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary, EpochEnd
+from elasticzero.configuration import Comparison, of_loop
 from elasticzero.errors import UserError
 from elasticzero.link import AgentLink
 from elasticzero.loader import Progress, Reading, Walk
@@ -74,7 +75,9 @@ def _reference(dataset: Any) -> Callable[[], Any]:
 class Loops:
     """The loops of one generation on one rank."""
 
-    def __init__(self, link: AgentLink) -> None:
+    def __init__(self, link: AgentLink, comparison: Comparison) -> None:
+        """comparison: of the ranks' scripts."""
+        self._comparison = comparison
         self.progress = Progress()
         self._link = link
         self._count = 0
@@ -118,6 +121,7 @@ class Loops:
         if at.stopped is not None:
             return
         at.left_at = ""
+        self._comparison.require_equal(Call.LOOP, of_loop(walk, loop))
         position = walk.plan.start(at.position, loop, dataset)
         at.begin_loop(position)
         if walk.plan.ends_epoch(position):

@@ -15,6 +15,7 @@ from elasticzero import usage
 from elasticzero.barriers import Call
 from elasticzero.boundary import Boundary
 from elasticzero.captures import Captures
+from elasticzero.configuration import Comparison, of_model, of_optimizer
 from elasticzero.data import Order, Plan
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.evaluation import Result, evaluate, evaluating
@@ -38,7 +39,8 @@ class Session:
         self._generation = generation
         self._link = generation.link
         self._assignment = generation.link.assignment
-        self._loops = Loops(generation.link)
+        self._comparison = Comparison(generation.groups, self._assignment)
+        self._loops = Loops(generation.link, self._comparison)
         self._state: Callable[[], dict[str, Tensor]] = dict
         self.device = generation.device
         """Where batches arrive and the model is."""
@@ -115,12 +117,14 @@ class Session:
         factory = usage.check_factory(optimizer)
         model.to(self.device)
         named = NamedModel(model)
+        name = strategy or self._assignment.strategy
+        self._comparison.require_equal(Call.PREPARE, of_model(named, name))
+        self._comparison.warn_of_versions()
         if generation.groups is not None and self._assignment.resume.tier == "fresh":
             every = {**named.parameters, **dict(model.named_buffers())}
-            generation.groups.broadcast({name: tensor.data for name, tensor in every.items()})
+            generation.groups.broadcast({key: tensor.data for key, tensor in every.items()})
         names = list(model.state_dict())
         self._state = lambda: whole_state(names, named, laid.share(), generation.groups)
-        name = strategy or self._assignment.strategy
         setting = Setting(
             model=model,
             named=named,
@@ -130,6 +134,8 @@ class Session:
             world_size=self.world_size,
         )
         laid = create(name, setting)
+        described = of_optimizer(laid.optimizer, laid.group_names)
+        self._comparison.require_equal(Call.PREPARE, described)
         small = SmallState(self.device)
         small.buffers, small.aliases = named.buffers, named.aliases
         usage.ease_copies(model, laid.model, name)
