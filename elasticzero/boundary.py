@@ -16,7 +16,7 @@ from elasticzero.barriers import Call
 from elasticzero.captures import Captures
 from elasticzero.collectives import ControlWord, Groups
 from elasticzero.data import Position
-from elasticzero.errors import NotFinite, is_peer_error
+from elasticzero.errors import NotFinite, PeerSetAside, UserError, is_peer_error
 from elasticzero.gradients import HiddenGradients
 from elasticzero.link import AgentLink, GenerationEnded
 from elasticzero.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
@@ -24,6 +24,7 @@ from elasticzero.nonfinite import Findings
 from elasticzero.parallel import Strategy
 from elasticzero.restoring import load, open_source
 from elasticzero.state import MODEL, BoundaryCopy, SmallState
+from elasticzero.verification import Verification
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
@@ -84,6 +85,7 @@ class Boundary:
         self._link = link
         self._groups = groups
         self._control = ControlWord(groups)
+        self._verification = Verification(groups, link.assignment, lambda: self.strategy.replicas())
 
     def restore(self) -> int:
         """Put the state in place that the assignment says; returns the bytes read."""
@@ -96,6 +98,7 @@ class Boundary:
                 self.position = replace(self.position, stopped=None)
         self.copy = self.small.capture(self.step, self.position)
         self.captures.begin(self.copy)
+        self._verification.begin(self.step)
         self.clean = True
         return bytes_read
 
@@ -118,7 +121,7 @@ class Boundary:
 
     def begin_backward(self) -> None:
         """The first backward of a global batch begins: the words for its boundary are given."""
-        self._control.give(self.captures.word(self._flags()))
+        self._control.give(self._verification.word(self.captures.word(self._flags())))
 
     def _flags(self) -> int:
         return self._link.flags | (FLAG_FINISH if self.asked is not None else 0)
@@ -130,11 +133,15 @@ class Boundary:
         """
         asks = self.asked is not None
         if self._groups is not None:
-            left = f", having left its loop at {self.left_at}" if self.left_at else ""
             with self._link.awaiting(self.left_at):
-                asks = bool(self._groups.barrier(call, int(asks), f" after step {self.step}{left}"))
+                asks = bool(self._groups.barrier(call, int(asks), self._where()))
         if asks:
             self._stop()
+
+    def _where(self) -> str:
+        """What an error says of this rank's place."""
+        left = f", having left its loop at {self.left_at}" if self.left_at else ""
+        return f" after step {self.step}{left}"
 
     def _stop(self) -> None:
         """All ranks have agreed to end training."""
@@ -275,10 +282,12 @@ class Boundary:
             raise lost
         word = self._control.take(self.captures.word(self._flags()))
         if word is not None:
+            self._require(self._verification.alike(word))
             self.captures.heard(word)
             if word.flags & FLAG_FINISH:
                 self._stop()
             if word.flags & ~FLAG_FINISH:
+                self._verify()
                 if self._groups is not None:
                     self._groups.part()
                 self.captures.agreed_to_stop()
@@ -290,7 +299,29 @@ class Boundary:
             self.end_epoch(ends)
         every = self._link.assignment.checkpoint_every
         due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
-        self.captures.at_boundary(self.copy, checkpoint=due)
+        if last or self.stopped is not None:
+            self._verify()
+        taken = self.captures.at_boundary(self.copy, self._verify, checkpoint=due)
+        self._verification.sign_if_due(self.copy, captured=taken == "snapshot")
+
+    def _verify(self) -> None:
+        """Raise where the ranks' states differ at this boundary; all ranks call this together."""
+        with self._link.awaiting(self.left_at):
+            self._require(self._verification.alike_now(self.copied(), self._where()))
+
+    def _require(self, alike: bool) -> None:
+        """Raise unless the ranks are alike; the state is handed over only as one of a majority."""
+        if alike:
+            return
+        self.clean = False
+        try:
+            self._verification.resolve()
+        except PeerSetAside:
+            self.clean = self.strategy.replicated
+            raise
+        except UserError:
+            self.clean = True
+            raise
 
     def snapshot(self) -> Captured:
         """The stop protocol's: the state of the last boundary."""

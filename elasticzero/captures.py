@@ -35,7 +35,7 @@ from elasticzero.errors import (
 )
 from elasticzero.link import AgentLink
 from elasticzero.messages import Assignment, Captured, GiveUp, MemoryShort, Paced
-from elasticzero.pacing import Ledger, Sizes, Word, node_bytes
+from elasticzero.pacing import Due, Ledger, Sizes, Word, node_bytes
 from elasticzero.saving import Author, draft
 from elasticzero.snapshot_cost import SnapshotCost
 from elasticzero.state import BoundaryCopy, Share
@@ -181,8 +181,11 @@ class Captures:
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
             self._link.send(GiveUp(step=saving, generation=self._assignment.generation))
 
-    def at_boundary(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
-        """Capture what is due. checkpoint: this boundary's state is to become one."""
+    def at_boundary(
+        self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
+    ) -> Due:
+        """Capture what is due, and say what was. checkpoint: this boundary's state is to become
+        one. verify: raises where the ranks' states differ; called before a checkpoint."""
         if self._reserving is None and copy.step > self._ledger.start:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
@@ -192,11 +195,13 @@ class Captures:
         owed = self._owed
         due = self._ledger.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
         if due == "checkpoint":
+            verify()
             self._owed = None
             if owed != copy.step:
                 self._tell_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
         if due != "nothing":
             self._capture(copy, checkpoint=due == "checkpoint")
+        return due
 
     def _tell_late(self, text: str) -> None:
         if self._assignment.rank == 0:

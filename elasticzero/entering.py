@@ -115,7 +115,7 @@ class Watchdog:
 
 
 def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
-    """All ranks save at the same steps or none does, whatever each node was told.
+    """All ranks save and verify at the same steps or none does, whatever each node was told.
 
     Returns whether checkpoints are written: not where rank 0's node has no directory. Raises
     `UserError` on a rank that has none where rank 0 has: a node that joins must not end the saves.
@@ -124,8 +124,13 @@ def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
     every = groups.agreement.greatest(given.checkpoint_every if given.rank == 0 else 0)
     wished = -1 if given.snapshot_every is None else given.snapshot_every
     snapshots = groups.agreement.greatest(wished if given.rank == 0 else -1)
+    wished = -1 if given.verify_every is None else given.verify_every
+    verify = groups.agreement.greatest(wished if given.rank == 0 else -1)
     link.assignment = replace(
-        given, checkpoint_every=every, snapshot_every=None if snapshots < 0 else snapshots
+        given,
+        checkpoint_every=every,
+        snapshot_every=None if snapshots < 0 else snapshots,
+        verify_every=None if verify < 0 else verify,
     )
     wanted = groups.agreement.greatest(int(given.rank == 0 and given.checkpoint_dir is not None))
     if wanted and given.checkpoint_dir is None:

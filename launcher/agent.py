@@ -100,6 +100,8 @@ class AgentOptions:
     checkpoint_every: int = 0
     snapshot_every: int | None = None
     """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
+    verify_every: int | None = None
+    """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints stay."""
     grace_s: float = 25.0

@@ -27,13 +27,14 @@ Pure. Rules:
      wanting, and no more. Those with the fewest strikes come first, for whom the time is shortest;
      of these the one that has the least of it left.
  B6  A newcomer is a member that has made no step with this job, where others have. A newcomer
-     whose workers fail before the first step of the generation, and a node whose workers fail by
-     bad input (a failure that is final), are set aside at once, as by ASIDE_AFTER strikes, if MIN
-     nodes are there without them. The failure does not count (B1), nor is it remembered (B2) where
-     the node has not trained, and the job goes on from the state it has. If the ranks of such a
-     generation only lose each other, though no node is lost and none leaves, its newcomers are set
-     aside. Where fewer than MIN nodes would be there, a final failure ends the job, and any other
-     is judged by B1 to B5.
+     whose workers fail before the first step of the generation, a node whose workers fail by bad
+     input (a failure that is final), and one with a rank whose state differs from that of a
+     majority, are set aside at once, as by ASIDE_AFTER strikes, if MIN nodes are there without
+     them. The failure does not count (B1), nor is it remembered (B2) where the node has not
+     trained, and the job goes on from the state it has. If the ranks of such a generation only
+     lose each other, though no node is lost and none leaves, its newcomers are set aside. Where
+     fewer than MIN nodes would be there, a final failure ends the job, and any other is judged by
+     B1 to B5.
  B7  A worker that ends without a word, and not well, has failed by itself if its end had begun
      when it was asked to stop, however late its agent learns of it. What ends after that was
      stopped.
@@ -235,7 +236,7 @@ def outliers(
     own = own_failures(world, reports)
     newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
     young = () if _has_trained(reports) else newcomers
-    found = {node: failure for node, failure in own.items() if failure.final or node in young}
+    found = {n: f for n, f in own.items() if f.final or f.odd or n in young}
     if not found and young and _only_lose_each_other(world, reports):
         lost = next(r.failure for r in reports.values() if r.failure is not None)
         found = {node: reports[node].failure or lost for node in young}

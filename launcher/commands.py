@@ -171,6 +171,7 @@ def _run(args: argparse.Namespace) -> int:
         checkpoint_dir=directory,
         checkpoint_every=args.checkpoint_every,
         snapshot_every=given.snapshot_every,
+        verify_every=given.verify_every,
         keep=given.keep,
         keep_workers=args.keep_workers,
         grace_s=args.grace,

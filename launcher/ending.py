@@ -13,16 +13,19 @@ Pure. Rules:
      of the state.
  E5  Where the last checkpoint could not be written no generation begins before it is on storage:
      nothing else is left to do. The job fails where it is not in time.
+ E6  Where ranks differ without a majority, and no state of a step at which they were equal is held,
+     the job has failed: it does not begin anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from elasticzero.launcher.actions import Decision, WriteDone, wait
 from elasticzero.launcher.blame import Cause, is_the_scripts, likeness, recurs
 from elasticzero.launcher.view import Limits, View
-from elasticzero.launcher.world import Done, Failure, World
+from elasticzero.launcher.world import Done, Failure, Report, World, verified_step
 from elasticzero.messages import Resume
 
 
@@ -161,6 +164,23 @@ def too_damaged(view: View, resume: Resume, limits: Limits) -> Decision | None:
         return None
     reason = f"the checkpoint of step {damage.step} is damaged: {damage.reason}; {then}"
     done = Done(outcome="failed", step=resume.step, reason=reason)
+    return Decision((WriteDone(done),), reason)
+
+
+def unverified(
+    reports: Mapping[str, Report], resume: Resume, cause: Cause | None
+) -> Decision | None:
+    """The end of a job whose ranks differ, where no state is left of which they have shown that it
+    is equal (E6); None: there is one, or they do not."""
+    verified = verified_step(reports)
+    if verified is None or cause is None or resume.tier != "fresh" or verified == 0:
+        return None
+    node, failure = cause
+    reason = (
+        f"rank {failure.rank} on {node} failed: {failure.message}; neither memory nor storage has "
+        f"the state of step {verified} or of one before it; with --checkpoint-dir there is one"
+    )
+    done = Done(outcome="failed", step=0, reason=reason, failure=failure)
     return Decision((WriteDone(done),), reason)
 
 

@@ -200,6 +200,7 @@ def shared_words(args: argparse.Namespace, endpoint: str, most: int) -> list[str
         "checkpoint_every",
         "snapshot_every",
         "snapshot_dir",
+        "verify_replicas",
         "keep",
         "keep_every",
         "spares",

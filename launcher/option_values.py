@@ -178,12 +178,12 @@ def _spares(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _snapshot_every(text: str) -> int | None:
+def _steps(flag: str, text: str) -> int | None:
     """Steps, or None for auto."""
     if text == "auto":
         return None
     if not text.isdecimal():
-        raise UserError(f"--snapshot-every {text}: a number of steps, 0 or auto is wanted")
+        raise UserError(f"{flag} {text}: a number of steps, 0 or auto is wanted")
     return int(text)
 
 
@@ -209,6 +209,8 @@ class Numbers:
     keep: Keep
     snapshot_every: int | None
     """Steps; None: auto."""
+    verify_every: int | None
+    """Steps; None: auto; 0: never."""
     hang_timeout_s: float | None
     """None: auto; 0: never."""
 
@@ -242,6 +244,7 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
     return Numbers(
         spares=_spares(args.spares),
         keep=keep,
-        snapshot_every=_snapshot_every(args.snapshot_every),
+        snapshot_every=_steps("--snapshot-every", args.snapshot_every),
+        verify_every=_steps("--verify-replicas", args.verify_replicas),
         hang_timeout_s=_hang_timeout(args.hang_timeout),
     )

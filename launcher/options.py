@@ -106,6 +106,13 @@ RUN_OPTIONS = (
         metavar="DIR",
     ),
     Option(
+        ("--verify-replicas",),
+        "steps from one proof to the next that parameters, optimizer state and tracked objects "
+        "are equal on all ranks; 0: none; auto: as often as 0.03 percent of the time allows",
+        "auto",
+        metavar="EVERY",
+    ),
+    Option(
         ("--spares",),
         "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
         metavar="N",

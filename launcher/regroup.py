@@ -30,6 +30,7 @@ from elasticzero.launcher.ending import (
     passed_over,
     stop,
     too_damaged,
+    unverified,
     unwritten,
 )
 from elasticzero.launcher.hangs import deadlocked, left_alone
@@ -80,6 +81,8 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     waited_s = now_s - opened_s
     if (end := too_damaged(view, resume, limits) or unwritten(view, cause)) is not None:
         return ended(view, resume, end, waited_s, limits)
+    if (refused := unverified(reports, resume, cause)) is not None:
+        return refused
     staying = tuple(
         replace(m, store_port=reports[m.node].store_port)
         for m in answered

@@ -322,6 +322,8 @@ class Gang:
             step=message.step,
             final=message.final,
             bad_step=message.bad_step,
+            odd=message.odd,
+            verified=message.verified,
             traceback=message.traceback[-MAX_TRACEBACK:],
         )
         self._fail(failure)

@@ -11,6 +11,10 @@ Rules of the state a generation starts from (`choose_resume`):
    generations or two steps are never mixed.
 3. The highest step wins, in memory or on storage; at equal steps memory, being nearer.
 4. With nothing held anywhere the job starts fresh.
+5. Where ranks were found to differ, no state of a later step counts than the newest at which they
+   were equal: a snapshot of this generation, or a checkpoint. Where there is none the whole state
+   counts that a rank of a majority has handed over, then the state that this generation itself
+   started from. A checkpoint is always of a step at which they were equal.
 
 Invariants of a job's whole life, whatever happens to its nodes and to etcd. `check_invariants` sees
 to what two worlds can tell; `tests/simulation/rules.py` checks all of them against the truth:
@@ -202,6 +206,10 @@ class Failure:
     """The checkpoint that was found damaged."""
     traceback: str = ""
     """Its end, as far as a document in the store may hold it."""
+    odd: bool = False
+    """The rank has another state than a majority: its node is set aside at once."""
+    verified: int | None = None
+    """State of later steps may differ between ranks; None: nothing was found to differ."""
 
 
 BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "hung", "killed", "peer")
@@ -342,8 +350,39 @@ def choose_resume(
         candidates.append(Resume(tier="storage", step=storage_step))
     if world is not None:
         candidates += _whole_snapshots(world, reports)
+    verified = verified_step(reports)
+    if world is not None and verified is not None:
+        candidates = _not_after(world, candidates, verified)
     nearness = {"fresh": 0, "storage": 1, "ram": 2}
     return max(candidates, key=lambda r: (r.step, nearness[r.tier], r.generation))
+
+
+def verified_step(reports: Mapping[str, Report]) -> int | None:
+    """The newest step at which ranks that were found to differ were equal; None: none were."""
+    failures = [report.failure for report in reports.values() if report.failure is not None]
+    return min((f.verified for f in failures if f.verified is not None), default=None)
+
+
+def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> list[Resume]:
+    """What rule 5 leaves of the candidates."""
+    fresh = [resume for resume in candidates if resume.tier == "fresh"]
+    equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
+    newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
+    whole = [
+        resume
+        for resume in candidates
+        if resume.tier == "ram"
+        and resume.step > verified
+        and {source.rank for source in resume.sources} == {0}
+    ]
+    if verified == 0:
+        return fresh
+    return equal if newer else (whole or equal or fresh)
+
+
+def _as_held(origin: Resume, found: Resume) -> Resume:
+    """`origin`, in memory still, with the sources that were found of it."""
+    return replace(origin, sources=found.sources) if origin.tier == "ram" else origin
 
 
 def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
@@ -384,6 +423,8 @@ def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -
     was taken."""
     if resume.tier == "ram":
         return ""
+    if (verified := verified_step(reports)) is not None:
+        return f"; the ranks were last found to be equal at step {verified}"
     parts = {state: by_rank for state, by_rank in _held(world, reports).items() if by_rank}
     newer = [state for state in parts if state[1] > resume.step]
     if not newer:

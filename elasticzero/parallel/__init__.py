@@ -20,6 +20,9 @@ from elasticzero.parallel.finite import Suspects
 from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state import NamedModel, Share, Spec
 
+GRADIENT_NORM = "gradient/norm"
+"""The name of the gradient's norm among what must be equal on all ranks."""
+
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -82,6 +85,9 @@ class Strategy(Protocol):
 
     def share(self) -> Share:
         """The parameters and optimizer state, by name, and how ranks shall write them."""
+
+    def replicas(self) -> Mapping[str, Tensor]:
+        """What every rank has whole, by name: it must be equal on all of them between two steps."""
 
     def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[Slot]]:
         """Where a stored state goes; what is put there takes effect when the context ends.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel import GRADIENT_NORM, Setting, Slot
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
@@ -40,6 +40,8 @@ class Replicated:
         self._last = True
         self._losses = LossCheck()
         self._reducer = Reducer(self._parameters) if setting.world_size > 1 else None
+        self._norm: Tensor | None = None
+        """Of the last gradient."""
         self.model: nn.Module = setting.model
 
     def expect(self, *, last: bool) -> None:
@@ -65,6 +67,7 @@ class Replicated:
         norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
+        self._norm = norm
         finite = self._reducer.losses_finite if self._reducer is not None else not self._losses.bad
         return norm if finite else norm * math.nan
 
@@ -109,6 +112,10 @@ class Replicated:
         count = len(scalars)
         share.add_whole(scalars, tuple(i * self._ranks // count for i in range(count)))
         return share
+
+    def replicas(self) -> dict[str, Tensor]:
+        found = {name: held.tensor for name, held in self.share().held.items()}
+        return found if self._norm is None else {**found, GRADIENT_NORM: self._norm}
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:

@@ -136,6 +136,10 @@ class FullyPartitioned:
             self._pieced.share(share, dealt)
         return share
 
+    def replicas(self) -> dict[str, Tensor]:
+        whole = {n: p for n, p in self._parameters.items() if not isinstance(p, DTensor)}
+        return {MODEL + name: p.detach() for name, p in whole.items()} | self._pieced.norm()
+
     def _optimized(self) -> list[str]:
         return [
             name

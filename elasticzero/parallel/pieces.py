@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.parallel import Slot
+from elasticzero.parallel import GRADIENT_NORM, Slot
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
@@ -74,6 +74,7 @@ class PiecedOptimizer:
         self.pieces: dict[str, Piece] = {}
         self._specs = specs
         self._ranks = world_size
+        self._norm: Tensor | None = None
         self.has_state = False
         self.used: set[str] = set()
         """The parameters that any rank has used in the global batch, once it is complete."""
@@ -121,6 +122,7 @@ class PiecedOptimizer:
         for name in gradients.keys() - self.used:
             self.pieces[name].parameter.grad = None
         norm = said[0].sqrt() if not self._differ else said[0] * math.nan
+        self._norm = norm
         left = [g for n, g in gradients.items() if n in self.used]
         if max_norm is not None and left:
             torch._foreach_mul_(left, clipping(norm, max_norm).to(left[0].dtype))
@@ -134,6 +136,10 @@ class PiecedOptimizer:
             n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
         }
         return Suspects(loss=self.losses.bad, gradients=not_finite(gradients))
+
+    def norm(self) -> dict[str, Tensor]:
+        """The norm of the last gradient, by its name."""
+        return {} if self._norm is None else {GRADIENT_NORM: self._norm}
 
     def step(self) -> None:
         """Step the optimizer, and round the masters to the model's own elements."""

@@ -275,6 +275,10 @@ class FlatBuckets:
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
 
+    def replicas(self) -> dict[str, Tensor]:
+        whole = {MODEL + name: p.detach() for name, p in self._parameters.items()}
+        return whole | self._pieced.norm()
+
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
         slots: list[Slot] = []

@@ -1,0 +1,147 @@
+"""When states are compared, what a difference leads to, and what counts after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.collectives import _numbers, _word
+from elasticzero.launcher.blame import ASIDE_AFTER, outliers, strikes
+from elasticzero.launcher.ending import unverified
+from elasticzero.launcher.world import (
+    Failure,
+    Holding,
+    Member,
+    Report,
+    World,
+    choose_resume,
+    lost_snapshot,
+)
+from elasticzero.messages import Resume
+from elasticzero.pacing import Word
+from elasticzero.verification import LONGEST_EVERY, SHARE, Interval
+
+NODES = ("a", "b", "c")
+MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)
+FRESH = Resume(tier="fresh")
+START = Resume(tier="ram", step=20, generation=3)
+DIFFERS = Failure(rank=1, blame="environment", message="differs", step=57, verified=50)
+
+
+def world(resume: Resume = FRESH, strategy: str = "ddp") -> World:
+    return World(
+        generation=4,
+        token="t",
+        members=MEMBERS,
+        strategy=strategy,
+        resume=resume,
+        reason="",
+        trained=3,
+    )
+
+
+def report(node: str, *holdings: Holding, failure: Failure | None = None) -> Report:
+    return Report(
+        incarnation=f"i{node}", phase="stopped", holdings=holdings, failure=failure, final_step=57
+    )
+
+
+def whole(step: int, generation: int = 4) -> Holding:
+    return Holding(generation=generation, step=step, world_size=1, ranks=(0,))
+
+
+def parts(step: int, generation: int = 4) -> Holding:
+    return Holding(generation=generation, step=step, world_size=3, ranks=(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("resume", "holdings", "storage", "verified", "found"),
+    [
+        pytest.param(FRESH, [parts(40), parts(55)], None, 50, ("ram", 40), id="not the newest"),
+        pytest.param(FRESH, [parts(40)], 48, 50, ("storage", 48), id="a newer checkpoint"),
+        pytest.param(FRESH, [whole(57)], 48, 50, ("storage", 48), id="not the majority's own"),
+        pytest.param(FRESH, [whole(57)], None, 50, ("ram", 57), id="the majority's, if nothing is"),
+        pytest.param(FRESH, [parts(55)], None, 50, ("fresh", 0), id="unverified parts never"),
+        pytest.param(FRESH, [whole(2)], None, 0, ("fresh", 0), id="at the beginning"),
+        pytest.param(START, [whole(20, 3)], None, 50, ("ram", 20), id="what it started from"),
+        pytest.param(
+            START, [whole(20, 3), whole(57)], None, 50, ("ram", 57), id="the majority's before that"
+        ),
+        pytest.param(
+            START, [whole(20, 3)], 10, 50, ("ram", 20), id="the start, newer than a checkpoint"
+        ),
+    ],
+)
+def test_what_counts_after_ranks_were_found_to_differ(
+    resume: Resume,
+    holdings: list[Holding],
+    storage: int | None,
+    verified: int,
+    found: tuple[str, int],
+) -> None:
+    reports = {
+        "a": report("a", *holdings),
+        "b": report("b", failure=replace(DIFFERS, verified=verified)),
+        "c": report("c"),
+    }
+    chosen = choose_resume(world(resume), reports, storage)
+    assert (chosen.tier, chosen.step) == found
+    lost = lost_snapshot(world(resume), reports, chosen)
+    assert lost == (
+        ""
+        if chosen.tier == "ram"
+        else f"; the ranks were last found to be equal at step {verified}"
+    )
+    ended = unverified(reports, chosen, ("b", DIFFERS))
+    assert (ended is not None) == (chosen.tier == "fresh" and verified > 0)
+
+
+def test_without_a_difference_the_newest_state_counts() -> None:
+    reports = {"a": report("a", parts(40), parts(55))}
+    assert choose_resume(world(), reports, 48).step == 55
+
+
+def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> None:
+    lost = Failure(rank=0, blame="peer", message="a rank differs")
+    odd = replace(DIFFERS, odd=True)
+    reports = {
+        "a": report("a", failure=lost),
+        "b": report("b", failure=odd),
+        "c": report("c", failure=lost),
+    }
+    assert outliers(world(), reports, NODES, 2) == {"b": odd}
+    assert outliers(world(), reports, NODES, 3) == {}
+    (struck,) = strikes(world(), reports, 1.0, {"b": odd})
+    assert (struck.node, struck.count) == ("b", ASIDE_AFTER)
+    both = {node: report(node, failure=DIFFERS) for node in NODES}
+    assert outliers(world(), both, NODES, 1) == {}
+
+
+def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None:
+    def heard(*digests: int | None) -> Word:
+        given = [_numbers(Word(digest=each), rank) for rank, each in enumerate(digests)]
+        return _word([max(column) for column in zip(*given, strict=True)])
+
+    top = (1 << 62) - 1
+    for alike in ([None, None], [0, 0, 0], [5, 5], [top, top]):
+        assert heard(*alike).alike
+    for unlike in ([0, 1], [5, 5, 6], [top, 0], [top, top - 1, top]):
+        assert not heard(*unlike).alike
+
+
+def test_the_interval_keeps_verifying_below_its_share_of_the_time() -> None:
+    interval, now_s = Interval(), 100.0
+    for step, step_s in enumerate([1.0, 0.010, 0.012, 5.0, 0.011, 0.011], 1):
+        assert interval.wished == 0 or step > 2
+        now_s += 0.001
+        interval.signed(10 * step, now_s - 0.001, now_s)
+        now_s += 10 * step_s
+    interval.signed(70, now_s, now_s + 0.001)
+    every = interval.wished
+    assert 0.001 / (every * 0.0115) <= SHARE < 0.001 / ((every - 1) * 0.0115)
+    assert SHARE < 0.001
+    for step in range(71, 90):
+        interval.signed(step, now_s, now_s + 0.001)
+        now_s += 0.001
+    assert interval.wished == LONGEST_EVERY
