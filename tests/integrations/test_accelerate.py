@@ -1,8 +1,8 @@
 """The launch tests that the `accelerate` package ships run unmodified under `elasticzero run`.
 
-`make integrations` runs these in an environment that has accelerate. Its test_ddp_comm_hook,
-test_merge_weights and test_distributed_data_loop are for GPUs: on CPUs the first two end in an
-error and the third waits for ever, under torchrun too.
+`make integrations` runs these in an environment that has accelerate. Its test_ddp_comm_hook and
+test_merge_weights end in errors about GPUs where there are none. Its test_distributed_data_loop
+waits for ever there, under torchrun too.
 """
 
 from __future__ import annotations
