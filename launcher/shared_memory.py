@@ -15,14 +15,14 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from elasticzero.errors import OperatorError
+from elasticzero.errors import OperatorError, UserError
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elasticzero-snapshots-"
 _LOCK = "owner"
 
 
-class NameTaken(OperatorError):
+class NameTaken(UserError):
     """A living agent on this machine has the directory, and so the node's name."""
 
 
@@ -52,8 +52,8 @@ class Claim:
                 continue
             if fd is None:
                 raise NameTaken(
-                    f"{root} belongs to an agent that runs on this machine: give this node "
-                    "another --node-name"
+                    f"another agent of this job runs on this machine under the same --node-name "
+                    f"(it has {root}): give this node another"
                 )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), (root / _LOCK).stat()):

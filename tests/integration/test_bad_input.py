@@ -170,7 +170,10 @@ def test_two_agents_of_one_name(tmp_path: Path, job: str, etcd: EmbeddedEtcd) ->
         common += ["--lease-ttl", "2", "--http-port", "0", "--nnodes", "1:2"]
         found = run("run", *common, str(REGRESSION))
         assert found.returncode == 64
-        assert "another agent is registered as node 'node-0'" in found.stderr
+        assert (
+            "another agent of this job runs on this machine under the same --node-name"
+            in found.stderr
+        )
         told.wait_for_step(told.step + 3)
         assert told.generation == 1
 

@@ -100,5 +100,5 @@ def test_a_name_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: 
             assert "registered" in line, line
             with started(tmp_path, named) as (second,):
                 _, said = second.communicate(timeout=LATE_S)
-    assert second.returncode != 0
+    assert second.returncode == 64
     assert "--node-name" in said

@@ -311,7 +311,7 @@ def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, d
         assert (failed.blame, failed.bad_step, failed.final) == ("checkpoint", 4, False)
     elif damage == "cannot be read":
         assert (failed.blame, failed.bad_step, failed.final) == ("environment", 4, False)
-        assert "Is a directory (bytes 0 to " in failed.message
+        assert "is a directory, and a regular file is expected" in failed.message
     else:
         assert (failed.blame, failed.bad_step, failed.final) == ("user", None, True)
         assert "model/out.weight is F64[3, 7], and F64[5, 7] is expected" in failed.message
