@@ -32,7 +32,8 @@ Rules of every agent, the first that applies:
      in half of that time. When that is over too, go, whatever the round still waits for.
  A11 leaving while the store is away: train on until it is back, for nobody could write a world
      without this node. When what is left until the deadline is only enough to save the state: stop
-     the workers, save the snapshot that this node holds whole, and go. This comes before A2.
+     the workers, save the snapshot that this node holds whole, in the order of members, and go.
+     This comes before A2.
  A12 all workers finished, and etcd has not answered for --join-timeout: go, for the job is over and
      nobody may ever be able to write so. This comes before A2.
 Rules of the acting leader, who is the first member of `world` that is alive (before the first

@@ -103,6 +103,8 @@ def leave_alone(view: View, now_s: float, limits: Limits) -> Decision:
     held = _held_alone(view)
     if held is None or view.saved_held == (held.generation, held.step):
         return Decision((Leave(ExitCode.LEFT),), reason)
+    if now_s < _saves_from_s(view, notice.by_s, limits):
+        return wait(f"{reason}: a node before this one may save what it holds too")
     save = SaveHeld(held.generation, held.step, 1, (0,))
     return Decision((save,), f"{reason}: saving step {held.step} from memory")
 
@@ -125,16 +127,28 @@ def give_up(view: View, limits: Limits) -> Decision:
 
 
 def _held_alone(view: View) -> Resume | None:
-    """The newest snapshot that this node holds whole, where it is the one to save it: the first
-    member of the world that is not known to be gone."""
+    """The newest snapshot that this node holds whole."""
     world, me = view.world, view.me
     if world is None or not view.can_save:
         return None
-    first = next((m.node for m in world.members if m.node not in view.missing_since_s), me.node)
     report = Report(incarnation=me.incarnation, phase="stopped", holdings=view.holdings)
     held = choose_resume(world, {me.node: report}, None)
     whole = held.tier == "ram" and len({source.rank for source in held.sources}) == 1
-    return held if whole and first == me.node and world.names(me) else None
+    return held if whole and world.names(me) else None
+
+
+def _saves_from_s(view: View, by_s: float, limits: Limits) -> float:
+    """When this node is to save a snapshot that others may hold too, without a word to them.
+
+    Members save in their order: the first at once, the second when half of the time until `by_s`
+    is over, the third after two thirds of it. A save of what storage has by then writes nothing.
+    """
+    world, begins_s = view.world, last_call_s(view.notice, limits)
+    before = 0
+    if world is not None:
+        here = [m.node for m in world.members if m.node not in view.missing_since_s]
+        before = here.index(view.me.node) if view.me.node in here else 0
+    return begins_s + (by_s - begins_s) * before / (before + 1)
 
 
 def stop_limit_s(view: View, told_s: float, limits: Limits) -> float:

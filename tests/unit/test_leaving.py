@@ -111,8 +111,9 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("there is no directory", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD), [Leave(ExitCode.LEFT)]),
     ("it is being saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saving=True), []),
     ("it is saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saved_held=(3, 20)), [Leave(ExitCode.LEFT)]),
-    ("another member saves it", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [Leave(ExitCode.LEFT)]),
-    ("that one is gone", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeld(3, 20, 1, (0,))]),
+    ("another member may save it", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True), []),
+    ("it may hold nothing", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("that one is gone", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeld(3, 20, 1, (0,))]),
     ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [Leave(ExitCode.LEFT)]),
     ("etcd is away, no deadline", v(AWAY, notice=by(None)), []),
 ]  # fmt: skip
