@@ -43,6 +43,8 @@ LATE_AFTER_S = 5.0
 EXIT_TIMEOUT_S = 30.0
 EXIT_MARGIN_S = 2.0
 """A process ends by itself at --exit-timeout; so much later it is taken for stuck."""
+EXIT_FUNCTIONS_S = 10.0
+"""A script that has failed gets so long for its exit functions once others are told to stop."""
 UNASKED_GRACE_S = 2.0
 """A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
 
@@ -194,7 +196,9 @@ class Gang:
         told_s = self._view.aborted_s
         if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
             for worker in self.workers:
-                if worker.must_be_signalled:
+                ending = worker.failed is not None and not worker.attached and worker.running
+                slow = ending and now_s - told_s >= EXIT_FUNCTIONS_S
+                if worker.must_be_signalled or slow:
                     worker.send_signal(signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> list[Worker]:

@@ -36,7 +36,7 @@ def run(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> list[st
     """What the two workers of a training say of their failures; they end, or wait for their agents
     to end them."""
     line = json.dumps({"steps": 20} | told)
-    running = pool.start(SCRIPT, [line], 2, checkpoint_dir=str(folder), **given)
+    running = pool.start(SCRIPT, [line], 2, checkpoint_dir=str(folder), verify_every=0, **given)
 
     def own() -> list[Failed]:
         failures = [failed for worker in running.workers for failed in worker.all(Failed)]

@@ -223,7 +223,7 @@ def test_a_status_is_told_before_what_runs_at_exit(server: ForkServer, tmp_path:
     while "ending" not in play.log() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     play.gang.stop("rank 1 lost a peer", time.monotonic())
-    assert play.wait_for_end() == [-15]
+    assert play.wait_for_end() == [-9]
     assert play.gang.failure is not None
     assert play.gang.failure.message == "exited with status 3"
     assert next(type(message) for _, message in play.heard) is Failed
