@@ -53,7 +53,7 @@ class Claim:
             if fd is None:
                 raise NameTaken(
                     f"another agent of this job runs on this machine under the same --node-name "
-                    f"(it has {root}): give this node another"
+                    f"(it has {root}): give this node another name"
                 )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), (root / _LOCK).stat()):

@@ -480,10 +480,11 @@ class Telling:
         say(self._options.node, text)
 
     def store_trouble(self, error: ElasticZeroError) -> None:
+        """A write to etcd has failed; said now and then while it is tried again."""
         now_s = time.monotonic()
-        self.note("store_trouble", message=str(error))
         if now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S:
             self._said_trouble_s = now_s
+            self.note("store_trouble", message=str(error))
             say(self._options.node, str(error))
 
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.errors import OperatorError
+from elasticzero.errors import UserError
 from elasticzero.launcher import shared_memory
 from elasticzero.launcher.agent import AgentOptions
 from elasticzero.launcher.forkserver import Launch
@@ -51,7 +51,7 @@ def test_the_next_free_name_is_taken_and_given_back(options: AgentOptions) -> No
 def test_a_name_that_was_given_is_never_changed(options: AgentOptions) -> None:
     with (
         node_claim(options, named=True),
-        pytest.raises(OperatorError, match="--node-name"),
+        pytest.raises(UserError, match="--node-name"),
         node_claim(options, named=True),
     ):
         pass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.agent import AgentOptions
 from elasticzero.launcher.events import EventLog
 from elasticzero.launcher.forkserver import Launch
@@ -87,3 +89,14 @@ def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
         telling.heard(gang, [(worker, Paced(every=every, cost_s=0.01, step_s=0.1))], 0.0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("snapshots every ")[2].split()[0] for line in lines] == ["4", "20"]
+
+
+def test_trouble_with_etcd_is_not_told_at_every_try(
+    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While etcd was away the event log grew by four lines a second."""
+    for _ in range(3):
+        telling.store_trouble(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("store_trouble") == 1
+    assert capsys.readouterr().err.count("does not answer") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.errors import OperatorError
+from elasticzero.errors import UserError
 from elasticzero.launcher.shared_memory import PREFIX, Claim, sweep
 
 OWNER = """
@@ -39,7 +39,7 @@ def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
     try:
         assert sweep(tmp_path) == [tmp_path / f"{PREFIX}dead"]
         assert sorted(os.listdir(tmp_path)) == [f"{PREFIX}alive", "other-program"]
-        with pytest.raises(OperatorError, match="give this node another --node-name"):
+        with pytest.raises(UserError, match="give this node another name"):
             Claim(tmp_path / f"{PREFIX}alive")
     finally:
         owners[1].kill()
