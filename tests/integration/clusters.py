@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticzero.errors import ExitCode
 from elasticzero.launcher.lineage import Lineage, committed
 from elasticzero.launcher.local import Cluster, Node, Placement, cluster_environment, on_loopback
 from elasticzero.launcher.shared_memory import snapshot_directory
@@ -79,7 +80,10 @@ class Story:
         """Exit codes by node, after steps that nothing slows down."""
         self.pause(0.0)
         self.wait("the end", lambda: not self.cluster.running(), patience_s)
-        return {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+        known = [int(code) for code in ExitCode]
+        assert all(code < 0 or code in known for code in codes.values()), self.logs()
+        return codes
 
     @property
     def pause_file(self) -> Path:
@@ -114,7 +118,8 @@ class Story:
         paths = sorted(self.directory().glob("*/*.log"))
         tails = [f"== {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths]
         last = [f"{node}: {event}" for node, event in self.told[-25:]]
-        return "\n".join([*tails, "== events", *last])
+        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+        return "\n".join([f"== exit codes {codes}", *tails, "== events", *last])
 
     def check_nothing_is_left(self) -> None:
         """No process, no shared memory."""
