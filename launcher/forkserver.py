@@ -77,11 +77,13 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
 
 def _answer(sock: socket.socket, preload: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.disable()  # it would take a quarter of the time that the imports take
     for name in preload:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays: a worker's collector need not go through it
+    gc.enable()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -39,16 +39,16 @@ class Claim:
         """Makes the directory if need be; raises `NameTaken` if a living agent has it."""
         self.root = root
         while True:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = root.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise OperatorError(
-                    f"{root} is not a directory of this user: remove it, or give this node another "
-                    "--node-name"
-                )
             try:
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                status = root.lstat()
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                    raise OperatorError(
+                        f"{root} is not a directory of this user: remove it, or give this node "
+                        "another --node-name"
+                    )
                 fd = _locked(root)
-            except FileNotFoundError:
+            except FileNotFoundError:  # swept by another agent, to which it looked like a dead one's
                 continue
             if fd is None:
                 raise NameTaken(

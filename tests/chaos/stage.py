@@ -33,6 +33,8 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 1.0
 CELL_S = 20.0
 """Training is slowed down so that it would last so long for each cell: the fewer steps are left,
 the slower, for nodes may take long to start."""
+HOLDS_POLL_S = 0.2
+"""A rank that is no longer held has gone on by then."""
 END_S = 300.0
 """Faults that cost nothing are over while most of the training is still to come."""
 NPROC = "ELASTICZERO_NPROC_PER_NODE"
@@ -228,8 +230,9 @@ class Stage:
             with suppress(AssertionError):
                 self._wait("a capture", captured, 3.0)
                 return
-            (self._holds / f"save-{generation}-at-{late}").unlink()
             (self._holds / f"save-{generation}").unlink()
+            time.sleep(HOLDS_POLL_S)
+            (self._holds / f"save-{generation}-at-{late}").unlink()
         raise AssertionError(f"{self._cell}: no save was met\n{self._told.logs()}")
 
     def _ranks(self) -> dict[str, list[int]]:

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import elasticzero as ez
 
 SAMPLES = 331
+LINK = os.link
 
 
 def dataset() -> TensorDataset:
@@ -73,23 +74,28 @@ class Holds:
 
 
 class Waiting:
-    """A tracked object without state: waits in the middle of a restore, and at the boundaries where
-    a checkpoint is due."""
+    """A tracked object without state, which waits in the middle of a restore."""
 
-    def __init__(self, session: ez.Session, holds: Holds, save_every: int) -> None:
-        self._session, self._holds, self._save_every = session, holds, save_every
+    def __init__(self, session: ez.Session, holds: Holds) -> None:
+        self._session, self._holds = session, holds
 
     def state_dict(self) -> dict[str, Any]:
-        step = self._session.step_count
-        if step and self._save_every and step % self._save_every == 0:
-            self._wait("save")
         return {}
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
-        self._wait("restore")
+        self._holds.wait("restore", self._session.generation, self._session.rank)
 
-    def _wait(self, place: str) -> None:
-        self._holds.wait(place, self._session.generation, self._session.rank)
+
+def wait_while_saving(session: ez.Session, holds: Holds, save_every: int) -> None:
+    """Wait where a checkpoint's part is in memory and not yet under its name."""
+
+    def wait_and_link(path: Path, name: Path) -> None:
+        step = session.step_count
+        if step and save_every and step % save_every == 0:
+            holds.wait("save", session.generation, session.rank)
+        LINK(path, name)
+
+    os.link = wait_and_link  # type: ignore[assignment]
 
 
 def train(session: ez.Session, options: argparse.Namespace) -> None:
@@ -101,7 +107,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
     scheduler = session.track("scheduler", schedule)
     if options.holds:
-        session.track("waiting", Waiting(session, holds, options.save_every))
+        session.track("waiting", Waiting(session, holds))
+        wait_while_saving(session, holds, options.save_every)
     holds.wait("build", session.generation, session.rank)
     session.restore()
     seen = -1
