@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from elasticzero.errors import OperatorError, UserError
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elasticzero-snapshots-"
 _LOCK = "owner"
+SWEEP_S, POLL_S = 0.3, 0.01
+"""An agent that sweeps has a dead one's lock for less than this."""
 
 
 class NameTaken(UserError):
@@ -38,6 +41,7 @@ class Claim:
     def __init__(self, root: Path) -> None:
         """Makes the directory if need be; raises `NameTaken` if a living agent has it."""
         self.root = root
+        deadline_s = time.monotonic() + SWEEP_S
         while True:
             try:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,7 +52,12 @@ class Claim:
                         "another --node-name"
                     )
                 fd = _locked(root)
-            except FileNotFoundError:  # swept by another agent, to which it looked like a dead one's
+            except (
+                FileNotFoundError
+            ):  # swept by another agent, to which it looked like a dead one's
+                continue
+            if fd is None and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
                 continue
             if fd is None:
                 raise NameTaken(
@@ -64,7 +73,7 @@ class Claim:
     def release(self) -> None:
         """Give the memory back; a second time it does nothing."""
         if self._fd >= 0:
-            shutil.rmtree(self.root, ignore_errors=True)
+            _remove(self.root)
             os.close(self._fd)
             self._fd = -1
 
@@ -77,10 +86,20 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
             if root.is_dir() and root.stat().st_uid == os.geteuid():
                 fd = _locked(root)
                 if fd is not None:
-                    shutil.rmtree(root, ignore_errors=True)
+                    _remove(root)
                     os.close(fd)
                     removed.append(root)
     return removed
+
+
+def _remove(root: Path) -> None:
+    """Remove a directory whose lock this process has; its name is free at once."""
+    gone = root.with_name(f"{PREFIX}removed-{os.urandom(6).hex()}")
+    try:
+        root.rename(gone)
+    except OSError:
+        gone = root
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _locked(root: Path) -> int | None:

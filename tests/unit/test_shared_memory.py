@@ -23,6 +23,15 @@ print("claimed", flush=True)
 time.sleep(60)
 """
 
+SWEEPER = """
+import sys
+from pathlib import Path
+from elasticzero.launcher.shared_memory import sweep
+print("sweeping", flush=True)
+while True:
+    sweep(Path(sys.argv[1]))
+"""
+
 
 def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
     tmp_path: Path,
@@ -49,3 +58,17 @@ def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
             owner.stdout.close()
     Claim(tmp_path / f"{PREFIX}alive").release()
     assert os.listdir(tmp_path) == ["other-program"]
+
+
+def test_agents_that_start_at_once_sweep_and_claim(tmp_path: Path) -> None:
+    """An agent ended in a traceback where another swept the directory it had just made."""
+    command = [sys.executable, "-c", SWEEPER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as sweeper:
+        try:
+            assert sweeper.stdout is not None and sweeper.stdout.readline() == b"sweeping\n"
+            for turn in range(300):
+                claim = Claim(tmp_path / f"{PREFIX}{turn}")
+                assert claim.root.is_dir()
+                claim.release()
+        finally:
+            sweeper.kill()
