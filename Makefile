@@ -14,7 +14,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check bench chaos gpu integrations tools clean
+.PHONY: help demo test slow check bench chaos gpu integrations tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -29,8 +29,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 minutes)
 	$(RUN) examples/demo.py
 
-test: $(READY) tools ## every test but the long random ones
-	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
+test: $(READY) tools ## unit tests, and what a job does, with real processes (about 10 minutes)
+	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
+
+slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 15 minutes)
+	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
+	  -m "slow and not chaos"
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules
 	$(RUN) -m ruff check .

@@ -130,9 +130,10 @@ def test_a_fault_at_every_step(
     play(strategy, shape, survivors, cells, tmp_path, job, networks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_drawn_sample(tmp_path: Path, job: str, request: pytest.FixtureRequest) -> None:
-    """As many cells as fit into `make test`."""
+    """As many cells as fit into `make slow`."""
     seed = int(os.environ.get("CHAOS_SEED", SAMPLE_SEED))
     strategy, shape, survivors, cells = draw(seed, SAMPLE)
     cut = any(cell.fault == "cut" for cell in cells)

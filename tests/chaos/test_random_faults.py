@@ -136,6 +136,7 @@ def test_60_faults_in_10_minutes(
     play(seed, tmp_path, job, networks, faults=60, mean_gap_s=10.0, strategy=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_minute_of_faults(tmp_path: Path, job: str, networks: Networks | None) -> None:
     play(3942, tmp_path, job, networks, faults=7, mean_gap_s=4.0)

@@ -21,6 +21,8 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights
 
+pytestmark = pytest.mark.slow
+
 TTL_S = 2
 DEAD = "http://127.0.0.1:1"
 

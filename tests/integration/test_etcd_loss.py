@@ -17,6 +17,8 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights
 
+pytestmark = pytest.mark.slow
+
 TTL_S = 2
 LATE_S = 30.0
 """A generous deadline."""

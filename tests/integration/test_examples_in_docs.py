@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -44,6 +45,7 @@ def run(directory: Path, *words: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     assert scripts(tmp_path) == ["plain.py", "fsdp.py", "infer.py"]
     assert "epoch 3, loss" in run(tmp_path, "plain.py")

@@ -31,7 +31,7 @@ LAYOUT = Layout(
     world_size=1, tensors={"a": TensorSpec("F32", (NUMEL,))}, groups=(Group("even", ("a",)),)
 )
 OLD, TOKEN, NEW = (f"g{generation:06d}-{'0' * 16}" for generation in (1, 2, 3))
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 LAST = steps_in(10, 3)
 
 

@@ -130,7 +130,7 @@ def test_a_rank_that_breaks_before_its_forward_is_found(
     script = [str(SCRIPTS / "loops.py"), json.dumps(told)]
     with story(tmp_path, etcd.endpoint, job, [*given, *script], nodes=2) as seen:
         codes = seen.wait_for_end()
-    assert set(codes.values()) == {70}, seen.logs()
+    assert set(codes.values()) == {64}, seen.logs()
     reason = next(event["reason"] for event in seen.of("round"))
     assert "the ranks wait for each other" in reason, reason
     assert len(seen.of("world")) == 2, "it is not tried again"

@@ -18,6 +18,8 @@ from elasticzero.processes import children_of
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 

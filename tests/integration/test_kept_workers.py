@@ -13,6 +13,8 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
+pytestmark = pytest.mark.slow
+
 rare = partial(pytest.param, marks=pytest.mark.chaos)
 KEEP = ["--keep-workers"]
 

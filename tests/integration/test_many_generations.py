@@ -31,6 +31,8 @@ from elasticzero.messages import (
 from tests.integration.clusters import SCRIPTS
 from tests.integration.training_harness import PRELOAD
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "training_exact.py"
 GENERATIONS = 50
 WARM = 5

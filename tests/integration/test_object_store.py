@@ -14,6 +14,8 @@ from elasticzero.checkpoint.storage import open_directory
 from tests.contract.s3_server import running_server
 from tests.integration.clusters import REGRESSION, elasticzero
 
+pytestmark = pytest.mark.slow
+
 URL = "s3://jobs/regression"
 
 

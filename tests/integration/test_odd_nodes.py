@@ -46,7 +46,10 @@ NEWCOMERS = {
 
 @pytest.mark.parametrize(
     ("what", "strategy"),
-    [*((what, "ddp") for what in NEWCOMERS), ("an older model", "zero2")],
+    [
+        *(pytest.param(what, "ddp", marks=pytest.mark.slow) for what in NEWCOMERS),
+        ("an older model", "zero2"),
+    ],
 )
 def test_a_bad_newcomer_is_set_aside_and_the_others_train(
     what: str, strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
@@ -137,7 +140,7 @@ def test_an_interrupted_worker_is_named_and_not_its_peer(
     assert "on node-1 failed (interrupted by SIGINT (KeyboardInterrupt))" in reasons(told)[1]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_an_exception_at_the_same_step_on_two_nodes_ends_the_job(
     strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
 ) -> None:

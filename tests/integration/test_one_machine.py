@@ -15,6 +15,8 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.options import DEFAULT_HTTP_PORT
 from tests.integration.clusters import REGRESSION, elasticzero
 
+pytestmark = pytest.mark.slow
+
 LATE_S = 120.0
 """A generous deadline."""
 

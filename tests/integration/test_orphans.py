@@ -22,6 +22,8 @@ PATIENCE_S = 30.0
 
 LEAVES_A_DAEMON = """
 import pathlib, subprocess, sys, time
+
+pytestmark = pytest.mark.slow
 daemon = subprocess.Popen(["sleep", "300"], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(daemon.pid))
 time.sleep(float(sys.argv[2]))

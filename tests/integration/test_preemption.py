@@ -20,6 +20,8 @@ from tests.clouds import Aws, Azure, Gcp
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 

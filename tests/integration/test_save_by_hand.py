@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import elasticzero.checkpoint
 from elasticzero.checkpoint.commit import read_manifest
 from elasticzero.checkpoint.disk import DiskStorage
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 3

@@ -11,7 +11,7 @@ from tests.integration.clusters import REGRESSION, story
 from tests.integration.test_elastic_training import check_samples
 from tests.mounts import small_disk
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 HIDDEN = 40_000
 """Of the model: all state of it is 11 MiB."""
 

@@ -14,7 +14,7 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import disk_that_freezes, freeze, let_write, small_disk, thaw
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:

@@ -15,6 +15,8 @@ from elasticzero.checkpoint.manifest import step_directory, step_of
 from elasticzero.errors import ExitCode
 from tests.integration.clusters import REGRESSION, elasticzero, events_in
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 21
 """The last step of the script given below."""

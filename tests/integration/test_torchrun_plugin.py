@@ -18,6 +18,8 @@ from elasticzero.launcher.embedded import EmbeddedEtcd
 from elasticzero.launcher.local import cluster_environment
 from elasticzero.processes import children_of, descendants, is_alive
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 PATIENCE_S = 90.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.integration.test_elastic_training import check_weights
 from tests.integration.training_harness import Pool
 
 SCRIPT = SCRIPTS / "unlike.py"
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NAMED = re.compile(r"rank 1 on (\S+) has (\S+) digest [0-9a-f]{16}")
 
 
@@ -48,9 +50,9 @@ def world(told: Story, generation: int) -> dict[str, Any]:
     ("strategy", "change", "every", "name"),
     [
         ("ddp", "add", "5", "model/2.weight"),
-        ("ddp", "bit", "1", "model/2.weight"),
+        slow("ddp", "bit", "1", "model/2.weight"),
         ("zero2", "add", "1", "model/2.weight"),
-        ("zero2", "lr", "3", "optimizer/options"),
+        slow("zero2", "lr", "3", "optimizer/options"),
         ("zero3", "lr", "3", "optimizer/options"),
     ],
 )
@@ -85,7 +87,7 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_two_ranks_that_differ_go_back_to_a_verified_state(
     strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, wanted: dict[str, Tensor]
 ) -> None:

@@ -176,7 +176,7 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
 def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "zero2", "steps": 10, "full": [1, 9, 99]}
-    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8, "save_timeout_s": 2.0}
+    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8, "save_timeout_s": 5.0}
     running = start(pool, tmp_path, 2, told, **given)
     running.until(lambda: bool(running.workers[1].all(Failed)))
     running.workers[0].channel.send(Abort(reason="rank 1 failed"))

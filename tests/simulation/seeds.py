@@ -1,31 +1,21 @@
-"""The seeds that tests run: two files of them, so that two processes of pytest share the work."""
+"""The seeds that tests run."""
 
 from __future__ import annotations
 
 from tests.simulation.running import Failure, run_many
 
-FIRST = 0
-SCHEDULES = 10_000
-"""Of 3 to 7 nodes, in `make test`, from the first seed on."""
-PART = 500
-"""Of these run in one test."""
-LARGE = 50
-"""Of hundreds of nodes, in `make test`."""
+QUICK, SLOW, CHAOS = range(2_000), range(2_000, 10_000), range(10_000, 110_000)
+"""Of schedules of 3 to 7 nodes: in `make test`, `make slow` and `make chaos`."""
+QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(10), range(10, 50), range(50, 550)
+"""The same of schedules of hundreds of nodes."""
 LARGE_NODES = (100, 100, 100, 100, 150)
-CHAOS_SCHEDULES = 100_000
-CHAOS_LARGE = 500
-FILES = 2
+PART = 500
+"""Seeds that one test runs."""
 
 
-def parts(file: int) -> list[range]:
-    """The seeds that the tests of one file run."""
-    starts = range(FIRST + file * PART, FIRST + SCHEDULES, FILES * PART)
-    return [range(start, start + PART) for start in starts]
-
-
-def large(file: int) -> range:
-    """The same of schedules of hundreds of nodes."""
-    return range(file, LARGE, FILES)
+def parts(seeds: range) -> list[range]:
+    """The seeds of each test."""
+    return [seeds[first : first + PART] for first in range(0, len(seeds), PART)]
 
 
 def check(seeds: range, *, processes: int = 1) -> None:
