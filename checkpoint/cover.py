@@ -1,4 +1,4 @@
-"""Whether the parts of a tensor make up the whole of it, each element once.
+"""Checks that the parts of a tensor make up the whole of it, each element once.
 
 Pure.
 """

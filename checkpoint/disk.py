@@ -41,7 +41,7 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-"""What may have a file's name and is none."""
+"""Kinds of files that are not regular files, and the name of each in a message."""
 
 
 class DiskStorage:

@@ -1,4 +1,4 @@
-"""Whether the floating-point numbers in a shard's bytes are finite; without torch."""
+"""Finds NaN and infinity among the floating-point numbers in a shard's bytes; without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPONENTS = {
 """How such numbers look as integers, and the bits that are all set in NaN and infinity alone."""
 DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
 LISTED = 3
-"""So many tensors are named."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclass(frozen=True, slots=True)

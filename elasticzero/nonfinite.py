@@ -1,4 +1,4 @@
-"""What the ranks have found that is NaN or infinite, in one sentence. Pure."""
+"""Says in one sentence what the ranks have found that is NaN or infinite. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LISTED = 3
-"""So many tensors are named."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
