@@ -216,14 +216,14 @@ class Captures:
         self._await_save()
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
-            deadline_s = time.monotonic() + self._assignment.save_timeout_s
-            pause_s = _TRY_AGAIN_S
-            while self._unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
-                self._pause(pause_s)
-                pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
-                self._unsaved = -1
-                self._capture(copy, checkpoint=True)
-            self._await_save()
+        deadline_s = time.monotonic() + self._assignment.save_timeout_s
+        pause_s = _TRY_AGAIN_S
+        while self._unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
+            self._unsaved = -1
+            self._capture(copy, checkpoint=True)
+        self._await_save()
         self.check()
         if self.newest_save == "lost" or self._unsaved_state(copy):
             raise LastSaveFailed(
@@ -308,6 +308,8 @@ class Captures:
         except StorageError as error:
             if checkpoint or not isinstance(error, SlotsInUse):
                 self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
+            if checkpoint:
+                self._save_error = one_line(error)
             short = checkpoint and not isinstance(error, SlotsInUse)
             written = self._write_directly(manifest, pieces) if short else None
             if written is None:

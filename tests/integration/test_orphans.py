@@ -18,12 +18,12 @@ from elasticzero.launcher.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 30.0
 
 LEAVES_A_DAEMON = """
 import pathlib, subprocess, sys, time
-
-pytestmark = pytest.mark.slow
 daemon = subprocess.Popen(["sleep", "300"], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(daemon.pid))
 time.sleep(float(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -195,6 +196,24 @@ def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> No
     one = ["no snapshot of step 10", "the checkpoint of step 10 was not saved"]
     assert len(tries) >= 4 and tries == one * (len(tries) // 2)
     assert last == "error"
+
+
+def test_a_final_save_waits_for_room_that_is_still_read(pool: Pool, tmp_path: Path) -> None:
+    """It failed for good where both of a rank's slots were read by others at the last boundary."""
+    told = {"strategy": "zero2", "steps": 10, "pause": 0.3, "clip": 0.5}
+    running = start(pool, tmp_path, 2, told, checkpoint_dir=str(tmp_path / "checkpoints"))
+    running.until(running.reached(7))
+    readers = []
+    for number in range(2):
+        readers.append(tmp_path / f"reader-{number}")
+        os.link(tmp_path / "snapshots" / "slots" / f"worker-1-{number}", readers[-1])
+    log = running.workers[1].log
+    running.until(lambda: "no snapshot of step 10: both slots" in log.read_text())
+    for reader in readers:
+        reader.unlink()
+    assert running.finish() == 10
+    assert steps_in(tmp_path / "checkpoints") == [step_directory(10)]
+    assert_close(tmp_path / "checkpoints", plain(10, weighted=False))
 
 
 def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
