@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 minutes)
 	$(RUN) examples/demo.py
 
-test: $(READY) tools ## unit tests, and what a job does, with real processes (about 10 minutes)
+test: $(READY) tools ## unit tests, and what a job does, with real processes (about 15 minutes)
 	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
 
 slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 15 minutes)
@@ -66,7 +66,8 @@ gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=p
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "error: $(RUN) has no torch that sees a GPU; name one with make gpu RUN=/path/to/python" >&2; exit 1; }
 	PYTHONPATH=$(CURDIR)/tests/gpu:$(CURDIR):$$PYTHONPATH NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_SOCKET_IFNAME=lo \
-	  $(RUN) -m pytest -ra -q -p no:cacheprovider -n $(JOBS) --dist loadfile $(GPU_TESTS)
+	  $(RUN) -m pytest -ra -q -p no:cacheprovider -n $(JOBS) --dist loadfile \
+	  -m "not chaos and not integrations" $(GPU_TESTS)
 
 tools: # programs that some tests run, from Debian's packages where they are missing
 	@.ci/tools

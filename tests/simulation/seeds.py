@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.simulation.running import Failure, run_many
 
 QUICK, SLOW, CHAOS = range(2_000), range(2_000, 10_000), range(10_000, 110_000)
-"""Of schedules of 3 to 7 nodes: in `make test`, `make slow` and `make chaos`."""
+"""Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
 QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(10), range(10, 50), range(50, 550)
-"""The same of schedules of hundreds of nodes."""
+"""Seeds of schedules of hundreds of nodes, for the same three."""
 LARGE_NODES = (100, 100, 100, 100, 150)
 PART = 500
 """Seeds that one test runs."""

@@ -79,7 +79,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 
 def assert_expected(directory: Path, name: str) -> dict[str, Tensor]:
-    """What a checkpoint directory holds, which is what plain PyTorch had."""
+    """Returns what a checkpoint directory holds, after comparing it with what plain PyTorch had."""
     found = checkpoint.load(directory)
     trained = expected(name)
     assert {n for n in found if is_trained(n)} == set(trained)
