@@ -233,7 +233,9 @@ class Stage:
             (self._holds / f"save-{generation}").unlink()
             time.sleep(HOLDS_POLL_S)
             (self._holds / f"save-{generation}-at-{late}").unlink()
-        raise AssertionError(f"{self._cell}: no save was met\n{self._told.logs()}")
+        met = {at: sorted(ranks) for at, ranks in self._seen.captured.items()}
+        tale = f"{self._cell}: no save was met; rank {late} was held, and of each save there were"
+        raise AssertionError(f"{tale} {met}\n{self._told.logs()}")
 
     def _ranks(self) -> dict[str, list[int]]:
         """By node of the newest world, in its order."""
