@@ -78,6 +78,17 @@ def of_loop(walk: Walk, loop: int) -> Description:
     return {name: _plain(value) for name, value in values.items()}
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+VERSIONS = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+"""Read once, where this is imported: a worker that is forked from there need not look for them."""
+
+
 class Comparison:
     """Compares what the ranks of one generation say of their scripts."""
 
@@ -102,8 +113,7 @@ class Comparison:
     def warn_of_versions(self) -> None:
         """Says on each rank whose versions of packages are not the others' in what they differ, and
         on rank 0 of which ranks that is so. All ranks call this in `session.prepare`."""
-        own = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-        found = self._compare(Call.PREPARE, own)
+        found = self._compare(Call.PREPARE, VERSIONS)
         if found is None:
             return
         verdict, told = found
@@ -141,10 +151,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_plain, value))})"
     return type(value).__name__
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

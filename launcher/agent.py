@@ -78,7 +78,11 @@ PRELOAD = (
     "numpy",
     "elasticzero.entry_point",
     "elasticzero.gloo",
+    "elasticzero.parallel.ddp",
+    "elasticzero.parallel.zero",
+    "elasticzero.parallel.fsdp",
 )
+"""What a worker would import anyway, the strategies among it, which are imported when created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
