@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from elasticzero.errors import NotFinite
 
 _CHUNK_BYTES = 4 << 20
@@ -47,8 +49,6 @@ def not_finite(where: str, names: list[str]) -> NotFinite:
 
 def is_finite(data: memoryview, dtype: str) -> bool:
     """Whether these numbers are; True for a dtype that is not in `DTYPES`."""
-    import numpy as np
-
     kind, bits = _EXPONENTS.get(dtype, (_SUMMED.get(dtype), 0))
     if kind is None:
         return True
