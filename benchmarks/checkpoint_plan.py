@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.manifest import (
     Group,
     Layout,
     Manifest,
@@ -17,9 +16,10 @@ from elasticzero.checkpoint.manifest import (
     from_json,
     to_json,
 )
-from elasticzero.checkpoint.plan import plan
-from elasticzero.checkpoint.shards import write_shard
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.format.plan import plan
+from elasticzero.checkpoint.format.shards import write_shard
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
 
 WORLDS = (1, 10, 100, 1_000, 10_000)
 TENSORS = 1_000

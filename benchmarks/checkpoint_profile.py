@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from checkpoint_ranks import Rank, Variant, finish, start
 from checkpoint_state import STEP
 
-from elasticzero.checkpoint import reader
-from elasticzero.checkpoint.copying import Effort
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.reshard import Shape, reshard
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.io import reader
+from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
+from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.storage.base import open_directory
 
 KINDS = {
     "copy_": "copy_s",

@@ -25,16 +25,16 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_cache import forget, warm_memory
 from checkpoint_state import STEP, State
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.dtypes import byte_view
-from elasticzero.checkpoint.persist import persist
-from elasticzero.checkpoint.plan import plan
-from elasticzero.checkpoint.reader import Target, open_step
-from elasticzero.checkpoint.shards import open_shard
-from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.checkpoint.writer import Terms, write_checkpoint
+from elasticzero.checkpoint.format.dtypes import byte_view
+from elasticzero.checkpoint.format.plan import plan
+from elasticzero.checkpoint.format.shards import open_shard
+from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.writer import Terms, write_checkpoint
+from elasticzero.checkpoint.ram.persist import persist
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
 
 CHUNK_BYTES = 8 << 20
 Work = Callable[[], object]

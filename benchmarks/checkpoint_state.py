@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.io.writer import Piece
 
 ROWS, COLUMNS = 4096, 1024
 LAYER_BYTES = 3 * 4 * (ROWS + 1) * COLUMNS

@@ -21,7 +21,7 @@ from recovery_peer import torchrun
 from recovery_report import CASES, Report, Row
 from recovery_trial import Struck, round_of
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 
 PEER_CASES = ("worker", "node")
 

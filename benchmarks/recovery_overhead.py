@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import elasticzero as ez
 from elasticzero.parallel import Setting, create
-from elasticzero.state import NamedModel
+from elasticzero.state.model import NamedModel
 
 BLOCK = 20
 GLOBAL_BATCH = 64

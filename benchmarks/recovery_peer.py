@@ -13,7 +13,7 @@ from pathlib import Path
 
 from recovery_trial import HERE, STEADY_STEPS, wait_for
 
-from elasticzero.launcher.local import cluster_environment
+from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.processes import children_of, descendants
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elasticzero.launcher.lineage import Lineage
-from elasticzero.launcher.local import Cluster, Node, cluster_environment
+from elasticzero.launcher.local.cluster import Cluster, Node, cluster_environment
+from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.processes import descendants
 
 HERE = Path(__file__).resolve().parent

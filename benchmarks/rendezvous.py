@@ -30,10 +30,10 @@ from typing import Any
 from rendezvous_crowd import CrowdOptions
 from rendezvous_report import Phase, Report, Round, Size
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.observe import WORLD
-from elasticzero.launcher.store import job_prefix
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.watch_cache import WORLD
 
 HERE = Path(__file__).resolve().parent
 CROWD = HERE / "rendezvous_crowd.py"

@@ -26,10 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elasticzero.checkpoint.snapshot import HeldSnapshot
+from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.acting import StoreActions
-from elasticzero.launcher.actions import (
+from elasticzero.launcher.agent.main import pause_s
+from elasticzero.launcher.agent.observer import Lookout
+from elasticzero.launcher.agent.store_writer import StoreActions
+from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,
     PutReport,
@@ -39,19 +41,17 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.etcd_access import Access, Endpoint
-from elasticzero.launcher.etcd_rpc import open_channels
-from elasticzero.launcher.lookout import Lookout
-from elasticzero.launcher.membership import Membership, bound_socket, new_incarnation
-from elasticzero.launcher.observe import DONE, Observer
-from elasticzero.launcher.runner import pause_s
-from elasticzero.launcher.storage_look import StorageLook
-from elasticzero.launcher.store import job_prefix
-from elasticzero.launcher.view import Limits, View, Workers
-from elasticzero.launcher.world import Failure, Member
-from elasticzero.records import decode
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import Failure, Member
+from elasticzero.launcher.protocol.view import Limits, View, Workers
+from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.access import Access, Endpoint
+from elasticzero.launcher.store.etcd.connection import open_channels
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
+from elasticzero.launcher.store.watch_cache import DONE, Observer
+from elasticzero.serialization import decode
 
 THREADS = 8
 """Each takes care of its share of the clients, one at a time."""

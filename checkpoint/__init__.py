@@ -8,9 +8,9 @@ if __name__ == "checkpoint":
     raise ImportError("import this package as elasticzero.checkpoint, not as checkpoint")
 
 if TYPE_CHECKING:
-    from elasticzero.checkpoint.standalone import load as load
-    from elasticzero.checkpoint.standalone import load_state as load_state
-    from elasticzero.checkpoint.standalone import save as save
+    from elasticzero.checkpoint.api import load as load
+    from elasticzero.checkpoint.api import load_state as load_state
+    from elasticzero.checkpoint.api import save as save
 
 __all__ = ["load", "load_state", "save"]
 
@@ -18,7 +18,7 @@ __all__ = ["load", "load_state", "save"]
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use only (PEP 562)."""
     if name in __all__:
-        from elasticzero.checkpoint import standalone
+        from elasticzero.checkpoint import api as standalone
 
         return getattr(standalone, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

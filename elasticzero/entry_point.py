@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from elasticzero import single_process
 from elasticzero.errors import ElasticZeroError
-from elasticzero.generation import Generation
-from elasticzero.link import AgentLink
+from elasticzero.ipc.agent_client import AgentLink
 from elasticzero.session import Session
-from elasticzero.survival import Origin, Over, survive
+from elasticzero.worker import single_process
+from elasticzero.worker.generation import Generation
+from elasticzero.worker.process_reuse import Origin, Over, survive
 
 
 def run(train: Callable[[Session], None]) -> None:

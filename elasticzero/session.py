@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elasticzero import usage
-from elasticzero.barriers import Call
-from elasticzero.boundary import Boundary
-from elasticzero.captures import Captures
-from elasticzero.configuration import Comparison, of_model, of_optimizer
-from elasticzero.data import Order, Plan
+from elasticzero.comm.barriers import Call
+from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
+from elasticzero.data.loader import Reading, Walk
+from elasticzero.data.sampling import Order, Plan
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.evaluation import Result, evaluate, evaluating
-from elasticzero.generation import Generation
-from elasticzero.gradients import HiddenGradients
-from elasticzero.loader import Reading, Walk
-from elasticzero.loops import Loops
-from elasticzero.messages import Logged, Restored, Stepped
-from elasticzero.model_state import whole_state
+from elasticzero.ipc.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
-from elasticzero.single_process import LocalLink
-from elasticzero.state import NamedModel, SmallState, Stateful
+from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.snapshots.stager import Captures
+from elasticzero.state.model import NamedModel, SmallState, Stateful
+from elasticzero.worker import argument_checks as usage
+from elasticzero.worker.batch_loops import Loops
+from elasticzero.worker.evaluation import Result, evaluate, evaluating
+from elasticzero.worker.full_state_dict import whole_state
+from elasticzero.worker.generation import Generation
+from elasticzero.worker.single_process import LocalLink
+from elasticzero.worker.training_state import Boundary
 
 S = TypeVar("S", bound=Stateful)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticzero.launcher.lineage import Lineage, committed
+from elasticzero.launcher.observability.lineage import Lineage, committed
 
 GPT = Path(__file__).resolve().parent / "gpt.py"
 JOB = "demo"

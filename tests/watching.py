@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elasticzero.launcher.store import Snapshot
+from elasticzero.launcher.store.api import Snapshot
 
 DEADLINE_S = 20.0
 """Generous: only a test that fails waits so long."""

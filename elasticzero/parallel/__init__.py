@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.spans import STRATEGIES, Span
-from elasticzero.state import NamedModel, Share, Spec
+from elasticzero.state.model import NamedModel, Share, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""

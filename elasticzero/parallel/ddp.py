@@ -21,7 +21,7 @@ from elasticzero.parallel.optimizers import (
 )
 from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
-from elasticzero.state import MODEL, OPTIMIZER, Share, Spec
+from elasticzero.state.model import MODEL, OPTIMIZER, Share, Spec
 
 
 class Replicated:

@@ -24,10 +24,10 @@ from elasticzero.parallel import Setting, Slot
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.partitioned import Dealt, Piece, PiecedOptimizer
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk
-from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
+from elasticzero.state.model import MODEL, Held, Partition, Share, Spec, spec_of
 
 
 class FullyPartitioned:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel import OptimizerFactory
-from elasticzero.state import OPTIMIZER, NamedModel, Spec
+from elasticzero.state.model import OPTIMIZER, NamedModel, Spec
 
 PROBE_SHAPE = (2, 3)
 PROBE_CUT = 4

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from elasticzero.parallel import Setting, Slot
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.pieces import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.partitioned import Dealt, Piece, PiecedOptimizer
 from elasticzero.parallel.reducer import check_frozen, sparse
 from elasticzero.spans import Span, intersect
-from elasticzero.state import MODEL, Held, Partition, Share, Spec, spec_of
+from elasticzero.state.model import MODEL, Held, Partition, Share, Spec, spec_of
 
 BUCKET_BYTES = 32 << 20
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 
-from elasticzero.launcher.local import Placement
+from elasticzero.launcher.local.cluster import Placement
 
 TRIES = 64
 """Of addresses that another network of this machine may have."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from elasticzero.launcher.lineage import Lineage
-from elasticzero.launcher.local import Node
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.observability.lineage import Lineage
 from tests.integration.clusters import Story
 
 

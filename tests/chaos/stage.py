@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.local import Node
-from elasticzero.launcher.observe import WORLD
-from elasticzero.launcher.store import job_prefix
-from elasticzero.launcher.world import world_from_bytes
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.protocol.documents import world_from_bytes
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.watch_cache import WORLD
 from elasticzero.processes import children_of, descendants
 from tests.chaos.matrix import COMES_BACK, COSTS_NOTHING, LOSES_A_NODE, SHAPES, Cell
 from tests.chaos.networks import Networks

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import Node
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.chaos.networks import Networks
 from tests.integration.clusters import Story
 

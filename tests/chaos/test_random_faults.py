@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import on_loopback
+from elasticzero.launcher.local.cluster import on_loopback
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.chaos.networks import Networks, NoNetworks
 from tests.chaos.strikes import Strikes
 from tests.integration.clusters import REGRESSION, Story, story

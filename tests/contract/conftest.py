@@ -11,12 +11,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.store import Store, job_prefix
+from elasticzero.launcher.store.api import Store, job_prefix
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.contract.s3_server import Proxy, proxied, running_server
 from tests.integration.etcd_members import Members
+from tests.support.memory_store import MemoryServer, MemoryStore
 
 _jobs = itertools.count()
 

@@ -14,10 +14,11 @@ import fsspec
 import pytest
 from tenacity import stop_after_attempt, wait_none
 
-from elasticzero.checkpoint import commit, multipart, verify
-from elasticzero.checkpoint.cli import main
-from elasticzero.checkpoint.objects import RETRY, ObjectDirectory, file_system
-from elasticzero.checkpoint.storage import Directory, Storage, open_directory
+from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage import multipart
+from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory
+from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, file_system
 from elasticzero.errors import StorageError
 from tests.contract.s3_server import COMPLETE, PUT, UPLOAD_PART, Harm, Proxy
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
@@ -168,8 +169,9 @@ def whole_step(directory: Directory, step: int) -> None:
 
 
 WRITER = """
-from elasticzero.checkpoint import commit, multipart
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage import multipart
+from elasticzero.checkpoint.storage.base import open_directory
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
 
 multipart.PART_BYTES = 5 << 20

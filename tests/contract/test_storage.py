@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from elasticzero.checkpoint import commit, multipart, verify
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory
-from elasticzero.checkpoint.objects import ObjectDirectory, Remote
-from elasticzero.checkpoint.retention import Keep, tidy
-from elasticzero.checkpoint.storage import Directory, Storage, open_directory, read_small
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.storage import multipart
+from elasticzero.checkpoint.storage.base import (
+    Directory,
+    Storage,
+    open_directory,
+    read_small,
+)
+from elasticzero.checkpoint.storage.object_store import ObjectDirectory, Remote
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
 

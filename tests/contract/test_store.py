@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store import MAX_OPERATIONS, Condition, LeaseLost, Store
+from elasticzero.launcher.store.api import MAX_OPERATIONS, Condition, LeaseLost, Store
 from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[[], Store]

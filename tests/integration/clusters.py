@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.lineage import Lineage, committed
-from elasticzero.launcher.local import Cluster, Node, Placement, cluster_environment, on_loopback
-from elasticzero.launcher.shared_memory import snapshot_directory
+from elasticzero.launcher.local.cluster import (
+    Cluster,
+    Node,
+    Placement,
+    cluster_environment,
+    on_loopback,
+)
+from elasticzero.launcher.observability.lineage import Lineage, committed
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.reference import undisturbed
 
 _jobs = itertools.count()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elasticzero.launcher.embedded import find_etcd, free_ports
+from elasticzero.launcher.store.etcd.server import find_etcd, free_ports
 
 PATIENCE_S = 60.0
 """A generous deadline: only a test that fails waits so long."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from elasticzero.checkpoint import verify
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.dtypes import torch_dtype
-from elasticzero.checkpoint.manifest import MANIFEST_NAME
-from elasticzero.checkpoint.reader import Checkpoint, Target, open_step
-from elasticzero.checkpoint.storage import Storage
+from elasticzero.checkpoint.format.dtypes import torch_dtype
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME
+from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
+from elasticzero.checkpoint.steps import verify
+from elasticzero.checkpoint.storage.base import Storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.spans import Span
 from tests.integration.scripts.save_until_killed import state
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from elasticzero.data import Order
+from elasticzero.data.sampling import Order
 from tests.integration.scripts import regression
 
 

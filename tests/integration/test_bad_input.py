@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 
@@ -226,5 +226,5 @@ def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    code = "import elasticzero.launcher.cli, sys; assert 'torch' not in sys.modules"
+    code = "import elasticzero.launcher.cli.main, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import elasticzero.checkpoint
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.lineage import Lineage, committed
+from elasticzero.launcher.observability.lineage import Lineage, committed
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import (
     REGRESSION,
     events_in,

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
-from elasticzero.launcher.cli import main
-from elasticzero.launcher.etcd import EtcdStore, Timeouts
-from elasticzero.launcher.etcd_access import Access
-from elasticzero.launcher.secret import ETCD_PASSWORD, Secret
-from elasticzero.launcher.store import job_prefix
+from elasticzero.launcher.cli.main import main
+from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.integration.certificates import LOOPBACK, Authority, Pair
 from tests.integration.clusters import REGRESSION, elasticzero
 from tests.integration.etcd_members import Members, Tls

@@ -15,8 +15,8 @@ import pytest
 from torch import Tensor
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.store import job_prefix
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights

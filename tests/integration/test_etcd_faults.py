@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import OperatorError, StoreUnavailable, UserError
-from elasticzero.launcher import embedded
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore, Timeouts
-from elasticzero.launcher.etcd_rpc import rpc
-from elasticzero.launcher.store import Condition, LeaseLost, Snapshot, job_prefix
+from elasticzero.launcher.store.api import Condition, LeaseLost, Snapshot, job_prefix
+from elasticzero.launcher.store.etcd import server as embedded
+from elasticzero.launcher.store.etcd.connection import rpc
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[..., EtcdStore]
@@ -473,7 +473,7 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
 def test_the_protobuf_variable_reaches_nothing_started_later() -> None:
     assert VARIABLE not in os.environ
     show = (
-        "import os, subprocess, sys, elasticzero.launcher.etcd\n"
+        "import os, subprocess, sys, elasticzero.launcher.store.etcd.store\n"
         f"code = 'import os; print(os.environ.get(\"{VARIABLE}\"))'\n"
         "subprocess.run([sys.executable, '-c', code], check=True)"
     )
@@ -492,7 +492,7 @@ def test_the_protobuf_variable_reaches_nothing_started_later() -> None:
 def test_the_embedded_etcd_dies_with_its_owner() -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.embedded import EmbeddedEtcd\n"
+        "from elasticzero.launcher.store.etcd.server import EmbeddedEtcd\n"
         "with EmbeddedEtcd() as etcd:\n"
         "    print(etcd.pid, flush=True)\n"
         "    time.sleep(60)"

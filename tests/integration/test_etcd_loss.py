@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.embedded import find_etcd
+from elasticzero.launcher.store.etcd.server import find_etcd
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint.cli import main
+from elasticzero.checkpoint.cli.main import main
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +75,7 @@ def trained(directory: Path, checkpoints: Path, steps: int) -> torch.Tensor:
         [
             sys.executable,
             "-m",
-            "elasticzero.launcher.cli",
+            "elasticzero.launcher.cli.main",
             *order,
             str(script),
             str(out),

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
-from elasticzero.checkpoint.persist import persist
-from elasticzero.checkpoint.retention import Keep
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.checkpoint.writer import Piece
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.saver import Post, SaveOver, Saver
+from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.persist import persist
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples, check_weights

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.assigning import CONNECT_S
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.shared_memory import snapshot_directory
+from elasticzero.launcher.agent.assignments import CONNECT_S
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from elasticzero.processes import children_of
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 from tests.integration.test_elastic_training import check_samples, check_weights

@@ -15,11 +15,11 @@ from typing import BinaryIO
 import pytest
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher import http as agent_http
-from elasticzero.launcher import http_guard
-from elasticzero.launcher.http import AgentServer
-from elasticzero.launcher.secret import Secret
-from elasticzero.metrics import Metrics
+from elasticzero.launcher.http import limits as http_guard
+from elasticzero.launcher.http import server as agent_http
+from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.secrets import Secret
 
 TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)

@@ -11,15 +11,15 @@ from typing import get_args
 import pytest
 import torch
 
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.writer import Piece
-from elasticzero.launcher.http import AgentServer
-from elasticzero.launcher.keeper import Charge, Keeper, Post, Step
-from elasticzero.launcher.secret import Secret
-from elasticzero.messages import Captured, Kept
-from elasticzero.metrics import Metrics
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.ipc.messages import Captured, Kept
+from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
 from tests.lost_hosts import Loss, lost_host
 
 TOKEN = "the job's token"

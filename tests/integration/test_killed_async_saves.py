@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.reader import open_snapshot
-from elasticzero.checkpoint.snapshot import SnapshotStore
+from elasticzero.checkpoint.io.reader import open_snapshot
+from elasticzero.checkpoint.ram.store import SnapshotStore
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
     Savers,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
     Savers,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticzero.launcher import job_token
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.store import job_prefix
+from elasticzero.launcher.store import job_token
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import REGRESSION, elasticzero, story
 
 

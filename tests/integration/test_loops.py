@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.data import Order
-from elasticzero.messages import FLAG_LEAVE, Failed, Finished, Request, Resume, Stopping
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.data.sampling import Order
+from elasticzero.ipc.messages import FLAG_LEAVE, Failed, Finished, Request, Resume, Stopping
 from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.channel import Channel, ChannelClosed
-from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.messages import (
+from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.messages import (
     FLAG_GROW,
     Assignment,
     Failed,
@@ -28,6 +27,7 @@ from elasticzero.messages import (
     Stopping,
     Waiting,
 )
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from tests.integration.clusters import SCRIPTS
 from tests.integration.training_harness import PRELOAD
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.slots import SLOTS
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.shared_memory import snapshot_directory
+from elasticzero.checkpoint.ram.slots import SLOTS
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.checkpoint.commit import newest_good
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.messages import Failed
+from elasticzero.checkpoint.steps.commit import newest_good
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.ipc.messages import Failed
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 

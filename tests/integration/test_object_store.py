@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.base import open_directory
 from tests.contract.s3_server import running_server
 from tests.integration.clusters import REGRESSION, elasticzero
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, elasticzero, story
 
 OTHERS = ["--nnodes", "1:3", "--settle", "3"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.options import DEFAULT_HTTP_PORT
+from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, elasticzero
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elasticzero.data import Order
-from elasticzero.launcher.options import RUN_OPTIONS
-from elasticzero.single_process import read_settings
+from elasticzero.data.sampling import Order
+from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.worker.single_process import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = Path(__file__).parent / "scripts" / "loops.py"

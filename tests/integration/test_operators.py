@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
 from tests.integration.test_elastic_training import check_weights
 from tests.integration.test_memory_tier import members

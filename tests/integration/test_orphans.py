@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.shared_memory import snapshot_directory
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
 
@@ -102,7 +102,7 @@ def test_a_workers_own_daemon_ends_with_it(tmp_path: Path, job: str, end: str) -
 def test_a_stopped_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.forkserver import ForkServer\n"
+        "from elasticzero.launcher.workers.fork_server import ForkServer\n"
         "server = ForkServer(()); server.wait_until_ready()\n"
         "print(server.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -23,7 +23,7 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "*.log
 WHEEL = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 INSTALL = ("install", "--no-deps", "--no-index", "--quiet")
 IMPORT = """
-import elasticzero, elasticzero.launcher.cli as cli, elasticzero.checkpoint.cli, sys
+import elasticzero, elasticzero.launcher.cli.main as cli, elasticzero.checkpoint.cli.main, sys
 import elasticzero.launcher.added.deeper
 assert elasticzero.__file__.startswith(sys.argv[1]), elasticzero.__file__
 assert cli.__file__.startswith(sys.argv[1]), cli.__file__

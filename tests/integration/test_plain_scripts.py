@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import elasticzero, story
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import Node
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from elasticzero.processes import descendants
 from tests.clouds import Aws, Azure, Gcp
 from tests.integration.clusters import REGRESSION, Story, story

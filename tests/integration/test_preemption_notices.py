@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher import clouds
-from elasticzero.launcher.clouds import Advice, Cloud
-from elasticzero.launcher.metadata import MetadataError, MetadataServer
-from elasticzero.launcher.preemption import PreemptionWatch, address_variable
-from elasticzero.launcher.view import Notice
+from elasticzero.launcher.preemption import providers as clouds
+from elasticzero.launcher.preemption.metadata import MetadataError, MetadataServer
+from elasticzero.launcher.preemption.providers import Advice, Cloud
+from elasticzero.launcher.preemption.watcher import PreemptionWatch, address_variable
+from elasticzero.launcher.protocol.view import Notice
 from tests.clouds import PATIENCE_S, Aws, Azure, Gcp, Metadata, Reply, Request
 
 PLAYED: tuple[type[Metadata], ...] = (Aws, Gcp, Azure)
@@ -225,7 +225,7 @@ def test_no_trouble_is_taken_for_a_notice(played: type[Metadata], trouble: str) 
 def test_a_notice_after_trouble_is_heard(
     played: type[Metadata], ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticzero.launcher.preemption.MOST_PAUSE_S", 0.1)
+    monkeypatch.setattr("elasticzero.launcher.preemption.watcher.MOST_PAUSE_S", 0.1)
     with played() as server, watch(server.choice, ears, server):
         server.trouble = Reply(503)
         ears.wait(lambda: ears.heard("is in trouble"))

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.shards import shard_specs, write_shard
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.shards import shard_specs, write_shard
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 
 MIB = 1 << 20
 TENSORS = 12
@@ -108,7 +108,7 @@ def test_stopped_on_the_way_and_run_again(space: Path, number: signal.Signals) -
 
 MEASURED = """
 import resource, sys
-from elasticzero.checkpoint.cli import main
+from elasticzero.checkpoint.cli.main import main
 main(["list", sys.argv[2]])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert main(sys.argv[1:]) == 0

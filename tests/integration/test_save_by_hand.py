@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint.commit import read_manifest
-from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.storage.disk import DiskStorage
 
 pytestmark = pytest.mark.slow
 

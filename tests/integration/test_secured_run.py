@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.secret import ETCD_PASSWORD, TOKEN
+from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.processes import descendants
 from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.clusters import REGRESSION, Story, story

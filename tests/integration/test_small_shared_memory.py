@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, story
 from tests.integration.test_elastic_training import check_samples
 from tests.mounts import small_disk

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.forkserver import ForkServer
-from elasticzero.launcher.hangs import STOPPED_S
-from elasticzero.launcher.stall_look import StallLook, Subject, find_py_spy, process_state
-from elasticzero.launcher.view import Limits, Workers
-from elasticzero.launcher.workers import Gang
-from elasticzero.messages import Attached, Busy, Kept, Stepped
+from elasticzero.ipc.messages import Attached, Busy, Kept, Stepped
+from elasticzero.launcher.protocol.hang_rules import STOPPED_S
+from elasticzero.launcher.protocol.view import Limits, Workers
+from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.group import Gang
+from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state
 from tests.integration.test_workers import Play
 
 PATIENCE_S = 60.0

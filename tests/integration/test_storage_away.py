@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.launcher.embedded import EmbeddedEtcd
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import disk_that_freezes, freeze, let_write, small_disk, thaw

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.data import Order, Plan, Position
-from elasticzero.messages import Resume
+from elasticzero.data.sampling import Order, Plan, Position
+from elasticzero.ipc.messages import Resume
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
 from tests.integration.training_harness import Pool

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.commit import read_manifest
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import step_directory, step_of
+from elasticzero.checkpoint.format.manifest import step_directory, step_of
+from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import ExitCode
 from tests.integration.clusters import REGRESSION, elasticzero, events_in
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.embedded import free_ports
+from elasticzero.launcher.store.etcd.server import free_ports
 from tests.integration.clusters import SCRIPTS, elasticzero
 
 ENVIRONMENT = SCRIPTS / "environment.py"

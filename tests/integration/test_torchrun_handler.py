@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.etcd import EtcdStore
-from elasticzero.launcher.participant import rendezvous_prefix
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.torchrun.node import rendezvous_prefix
 from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.etcd_members import Members, Tls
 
@@ -347,7 +347,7 @@ def test_nodes_meet_again_after_etcd_was_wiped(tmp_path: Path) -> None:
 def test_torch_finds_the_plug_in_and_loads_nothing_with_it() -> None:
     program = (
         "import sys, torch.distributed.elastic.rendezvous\n"
-        "assert 'elasticzero.launcher.torchrun' in sys.modules, 'run: pip install -e .'\n"
+        "assert 'elasticzero.launcher.torchrun.plugin' in sys.modules, 'run: pip install -e .'\n"
         "assert not {'grpc', 'etcd3', 'google.protobuf'} & set(sys.modules)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.launcher.local import cluster_environment
+from elasticzero.launcher.local.cluster import cluster_environment
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from elasticzero.processes import children_of, descendants, is_alive
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 from torch import Tensor
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.embedded import EmbeddedEtcd
-from elasticzero.messages import Failed
+from elasticzero.ipc.messages import Failed
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import SCRIPTS, Story, story
 from tests.integration.reference import undisturbed
 from tests.integration.test_elastic_training import check_weights

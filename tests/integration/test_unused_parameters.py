@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.data import Order, Plan, Position
-from elasticzero.messages import Failed, Resume, Stepped
+from elasticzero.data.sampling import Order, Plan, Position
+from elasticzero.ipc.messages import Failed, Resume, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 from tests.integration.training_unused import SAMPLES, Model, Samples, optimizer_of, squares

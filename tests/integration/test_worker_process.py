@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.format.manifest import step_directory
 from elasticzero.errors import ExitCode
-from elasticzero.messages import (
+from elasticzero.ipc.messages import (
     FLAG_GROW,
     FLAG_LEAVE,
     Abort,

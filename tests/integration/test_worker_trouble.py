@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.messages import (
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
     Abort,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.worker_process import is_ending, worker_environment
-from elasticzero.launcher.workers import Gang, Heard
-from elasticzero.messages import Assignment, Failed, Resume, Stepped
+from elasticzero.ipc.messages import Assignment, Failed, Resume, Stepped
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.group import Gang, Heard
+from elasticzero.launcher.workers.process import is_ending, worker_environment
 from elasticzero.processes import is_alive
 
 PATIENCE_S = 30.0
@@ -106,8 +106,8 @@ def test_a_worker_rings_for_all_but_what_comes_with_every_step(
 ) -> None:
     code = """
 import time
-from elasticzero.link import AgentLink
-from elasticzero.messages import Attached, Logged, Stepped
+from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.messages import Attached, Logged, Stepped
 link = AgentLink.from_environment()
 link.send(Stepped(step=1, at_s=2.5, step_s=0.1, data_wait_s=0.0, samples=8))
 link.send(Logged(step=1, scalars={"loss": 0.5}))
@@ -276,7 +276,7 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
 def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.forkserver import ForkServer\n"
+        "from elasticzero.launcher.workers.fork_server import ForkServer\n"
         "server = ForkServer(()); server.wait_until_ready()\n"
         "print(server.pid, flush=True)\ntime.sleep(60)\n"
     )

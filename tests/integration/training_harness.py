@@ -14,12 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from elasticzero.channel import Channel, ChannelClosed
-from elasticzero.checkpoint.retention import Keep
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.launcher.forkserver import ForkServer, Launch
-from elasticzero.launcher.saver import Post, SaveOver, Saver
-from elasticzero.messages import (
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.messages import (
     Assignment,
     Captured,
     Failed,
@@ -34,6 +32,8 @@ from elasticzero.messages import (
     Stepped,
     Stopping,
 )
+from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 
 PRELOAD = (
     "torch",

@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero import restoring, saving
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.reader import open_step
-from elasticzero.checkpoint.writer import write_checkpoint
-from elasticzero.collectives import Groups, connect, device_of
-from elasticzero.data import Position
-from elasticzero.meeting import Place, meet
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.io.reader import open_step
+from elasticzero.checkpoint.io.writer import write_checkpoint
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.comm.process_group import Groups, connect, device_of
+from elasticzero.comm.rendezvous import Place, meet
+from elasticzero.data.sampling import Position
 from elasticzero.parallel import Setting, Strategy, create
+from elasticzero.snapshots import manifest_draft as saving
+from elasticzero.snapshots import restore as restoring
 from elasticzero.spans import STRATEGIES
-from elasticzero.state import NamedModel, SmallState
+from elasticzero.state.model import NamedModel, SmallState
 from tests.integration.training_exact import Model, Samples, groups, squares
 
 STEPS = 2

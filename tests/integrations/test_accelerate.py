@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.embedded import free_ports
+from elasticzero.launcher.store.etcd.server import free_ports
 from tests.integration.clusters import elasticzero
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]

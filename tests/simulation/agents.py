@@ -1,4 +1,4 @@
-"""Machines and agents: the loop of `launcher/agent.py` around the real decision code."""
+"""Machines and agents: the loop of `launcher/agent/agent.py` around the real decision code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import greenlet
 
 from elasticzero.errors import ExitCode, StoreUnavailable
-from elasticzero.launcher.acting import StoreActions
-from elasticzero.launcher.actions import (
+from elasticzero.launcher.agent.observer import Lookout
+from elasticzero.launcher.agent.store_writer import StoreActions
+from elasticzero.launcher.protocol.actions import (
     Action,
     Ask,
     Decision,
@@ -27,16 +28,15 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.job_token import Agreed, agree
-from elasticzero.launcher.leaving import gathered
-from elasticzero.launcher.lookout import Lookout
-from elasticzero.launcher.membership import Membership
-from elasticzero.launcher.observe import DONE, Observer
-from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.store_recovery import StoreRecovery
-from elasticzero.launcher.view import Notice, View, Workers
-from elasticzero.launcher.world import Member, World
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.protocol.drain import gathered
+from elasticzero.launcher.protocol.view import Notice, View, Workers
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.job_token import Agreed, agree
+from elasticzero.launcher.store.membership import Membership
+from elasticzero.launcher.store.recovery import StoreRecovery
+from elasticzero.launcher.store.watch_cache import DONE, Observer
 from tests.simulation.connection import SimulatedStore
 from tests.simulation.gang import Gang
 from tests.simulation.storage import NodeMemory, SlowLook
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.06
 REST_S = 0.25
-"""As in `launcher/agent.py`: after it was woken, or as long as it is not registered, an agent looks
-again so soon."""
+"""As in `launcher/agent/agent.py`: after it was woken, or as long as it is not registered, an
+agent looks again so soon."""
 ROUND_PAUSE_S = 0.25
 LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""

@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import Decision
-from elasticzero.launcher.observe import DONE, MEMBERS, WORLD, document
-from elasticzero.launcher.store import Entry
-from elasticzero.launcher.view import View, steered
-from elasticzero.launcher.world import Control, Done, World
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.actions import Decision
+from elasticzero.launcher.protocol.documents import Control, Done, World
+from elasticzero.launcher.protocol.view import View, steered
+from elasticzero.launcher.store.api import Entry
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, document
 from tests.simulation.agents import Agent, BadInput, Host
 from tests.simulation.etcd import Costs, Etcd
 from tests.simulation.faults import Faults

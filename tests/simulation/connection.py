@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.history import History
-from elasticzero.launcher.store import Condition, Lease, LeaseLost, Snapshot
+from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, Snapshot
+from elasticzero.launcher.store.data_loss import History
 from tests.simulation.etcd import Etcd, bucket_name
 
 REQUEST_S = 2.0

@@ -9,7 +9,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from elasticzero.launcher.store import Condition, Entry, LeaseLost, Snapshot
+from elasticzero.launcher.store.api import Condition, Entry, LeaseLost, Snapshot
 from tests.simulation.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.launcher.observe import CONTROL
-from elasticzero.launcher.world import Drain, to_bytes
+from elasticzero.launcher.protocol.documents import Drain, to_bytes
+from elasticzero.launcher.store.watch_cache import CONTROL
 from tests.simulation.agents import Agent, Host
 from tests.simulation.schedule import HARMLESS, Fault
 from tests.simulation.training import Worker

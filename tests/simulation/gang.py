@@ -1,4 +1,5 @@
-"""A model of one node's workers of one generation: what `launcher/workers.py` is to an agent."""
+"""A model of one node's workers of one generation: what `launcher/workers/group.py` is to an
+agent."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from elasticzero.launcher.blame import judge_exit
-from elasticzero.launcher.hangs import STOPPED_S
-from elasticzero.launcher.view import Workers
-from elasticzero.launcher.workers import LATE_AFTER_S
-from elasticzero.launcher.world import BLAME_ORDER, Failure, World
-from elasticzero.messages import FLAG_GROW, FLAG_LEAVE
+from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
+from elasticzero.launcher.protocol.documents import BLAME_ORDER, Failure, World
+from elasticzero.launcher.protocol.failure_policy import judge_exit
+from elasticzero.launcher.protocol.hang_rules import STOPPED_S
+from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.workers.group import LATE_AFTER_S
 from tests.simulation.hanging import Hanging
 from tests.simulation.training import Group, Worker
 
@@ -268,7 +269,7 @@ class Gang:
         bad_step: int | None = None,
         final: bool = False,
     ) -> None:
-        """An error ends a worker: S1 to S4 of `elasticzero/stopping.py`."""
+        """An error ends a worker: S1 to S4 of `elasticzero/worker/stop_protocol.py`."""
         if not worker.alive or worker.stopping:
             return
         worker.failed = True

@@ -1,16 +1,16 @@
 """A model of one node's look at workers that make no step: what `HangWatch` is to an agent.
 
-What a look finds is judged by the real rules (`launcher/hangs.py`); that it takes time, and what it
-sees of each kind of hang, is modelled.
+What a look finds is judged by the real rules (`launcher/protocol/hang_rules.py`); that it takes
+time, and what it sees of each kind of hang, is modelled.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from elasticzero.launcher.hangs import Silence, blame, due_s
-from elasticzero.launcher.world import Failure
-from elasticzero.messages import Located
+from elasticzero.ipc.messages import Located
+from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.hang_rules import Silence, blame, due_s
 
 if TYPE_CHECKING:
     from tests.simulation.gang import Gang

@@ -1,4 +1,4 @@
-"""What is promised to nodes and operators: rules R10 to R18 of `launcher/world.py`.
+"""What is promised to nodes and operators: rules R10 to R18 of `launcher/protocol/documents.py`.
 
 Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
 take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd
@@ -10,9 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elasticzero.launcher.blame import ASIDE_AFTER, term_s
-from elasticzero.launcher.observe import CONTROL
-from elasticzero.launcher.world import Alarm, Control, Done, Failure, Member, Report, World
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Control,
+    Done,
+    Failure,
+    Member,
+    Report,
+    World,
+)
+from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, term_s
+from elasticzero.launcher.store.watch_cache import CONTROL
 from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
 if TYPE_CHECKING:

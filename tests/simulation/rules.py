@@ -1,4 +1,4 @@
-"""The rules of `launcher/world.py`, checked against the truth, which no agent knows.
+"""The rules of `launcher/protocol/documents.py`, checked against the truth, which no agent knows.
 
 Each is checked at the events that could break it: a world is written (R1 to R5, R10), a worker
 connects or its node starts another generation's (R6), a step ends, `done` is written (R8, R9), an
@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.observe import MEMBERS
-from elasticzero.launcher.store import Entry
-from elasticzero.launcher.world import (
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
@@ -23,7 +22,8 @@ from elasticzero.launcher.world import (
     check_invariants,
     outranks,
 )
-from elasticzero.messages import Resume
+from elasticzero.launcher.store.api import Entry
+from elasticzero.launcher.store.watch_cache import MEMBERS
 from tests.simulation.promises import Promises
 from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State

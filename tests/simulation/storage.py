@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from elasticzero.checkpoint.snapshot import HeldSnapshot
-from elasticzero.launcher.storage_look import Seen
-from elasticzero.launcher.view import Damage
+from elasticzero.checkpoint.ram.store import HeldSnapshot
+from elasticzero.launcher.protocol.view import Damage
+from elasticzero.launcher.snapshots.checkpoint_probe import Seen
 from tests.simulation.timeline import Timeline
 
 State = tuple[int, int]

@@ -2,7 +2,7 @@
 
 A worker starts, connects, restores and trains; a step is finished when every rank is up and in
 reach. Who sees a peer's end stops with the state of its own last step, and leaves it in memory.
-Captures follow `elasticzero.pacing`, the real one.
+Captures follow `elasticzero.snapshots.schedule`, the real one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from elasticzero.launcher.world import World, charge
-from elasticzero.pacing import Ledger, Word
+from elasticzero.launcher.protocol.documents import World, charge
+from elasticzero.snapshots.schedule import Ledger, Word
 from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
 

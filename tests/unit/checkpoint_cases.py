@@ -8,10 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.commit import commit
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.manifest import (
     ITEM_BYTES,
     Group,
     Layout,
@@ -20,9 +17,12 @@ from elasticzero.checkpoint.manifest import (
     itemsize,
     step_directory,
 )
-from elasticzero.checkpoint.shards import shard_specs, write_shard
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.format.shards import shard_specs, write_shard
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps.commit import commit
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.spans import Rule, Span
 
 RULES: tuple[Rule, ...] = ("even", "fsdp_rows", "whole")

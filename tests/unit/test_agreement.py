@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from elasticzero import agreement
-from elasticzero.agreement import LEAST, WIDTH, Agreement, join, relatives
+from elasticzero.comm import control_tree as agreement
+from elasticzero.comm.control_tree import LEAST, WIDTH, Agreement, join, relatives
+from elasticzero.comm.rendezvous import Place
 from elasticzero.errors import is_peer_error
-from elasticzero.meeting import Place
 
 SIZES = [1, 2, 3, 17, 18, 40]
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.dtypes import byte_view, torch_dtype
-from elasticzero.checkpoint.manifest import Layout, Manifest, TensorSpec, step_directory
-from elasticzero.checkpoint.reader import Target, open_step
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
+from elasticzero.checkpoint.format.manifest import Layout, Manifest, TensorSpec, step_directory
+from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.unit.checkpoint_cases import draft_of, elements, layouts
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None

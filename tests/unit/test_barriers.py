@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.barriers import Call, check, marks
+from elasticzero.comm.barriers import Call, check, marks
 from elasticzero.errors import RetryError, UserError
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.launcher.blame import (
+from elasticzero.ipc.messages import Resume, Source
+from elasticzero.launcher.protocol.documents import Failure, Member, Report, Setback, Strikes, World
+from elasticzero.launcher.protocol.failure_policy import (
     ASIDE_AFTER,
     FORGIVEN_S,
     KEPT_SETBACKS,
@@ -24,8 +26,6 @@ from elasticzero.launcher.blame import (
     trained,
     why_aside,
 )
-from elasticzero.launcher.world import Failure, Member, Report, Setback, Strikes, World
-from elasticzero.messages import Resume, Source
 
 OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
 PEER = Failure(rank=1, blame="peer", message="connection reset")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint import blocks
-from elasticzero.checkpoint.blocks import BlockReader, BlockSums, SharedSums
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import ShardFile
+from elasticzero.checkpoint.format import checksums as blocks
+from elasticzero.checkpoint.format.checksums import BlockReader, BlockSums, SharedSums
+from elasticzero.checkpoint.format.manifest import ShardFile
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
 

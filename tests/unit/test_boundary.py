@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticzero.boundary import Boundary
-from elasticzero.captures import Captures
-from elasticzero.collectives import CLOSED
-from elasticzero.link import ALONE, AgentLink
-from elasticzero.meeting import Place
-from elasticzero.state import SmallState
+from elasticzero.comm.process_group import CLOSED
+from elasticzero.comm.rendezvous import Place
+from elasticzero.ipc.agent_client import ALONE, AgentLink
+from elasticzero.snapshots.stager import Captures
+from elasticzero.state.model import SmallState
+from elasticzero.worker.training_state import Boundary
 
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.manifest import (
     Group,
     Layout,
     Manifest,
     TensorSpec,
     snapshot_manifest_name,
 )
-from elasticzero.checkpoint.persist import await_commit, persist
-from elasticzero.checkpoint.reader import open_snapshot
-from elasticzero.checkpoint.replica import pull
-from elasticzero.checkpoint.slots import SLOTS, Slots
-from elasticzero.checkpoint.snapshot import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import open_directory
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.io.reader import open_snapshot
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.persist import await_commit, persist
+from elasticzero.checkpoint.ram.slots import SLOTS, Slots
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import pull
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 

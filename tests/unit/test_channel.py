@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from elasticzero.channel import Channel, ChannelClosed
-from elasticzero.messages import Assignment, Failed, Logged, Resume, Save, Source, Stepped
+from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.messages import Assignment, Failed, Logged, Resume, Save, Source, Stepped
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from elasticzero.checkpoint.cli import main
-from elasticzero.checkpoint.commit import read_manifest
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec, step_directory
-from elasticzero.launcher.cli import main as launcher_main
-from elasticzero.printing import READER_GONE
+from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec, step_directory
+from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.launcher.cli.main import main as launcher_main
+from elasticzero.text import READER_GONE
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 
 LAYOUT = simple_layout()
@@ -370,7 +370,7 @@ def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
         ["diff", str(directory), str(tmp_path / "new")],
     ]
     script = (
-        "import sys; from elasticzero.checkpoint.cli import main\n"
+        "import sys; from elasticzero.checkpoint.cli.main import main\n"
         f"codes = [main(order) for order in {orders!r}]\n"
         "assert codes == [0] * 7, codes\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -379,10 +379,10 @@ def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
 
 
 NOT_FOR_A_LOOK = (
-    "elasticzero.launcher.commands",
-    "elasticzero.launcher.options",
-    "elasticzero.checkpoint.work",
-    "elasticzero.checkpoint.copying",
+    "elasticzero.launcher.cli.commands",
+    "elasticzero.launcher.options.table",
+    "elasticzero.checkpoint.cli.bulk",
+    "elasticzero.checkpoint.rewrite.step_copy",
     "asyncio",
     "concurrent.futures",
     "fsspec",
@@ -403,7 +403,7 @@ NOT_FOR_A_LOOK = (
 @pytest.mark.parametrize("command", ["list", "inspect"])
 def test_a_look_imports_only_what_it_needs(directory: Path, command: str) -> None:
     script = (
-        "import sys; from elasticzero.launcher.cli import main\n"
+        "import sys; from elasticzero.launcher.cli.main import main\n"
         f"assert main(['checkpoint', {command!r}, {str(directory)!r}]) == 0\n"
         f"found = sys.modules.keys() & set({NOT_FOR_A_LOOK!r})\n"
         "assert not found, found\n"

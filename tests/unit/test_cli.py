@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli import build_parser, main, parse
-from elasticzero.launcher.local import Fault, most_nodes, parse_fault
-from elasticzero.launcher.option_values import check_numbers, count_gpus, parse_nnodes, parse_nproc
-from elasticzero.launcher.options import RUN_OPTIONS
+from elasticzero.launcher.cli.main import build_parser, main, parse
+from elasticzero.launcher.local.cluster import Fault, most_nodes, parse_fault
+from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.launcher.options.validation import (
+    check_numbers,
+    count_gpus,
+    parse_nnodes,
+    parse_nproc,
+)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -238,8 +243,8 @@ def test_bad_numbers_are_found_before_anything_starts(
     def starts(*_: object) -> int:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("elasticzero.launcher.local.run", starts)
-    monkeypatch.setattr("elasticzero.launcher.runner.run_agent", starts)
+    monkeypatch.setattr("elasticzero.launcher.local.cluster.run", starts)
+    monkeypatch.setattr("elasticzero.launcher.agent.main.run_agent", starts)
     assert main([*command, *words, __file__]) == ExitCode.USAGE
     assert text in capsys.readouterr().err
 

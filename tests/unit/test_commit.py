@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit, listing, verify
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, step_directory
+from elasticzero.checkpoint.cli import report as listing
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, step_directory
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,

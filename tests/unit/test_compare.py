@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.compare import Difference, compare
-from elasticzero.checkpoint.copying import Effort
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
-from elasticzero.checkpoint.reshard import Shape, reshard
-from elasticzero.checkpoint.storage import open_storage
+from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.rewrite.diff import Difference, compare
+from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
+from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.storage.base import open_storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.spans import STRATEGIES
 from tests.unit.checkpoint_cases import draft_of, elements, flip, layouts, simple_layout, write_step

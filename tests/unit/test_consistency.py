@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.consistency import by_majority, by_trained, difference, split
+from elasticzero.consistency.differences import by_majority, by_trained, difference, split
 
 A, B, C = {"x": 1, "y": 5}, {"x": 2, "y": 5}, {"x": 3, "y": 6}
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode, OperatorError, UserError
-from elasticzero.launcher.cli import main
-from elasticzero.launcher.control import drain, look, scale, steer, stop
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.view import Limits, steered
-from elasticzero.launcher.world import Control, Done, Drain, Member, World, to_bytes
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.cli.control import drain, look, scale, steer, stop
+from elasticzero.launcher.cli.main import main
+from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
+from elasticzero.launcher.protocol.view import Limits, steered
+from tests.support.memory_store import MemoryServer, MemoryStore
 
 JOB = "j"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.copying import new_directory
+from elasticzero.checkpoint.rewrite.step_copy import new_directory
 from elasticzero.errors import UserError
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.blocks import BLOCK_BYTES
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
 from tests.unit.damage_cases import forge_shard, header_of, sign, signed, with_header

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.data import (
+from elasticzero.data.sampling import (
     GlobalBatch,
     Order,
     Plan,
@@ -21,7 +21,7 @@ from elasticzero.data import (
     share,
 )
 from elasticzero.errors import UserError
-from elasticzero.records import decode, encode
+from elasticzero.serialization import decode, encode
 
 sizes = st.integers(1, 2000)
 seeds = st.integers(-(2**70), 2**70)

@@ -33,15 +33,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from elasticzero.checkpoint.cli import main
-from elasticzero.checkpoint.compare import compare
-from elasticzero.checkpoint.dcp_export import Wishes, export_dcp
-from elasticzero.checkpoint.dcp_import import _load, _Window, open_dcp
-from elasticzero.checkpoint.dcp_metadata import METADATA_NAME, Contents, Item, read_contents
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.reshard import Shape, adopt
-from elasticzero.checkpoint.standalone import load, load_state, save
-from elasticzero.checkpoint.storage import Storage, open_storage
+from elasticzero.checkpoint.api import load, load_state, save
+from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.convert.dcp_export import Wishes, export_dcp
+from elasticzero.checkpoint.convert.dcp_import import _load, _Window, open_dcp
+from elasticzero.checkpoint.convert.dcp_metadata import METADATA_NAME, Contents, Item, read_contents
+from elasticzero.checkpoint.rewrite.diff import compare
+from elasticzero.checkpoint.rewrite.reshard import Shape, adopt
+from elasticzero.checkpoint.storage.base import Storage, open_storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from tests.unit.test_huggingface import STRANGE, same_bits
 

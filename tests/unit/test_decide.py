@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import (
+from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
+from elasticzero.launcher.protocol.actions import (
     Ask,
     KillDeaf,
     KillStopped,
@@ -22,10 +23,8 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.lead import is_leader
-from elasticzero.launcher.view import Damage, Limits, StoreHealth, View, Workers
-from elasticzero.launcher.world import (
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
@@ -38,7 +37,8 @@ from elasticzero.launcher.world import (
     Strikes,
     World,
 )
-from elasticzero.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Resume, Source
+from elasticzero.launcher.protocol.leader import is_leader
+from elasticzero.launcher.protocol.view import Damage, Limits, StoreHealth, View, Workers
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=2, max_nodes=3, save_timeout_s=60.0)

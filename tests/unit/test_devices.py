@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticzero import nccl
-from elasticzero.agreement import Agreement
-from elasticzero.collectives import Groups, device_of
+from elasticzero.comm import nccl
+from elasticzero.comm.control_tree import Agreement
+from elasticzero.comm.process_group import Groups, device_of
+from elasticzero.comm.rendezvous import Place
 from elasticzero.errors import OperatorError
-from elasticzero.meeting import Place
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"

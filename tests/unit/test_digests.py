@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.digests import COLUMNS, combined, digests, of_value, sums_of
+from elasticzero.consistency.digests import COLUMNS, combined, digests, of_value, sums_of
 
 LENGTHS = [0, 1, 3, 4, 5, 4 * COLUMNS - 1, 4 * COLUMNS, 4 * COLUMNS + 3, 40 * COLUMNS + 5]
 

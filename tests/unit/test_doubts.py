@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.doubts import Remains, doubt
+from elasticzero.worker.reuse_rules import Remains, doubt
 
 MIB = 1 << 20
 

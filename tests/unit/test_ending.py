@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import Leave, SaveHeld, WriteDone, WriteWorld
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.view import Notice, View
-from elasticzero.launcher.world import Strikes
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.actions import Leave, SaveHeld, WriteDone, WriteWorld
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import Strikes
+from elasticzero.launcher.protocol.view import Notice, View
 from tests.unit.test_decide import (
     ENDED,
     LEAVER,

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
-from elasticzero.launcher.error_file import MAX_BYTES, Recorded, error_file, parse, read, write
+from elasticzero.launcher.workers.error_file import (
+    MAX_BYTES,
+    Recorded,
+    error_file,
+    parse,
+    read,
+    write,
+)
 
 
 def test_what_record_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.etcd_access import Access, Endpoint, parse_endpoint
-from elasticzero.launcher.etcd_login import Login, is_old_login, why_refused
-from elasticzero.launcher.membership import reachable_address
-from elasticzero.launcher.secret import Secret
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.etcd.access import Access, Endpoint, parse_endpoint
+from elasticzero.launcher.store.etcd.auth import Login, is_old_login, why_refused
+from elasticzero.launcher.store.membership import reachable_address
 
 PLAIN = Access()
 SIGNED = Access(cacert="ca.pem")

@@ -17,27 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint import commit, verify
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.reshard import Shape, reshard
+from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
-from elasticzero.launcher.control import look
-from elasticzero.launcher.job_token import KEY, Record, of_job
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.observe import (
-    ALARM,
-    CONTROL,
-    DONE,
-    MEMBERS,
-    WORLD,
-    Observer,
-    document,
-    reports_of,
-)
-from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.status import gather, table
-from elasticzero.launcher.store import job_prefix
-from elasticzero.launcher.world import (
+from elasticzero.launcher.cli.control import look
+from elasticzero.launcher.cli.status import gather, table
+from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
@@ -51,8 +37,22 @@ from elasticzero.launcher.world import (
     to_bytes,
     world_from_bytes,
 )
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.job_token import KEY, Record, of_job
+from elasticzero.launcher.store.watch_cache import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    WORLD,
+    Observer,
+    document,
+    reports_of,
+)
 from elasticzero.spans import STRATEGIES
 from tests.fixtures import CHECKPOINTS, FOLDER, STEPS, TOKEN, is_trained
+from tests.support.memory_store import MemoryServer, MemoryStore
 
 JOBS: dict[str, Any] = json.loads((FOLDER / "etcd.json").read_text())
 KINDS: dict[str, type[Any]] = {

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.blocks import BlockSums, parse_sums
-from elasticzero.checkpoint.manifest import ShardFile, from_json, to_json
-from elasticzero.checkpoint.shards import parse_header, shard_header
+from elasticzero.checkpoint.format.checksums import BlockSums, parse_sums
+from elasticzero.checkpoint.format.manifest import ShardFile, from_json, to_json
+from elasticzero.checkpoint.format.shards import parse_header, shard_header
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.checkpoint_cases import draft_of, simple_layout
 from tests.unit.damage_cases import sign

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.hangs import Silence, blame, deadlock, left_alone, overdue
-from elasticzero.launcher.view import Limits, Workers
-from elasticzero.launcher.world import Member, Report, World
-from elasticzero.messages import Located, Resume
+from elasticzero.ipc.messages import Located, Resume
+from elasticzero.launcher.protocol.documents import Member, Report, World
+from elasticzero.launcher.protocol.hang_rules import Silence, blame, deadlock, left_alone, overdue
+from elasticzero.launcher.protocol.view import Limits, Workers
 
 AUTO = Limits(min_nodes=1, max_nodes=2)
 GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.history import Asked, History
+from elasticzero.launcher.store.data_loss import Asked, History
 
 CLUSTER = 0xA
 

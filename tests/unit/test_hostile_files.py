@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint.cover import check_cover
-from elasticzero.checkpoint.dcp_metadata import METADATA_NAME, read_contents
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import from_json
-from elasticzero.checkpoint.pickle_reader import Mapped, Record, Size, Stand, read_pickle
-from elasticzero.checkpoint.strict_json import MAX_DEPTH
+from elasticzero.checkpoint.convert.dcp_metadata import METADATA_NAME, read_contents
+from elasticzero.checkpoint.convert.pickle_reader import Mapped, Record, Size, Stand, read_pickle
+from elasticzero.checkpoint.format.coverage import check_cover
+from elasticzero.checkpoint.format.manifest import from_json
+from elasticzero.checkpoint.format.strict_json import MAX_DEPTH
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.damage_cases import sign
 

@@ -14,9 +14,9 @@ from typing import get_args
 
 import pytest
 
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.http_storage import HttpStorage
-from elasticzero.checkpoint.storage import Readable, read_small
+from elasticzero.checkpoint.storage.base import Readable, read_small
+from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StorageError, UserError
 from tests.lost_hosts import Loss, lost_host
 

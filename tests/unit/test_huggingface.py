@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.compare import compare
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
-from elasticzero.checkpoint.manifest import TensorSpec
-from elasticzero.checkpoint.reshard import Shape, adopt, tied
-from elasticzero.checkpoint.standalone import load, save
-from elasticzero.checkpoint.storage import open_storage
+from elasticzero.checkpoint.api import load, save
+from elasticzero.checkpoint.convert.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
+from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.rewrite.diff import compare
+from elasticzero.checkpoint.rewrite.reshard import Shape, adopt, tied
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher import job_token, secret
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.secret import Secret, forget_secrets, read_secret
-from elasticzero.launcher.worker_process import worker_environment
+from elasticzero.launcher import secrets as secret
+from elasticzero.launcher.secrets import Secret, forget_secrets, read_secret
+from elasticzero.launcher.store import job_token
+from elasticzero.launcher.workers.process import worker_environment
+from tests.support.memory_store import MemoryServer, MemoryStore
 
 GIVEN = Secret("given-by-the-operator")
 

@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher import cli, option_values, options
+from elasticzero.launcher.cli import main as cli
+from elasticzero.launcher.options import table as options
+from elasticzero.launcher.options import validation as option_values
 
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 FOLDERS = ("base", "overlays/example")

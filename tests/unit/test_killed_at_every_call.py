@@ -20,22 +20,23 @@ from typing import Literal, get_args
 import pytest
 import torch
 
-from elasticzero.checkpoint import commit, slots, verify
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.dtypes import torch_dtype
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.dtypes import torch_dtype
+from elasticzero.checkpoint.format.manifest import (
     MANIFEST_NAME,
     Manifest,
     snapshot_manifest_name,
     step_directory,
 )
-from elasticzero.checkpoint.persist import persist
-from elasticzero.checkpoint.retention import Keep, tidy
-from elasticzero.checkpoint.shards import open_shard, shard_specs
-from elasticzero.checkpoint.snapshot import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import Readable
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.format.shards import open_shard, shard_specs
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram import slots
+from elasticzero.checkpoint.ram.persist import persist
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import (

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import (
+from elasticzero.ipc.messages import FLAG_LEAVE, Resume
+from elasticzero.launcher.protocol.actions import (
     Action,
     Ask,
     KillWorkers,
@@ -19,11 +20,18 @@ from elasticzero.launcher.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.leaving import gathered, last_call_s
-from elasticzero.launcher.view import Limits, Notice, StoreHealth, View, Workers
-from elasticzero.launcher.world import Alarm, Failure, Holding, Member, Phase, Report, World
-from elasticzero.messages import FLAG_LEAVE, Resume
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Failure,
+    Holding,
+    Member,
+    Phase,
+    Report,
+    World,
+)
+from elasticzero.launcher.protocol.drain import gathered, last_call_s
+from elasticzero.launcher.protocol.view import Limits, Notice, StoreHealth, View, Workers
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=1, max_nodes=3)

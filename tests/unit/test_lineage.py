@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.lineage import Lineage, committed
+from elasticzero.launcher.observability.lineage import Lineage, committed
 
 
 def lineage(*worlds: tuple[int, int], steps: list[tuple[int, int]]) -> Lineage:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint.cli import main
+from elasticzero.checkpoint.cli.main import main
 from elasticzero.errors import UserError
 
 W = torch.arange(6.0).reshape(2, 3)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elasticzero.launcher.lookout import Lookout
-from elasticzero.launcher.membership import Membership, bound_socket
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.observe import MEMBERS, WORLD, Observer
-from elasticzero.launcher.storage_look import StorageLook
-from elasticzero.launcher.store import Snapshot
-from elasticzero.launcher.view import Limits, View, Workers
-from elasticzero.launcher.world import Member, Strikes, World, to_bytes
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.agent.observer import Lookout
+from elasticzero.launcher.protocol.documents import Member, Strikes, World, to_bytes
+from elasticzero.launcher.protocol.view import Limits, View, Workers
+from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
+from elasticzero.launcher.store.api import Snapshot
+from elasticzero.launcher.store.membership import Membership, bound_socket
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, Observer
+from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
 LIMITS = Limits(min_nodes=9, max_nodes=9)

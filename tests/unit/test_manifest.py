@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.manifest import (
     MAX_STEP,
     Group,
     Layout,

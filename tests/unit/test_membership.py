@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import StoreUnavailable, UserError
-from elasticzero.launcher.membership import Membership, bound_socket
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.store import LeaseLost, Snapshot
-from elasticzero.launcher.world import Member, to_bytes
+from elasticzero.launcher.protocol.documents import Member, to_bytes
+from elasticzero.launcher.store.api import LeaseLost, Snapshot
+from elasticzero.launcher.store.membership import Membership, bound_socket
+from tests.support.memory_store import MemoryServer, MemoryStore
 
 NOW_S = 10.0
 

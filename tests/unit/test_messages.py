@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.cli import main
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.reader import Target, open_step
-from elasticzero.checkpoint.writer import Piece, Written, write_checkpoint
+from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.writer import Piece, Written, write_checkpoint
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, simple_layout

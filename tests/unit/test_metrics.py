@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticzero.metrics import PHASES, Metrics
+from elasticzero.launcher.observability.metrics import PHASES, Metrics
 
 
 def observed() -> Metrics:
@@ -90,6 +90,7 @@ def test_promtool_finds_nothing_to_blame(program: Callable[[str], str]) -> None:
 
 
 def test_importing_is_light() -> None:
-    code = "import elasticzero.metrics, sys; print({'torch', 'grpc', 'etcd3'} & set(sys.modules))"
+    module = "elasticzero.launcher.observability.metrics"
+    code = f"import {module}, sys; print({{'torch', 'grpc', 'etcd3'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout.strip() == "set()", done.stderr

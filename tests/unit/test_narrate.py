@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint.manifest import step_directory
+from elasticzero.checkpoint.format.manifest import step_directory
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.narrate import Narrator, split_damage, worth_telling
+from elasticzero.launcher.observability.console import Narrator, split_damage, worth_telling
 
 
 class Told:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher import shared_memory
-from elasticzero.launcher.agent import AgentOptions
-from elasticzero.launcher.forkserver import Launch
-from elasticzero.launcher.http import PortTaken
-from elasticzero.launcher.node_claim import node_claim, serve_on_free_port
-from elasticzero.launcher.options import DEFAULT_HTTP_PORT
-from elasticzero.launcher.view import Limits
+from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.node_claim import node_claim, serve_on_free_port
+from elasticzero.launcher.http.server import PortTaken
+from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
+from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.snapshots import shared_memory
+from elasticzero.launcher.workers.fork_server import Launch
 
 
 @pytest.fixture

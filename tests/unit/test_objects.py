@@ -13,9 +13,10 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tenacity import stop_after_attempt, wait_none
 
-from elasticzero.checkpoint import multipart, objects
-from elasticzero.checkpoint.objects import RETRY, ObjectStorage, Remote, is_transient
-from elasticzero.checkpoint.storage import open_directory
+from elasticzero.checkpoint.storage import multipart
+from elasticzero.checkpoint.storage import object_store as objects
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.object_store import RETRY, ObjectStorage, Remote, is_transient
 from elasticzero.errors import StorageError
 
 FAST = RETRY.copy(wait=wait_none(), stop=stop_after_attempt(3))

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.cli import main
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, SUMS_SUFFIX
-from elasticzero.checkpoint.reader import Target, open_step
-from elasticzero.checkpoint.retention import Keep, tidy
+from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX
+from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, UserError
-from elasticzero.launcher.storage_look import StorageLook
+from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.spans import Span
 from tests.unit.damage_cases import signed
 

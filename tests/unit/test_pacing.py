@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elasticzero.pacing import Due, Ledger, Word
+from elasticzero.snapshots.schedule import Due, Ledger, Word
 
 READY = Ledger(start=0, every=5, ready=True)
 

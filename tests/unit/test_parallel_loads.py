@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint import lanes, parts, reader
-from elasticzero.checkpoint.blocks import BLOCK_BYTES
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec
-from elasticzero.checkpoint.reader import Checkpoint, Target, open_step
-from elasticzero.checkpoint.shards import open_shard
-from elasticzero.checkpoint.storage import Readable
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
+from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.shards import open_shard
+from elasticzero.checkpoint.io import read_parts as parts
+from elasticzero.checkpoint.io import read_pool as lanes
+from elasticzero.checkpoint.io import reader
+from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, elements, flip, write_step

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, TensorSpec, step_directory
-from elasticzero.checkpoint.persist import persist
-from elasticzero.checkpoint.reader import Checkpoint, open_snapshot, open_step
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.checkpoint.storage import Bytes
-from elasticzero.checkpoint.writer import Piece
+from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec, step_directory
+from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.persist import persist
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Bytes
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.manifest import Layout, itemsize
-from elasticzero.checkpoint.plan import plan
+from elasticzero.checkpoint.format.manifest import Layout, itemsize
+from elasticzero.checkpoint.format.plan import plan
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import cut, elements, layouts, simple_layout

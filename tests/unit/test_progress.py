@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.progress import RECENT_STEPS, Progress
+from elasticzero.launcher.observability.goodput import RECENT_STEPS, Progress
 
 
 def test_nothing_is_said_before_there_is_anything() -> None:

@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint import parts
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.dtypes import byte_view, spec_of, torch_dtype
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
+from elasticzero.checkpoint.format.manifest import (
     ITEM_BYTES,
     Group,
     Layout,
@@ -29,9 +27,11 @@ from elasticzero.checkpoint.manifest import (
     snapshot_manifest_name,
     step_directory,
 )
-from elasticzero.checkpoint.reader import Checkpoint, Target, open_snapshot, open_step
-from elasticzero.checkpoint.snapshot import SnapshotStore
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.io import read_parts as parts
+from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
+from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.ram.store import SnapshotStore
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.records import RecordError, decode, decode_rows, encode
+from elasticzero.serialization import RecordError, decode, decode_rows, encode
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.blocks import BLOCK_BYTES
-from elasticzero.checkpoint.copying import Copied, Effort
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, TensorSpec
-from elasticzero.checkpoint.plan import plan
-from elasticzero.checkpoint.progress import Progress
-from elasticzero.checkpoint.reshard import Shape, reshaped, reshard
-from elasticzero.checkpoint.shards import open_shard, shard_specs
-from elasticzero.checkpoint.source import CheckpointSource
-from elasticzero.checkpoint.storage import Readable, Storage, open_directory, open_storage
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.plan import plan
+from elasticzero.checkpoint.format.shards import open_shard, shard_specs
+from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.rewrite.reshard import Shape, reshaped, reshard
+from elasticzero.checkpoint.rewrite.sources import CheckpointSource
+from elasticzero.checkpoint.rewrite.step_copy import Copied, Effort
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import STRATEGIES, Span
 from tests.unit.checkpoint_cases import (

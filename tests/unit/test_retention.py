@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import MANIFEST_NAME, Manifest, step_directory
-from elasticzero.checkpoint.retention import (
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import (
     DAY_S,
     HOUR_S,
     Keep,
@@ -19,6 +18,7 @@ from elasticzero.checkpoint.retention import (
     tidy_by_hand,
     token_generation,
 )
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint_cases import (
     draft_of,

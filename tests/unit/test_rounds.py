@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.launcher.rounds import (
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.documents import Done, Member, World, check_invariants
+from elasticzero.launcher.protocol.view import StoreHealth
+from elasticzero.launcher.torchrun.rules import (
     Refuse,
     Register,
     Reopen,
@@ -19,9 +22,6 @@ from elasticzero.launcher.rounds import (
     lost,
     newcomers,
 )
-from elasticzero.launcher.view import StoreHealth
-from elasticzero.launcher.world import Done, Member, World, check_invariants
-from elasticzero.messages import Resume
 
 NOW = 1000.0
 LIMITS = RoundLimits(min_nodes=2, max_nodes=3)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.agent import AgentOptions
-from elasticzero.launcher.events import EventLog
-from elasticzero.launcher.forkserver import Launch
-from elasticzero.launcher.telling import Telling, log_to
-from elasticzero.launcher.view import Limits
-from elasticzero.launcher.worker_process import Worker
-from elasticzero.launcher.workers import Gang
-from elasticzero.launcher.world import Failure
-from elasticzero.messages import Paced, Stepped
-from elasticzero.metrics import Metrics
+from elasticzero.ipc.messages import Paced, Stepped
+from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.reporter import Telling, log_to
+from elasticzero.launcher.observability.event_log import EventLog
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.group import Gang
+from elasticzero.launcher.workers.process import Worker
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_warnings_are_said_like_everything_else(logger: logging.Logger) -> None:
     said: list[str] = []
     log_to(lambda _: said.append("an older agent's"))
     log_to(said.append)
-    logging.getLogger("elasticzero.launcher.etcd_streams").warning("lease %x is lost", 255)
-    logging.getLogger("elasticzero.launcher.etcd_streams").info("not for people")
+    logging.getLogger("elasticzero.launcher.store.etcd.lease").warning("lease %x is lost", 255)
+    logging.getLogger("elasticzero.launcher.store.etcd.lease").info("not for people")
     assert said == ["lease ff is lost"]
 
 

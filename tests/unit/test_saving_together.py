@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import Manifest, step_directory
-from elasticzero.checkpoint.writer import Piece, Terms, Written, write_checkpoint
+from elasticzero.checkpoint.format.manifest import Manifest, step_directory
+from elasticzero.checkpoint.io.writer import Piece, Terms, Written, write_checkpoint
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
 from tests.unit.checkpoint_cases import draft_of, simple_layout
 

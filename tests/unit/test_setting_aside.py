@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.actions import Leave, WriteDone
-from elasticzero.launcher.decide import decide
-from elasticzero.launcher.world import Done, Setback, Strikes
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.actions import Leave, WriteDone
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import Done, Setback, Strikes
 from tests.unit.test_decide import (
     AT_REST,
     FAILED,

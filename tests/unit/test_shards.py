@@ -11,10 +11,16 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockSums, read_sums
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, ShardFile, TensorSpec, itemsize
-from elasticzero.checkpoint.shards import (
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES, BlockReader, BlockSums, read_sums
+from elasticzero.checkpoint.format.manifest import (
+    Group,
+    Layout,
+    Manifest,
+    ShardFile,
+    TensorSpec,
+    itemsize,
+)
+from elasticzero.checkpoint.format.shards import (
     ShardReader,
     header,
     open_shard,
@@ -22,6 +28,7 @@ from elasticzero.checkpoint.shards import (
     shard_specs,
     write_shard,
 )
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import (

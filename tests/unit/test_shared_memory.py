@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.shared_memory import PREFIX, Claim, sweep
+from elasticzero.launcher.snapshots.shared_memory import PREFIX, Claim, sweep
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from elasticzero.launcher.shared_memory import Claim
+from elasticzero.launcher.snapshots.shared_memory import Claim
 claim = Claim(Path(sys.argv[1]))
 (claim.root / "slots").mkdir()
 print("claimed", flush=True)
@@ -26,7 +26,7 @@ time.sleep(60)
 SWEEPER = """
 import sys
 from pathlib import Path
-from elasticzero.launcher.shared_memory import sweep
+from elasticzero.launcher.snapshots.shared_memory import sweep
 print("sweeping", flush=True)
 while True:
     sweep(Path(sys.argv[1]))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.disk import DiskStorage
-from elasticzero.checkpoint.manifest import (
+from elasticzero.checkpoint.format.manifest import (
     Manifest,
     ShardFile,
     snapshot_manifest_name,
     to_json,
 )
-from elasticzero.checkpoint.shards import shard_specs, write_shard
-from elasticzero.checkpoint.snapshot import HeldSnapshot, SnapshotStore
+from elasticzero.checkpoint.format.shards import shard_specs, write_shard
+from elasticzero.checkpoint.ram.store import HeldSnapshot, SnapshotStore
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from tests.unit.checkpoint_cases import cut, draft_of, elements, simple_layout
 
 LAYOUT = simple_layout(world_size=3, numel=100)

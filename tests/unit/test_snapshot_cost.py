@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.snapshot_cost import (
+from elasticzero.snapshots.interval import (
     FIRST_STEPS,
     MOST_STEPS,
     OVERHEAD,

@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero import restoring, saving
-from elasticzero.checkpoint.disk import DiskDirectory, DiskStorage
-from elasticzero.checkpoint.manifest import step_directory
-from elasticzero.checkpoint.reader import open_step
-from elasticzero.checkpoint.writer import write_checkpoint
-from elasticzero.data import Position
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.io.reader import open_step
+from elasticzero.checkpoint.io.writer import write_checkpoint
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.data.sampling import Position
 from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.nested import tensor_names
 from elasticzero.parallel import Setting, Strategy, create
-from elasticzero.state import (
+from elasticzero.snapshots import manifest_draft as saving
+from elasticzero.snapshots import restore as restoring
+from elasticzero.state.model import (
     NamedModel,
     RngState,
     SmallState,
@@ -32,7 +34,6 @@ from elasticzero.state import (
     encode_state,
     generators_kept,
 )
-from elasticzero.values import tensor_names
 
 CPU = torch.device("cpu")
 plain = st.recursive(

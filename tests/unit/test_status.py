@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.launcher.control import Job
-from elasticzero.launcher.status import _span, gather, table
-from elasticzero.launcher.world import Control, Done, Drain, Member, Strikes, World
-from elasticzero.messages import Resume
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.cli.control import Job
+from elasticzero.launcher.cli.status import _span, gather, table
+from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Strikes, World
 
 
 def member(name: str, nproc: int = 2) -> Member:

@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-from elasticzero.launcher.job_token import KEY, agree
-from elasticzero.launcher.membership import Membership
-from elasticzero.launcher.memory import MemoryServer, MemoryStore
-from elasticzero.launcher.observe import ALARM, CONTROL, DONE, MEMBERS, WORLD, Observer
-from elasticzero.launcher.secret import Secret
-from elasticzero.launcher.store_recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
-from elasticzero.launcher.world import (
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
@@ -27,7 +22,12 @@ from elasticzero.launcher.world import (
     outranks,
     to_bytes,
 )
-from elasticzero.messages import Resume
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.job_token import KEY, agree
+from elasticzero.launcher.store.membership import Membership
+from elasticzero.launcher.store.recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, Observer
+from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
 FOLLOWED = (WORLD, CONTROL, DONE, ALARM)

@@ -12,17 +12,17 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli import main, parse
-from elasticzero.launcher.console import ALL, ERR, OUT, Console
-from elasticzero.launcher.options import RUN_OPTIONS
-from elasticzero.launcher.rendezvous import HostedEtcd, Rendezvous, job_of, rendezvous
-from elasticzero.launcher.torchrun_options import IDLE, SILENT, without_effect
-from elasticzero.launcher.torchrun_values import (
+from elasticzero.launcher.cli.main import main, parse
+from elasticzero.launcher.options.rendezvous import HostedEtcd, Rendezvous, job_of, rendezvous
+from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.launcher.options.torchrun import IDLE, SILENT, without_effect
+from elasticzero.launcher.torchrun.values import (
     check_rendezvous,
     check_signals,
     console_of,
     worker_settings,
 )
+from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, Console
 
 ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
 VALUES = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
-from elasticzero.usage import ease_copies
+from elasticzero.worker.argument_checks import ease_copies
 
 
 class Wrapped(nn.Module):

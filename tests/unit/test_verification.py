@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.collectives import _numbers, _word
-from elasticzero.launcher.blame import ASIDE_AFTER, outliers, strikes
-from elasticzero.launcher.ending import unverified
-from elasticzero.launcher.world import (
+from elasticzero.comm.process_group import _numbers, _word
+from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, Interval
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
     Member,
@@ -18,9 +18,9 @@ from elasticzero.launcher.world import (
     choose_resume,
     lost_snapshot,
 )
-from elasticzero.messages import Resume
-from elasticzero.pacing import Word
-from elasticzero.verification import LONGEST_EVERY, SHARE, Interval
+from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, outliers, strikes
+from elasticzero.launcher.protocol.termination import unverified
+from elasticzero.snapshots.schedule import Word
 
 NODES = ("a", "b", "c")
 MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint import verify
-from elasticzero.checkpoint.disk import DiskStorage
+from elasticzero.checkpoint.steps import verify
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks, write_step
 
 LAYOUT = simple_layout(numel=100)

@@ -9,7 +9,7 @@ import types
 import torch
 from torch import Tensor
 
-from elasticzero.whereabouts import main_thread, place_of, waits
+from elasticzero.ipc.thread_location import main_thread, place_of, waits
 
 
 def test_the_line_of_the_script_is_named_from_another_thread() -> None:

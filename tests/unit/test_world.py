@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.launcher.world import (
+from elasticzero.ipc.messages import Resume, Source
+from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
     Member,
@@ -22,7 +23,6 @@ from elasticzero.launcher.world import (
     to_bytes,
     world_from_bytes,
 )
-from elasticzero.messages import Resume, Source
 
 
 def member(name: str, nproc: int = 1) -> Member:

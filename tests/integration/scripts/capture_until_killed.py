@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from elasticzero.channel import Channel, ChannelClosed
-from elasticzero.checkpoint.capture import SnapshotWriter
-from elasticzero.checkpoint.retention import Keep
-from elasticzero.checkpoint.snapshot import ShardName, SnapshotStore
-from elasticzero.launcher.saver import Post, SaveOver, Saver
-from elasticzero.messages import Captured, Kept, Saved
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.messages import Captured, Kept, Saved
+from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from elasticzero.checkpoint import commit
-from elasticzero.checkpoint.disk import DiskDirectory
-from elasticzero.checkpoint.dtypes import spec_of
-from elasticzero.checkpoint.manifest import Group, Layout, Manifest, step_directory
-from elasticzero.checkpoint.retention import Keep, tidy
-from elasticzero.checkpoint.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.format.dtypes import spec_of
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, step_directory
+from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.integration.scripts.processes import fork, serve
 

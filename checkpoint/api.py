@@ -1,0 +1,399 @@
+"""`checkpoint.save` and `load` by hand: any training script, without an agent.
+
+What is saved may be nested as state dicts are. A tensor's name in the checkpoint is the path to it,
+its keys joined by "/"; everything else, and the nesting, stands as JSON in the manifest's state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elasticzero import spans
+from elasticzero.checkpoint.format.dtypes import check_fillable, check_plain, spec_of, torch_dtype
+from elasticzero.checkpoint.format.manifest import (
+    TREE,
+    Group,
+    Layout,
+    Manifest,
+    TensorSpec,
+    check_names,
+    checked_step,
+    step_directory,
+)
+from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
+from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import tidy_by_hand
+from elasticzero.checkpoint.storage.base import Directory, open_directory
+from elasticzero.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    OperatorError,
+    RetryError,
+    StorageError,
+    UserError,
+    one_line,
+)
+from elasticzero.nested import decode_value, encode_value, encoded_items
+from elasticzero.spans import EMPTY, Rule, Span
+
+T = TypeVar("T")
+
+_MOST_WORDS_BYTES = 1000
+"""Maximum size of an error's text that a rank tells the others."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[Any, Any],
+    *,
+    step: int = 0,
+    state: Mapping[str, Any] | None = None,
+    wait_s: float = DEFAULT_WAIT_S,
+) -> str:
+    """Write a checkpoint by hand, without an agent; returns the step's directory.
+
+    `path`: the checkpoint directory; the step gets a directory in it. `tensors`: what to save,
+    nested as you like: tensors, arrays, numbers, strings, None in dicts, lists and tuples. Where
+    torch.distributed is initialised every rank calls this: plain tensors must be equal on all, and
+    each rank writes its share of them; of a DTensor each writes its own rows; what is no tensor is
+    taken from rank 0. `state`: more JSON, which `load_state` gives back. Returns on every rank once
+    the checkpoint is committed. Raises `UserError` if the step stands there already, or for what a
+    checkpoint cannot hold; a save that fails leaves nothing behind.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if _is_together() else (0, 1)
+    ready = _on_all(lambda: _prepared(path, tensors, step, state, world))
+    storage = ready.directory.step(step_directory(ready.step))
+    stands = _on_all(lambda: rank == 0 and commit.stands(storage))
+    token = _from_rank_0(0 if stands else secrets.randbits(62) | 1)
+    if not token:
+        raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
+    draft = Manifest(
+        step=ready.step,
+        generation=0,
+        token=f"{token:016x}",
+        strategy="saved",
+        layout=ready.layout,
+        state=ready.state,
+    )
+    writer = ready.writers.index(rank) if rank in ready.writers else None
+    pieces = () if writer is None else _pieces(ready.layout, writer, ready.named)
+    terms = Terms(agree=_greatest, tell=_first_words, wait_s=wait_s)
+    try:
+        written = write_checkpoint(ready.directory, draft, writer, pieces, terms)
+    except RetryError as error:
+        raise StorageError(str(error)) from None
+    if not _greatest(int(written.committed)):
+        raise StorageError(
+            f"{storage.where}: another save of this step came first, and nothing of this one is "
+            "left: save under another step"
+        )
+    if written.committed:
+        tidy_by_hand(ready.directory, draft)
+    return storage.where
+
+
+def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
+    """Read a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
+
+    `path`: a checkpoint directory (its newest good step) or one step's directory. Without `into`
+    every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved. Its tensors
+    are filled in place (of a DTensor this rank's part) and stand in the result; they must be in the
+    checkpoint. All else comes from the checkpoint, which may hold more: of that only what lies
+    under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
+    `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
+    """
+    checkpoint = open_step(commit.resolve(path) if _is_rank_0() else commit.resolve(path, _ignore))
+    given: dict[str, torch.Tensor] = {}
+    own = None if into is None else encode_value(into, "", given)
+    for name, tensor in given.items():
+        check_plain(name, tensor)
+        check_fillable(name, _local_part(name, tensor)[1])
+    checkpoint.check({n: spec_of(t, n) for n, t in given.items()}, allow_more=True)
+    tensors = dict(given)
+
+    def tensor_of(name: str) -> torch.Tensor:
+        if name not in tensors:
+            tensors[name] = _empty(name, checkpoint.manifest.layout.tensors[name])
+        return tensors[name]
+
+    step = checkpoint.manifest.step
+    try:
+        chosen = _chosen(_first_level(checkpoint.manifest), own, step)
+        result = {key: decode_value(json, tensor_of) for key, json in chosen.items()}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(
+            f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
+        ) from None
+    checkpoint.load(Target(name, *_local_part(name, t)) for name, t in tensors.items())
+    return result
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `state` that the checkpoint was saved with; `path` as in `load`."""
+    manifest = commit.read_manifest(commit.resolve(path, _ignore))
+    return {key: value for key, value in manifest.state.items() if key != TREE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a save is about to write, found to be possible."""
+
+    step: int
+    named: Mapping[str, torch.Tensor]
+    state: Mapping[str, Any]
+    writers: list[int]
+    """The ranks that write, in the order of the layout's."""
+    layout: Layout
+    directory: Directory
+
+
+def _prepared(
+    path: str | os.PathLike[str],
+    tensors: Mapping[Any, Any],
+    step: int,
+    state: Mapping[str, Any] | None,
+    world_size: int,
+) -> _Prepared:
+    """What is to be saved and where; `UserError` for what cannot be saved."""
+    number = checked_step(step)
+    named, json_state = _savable(tensors, state)
+    writers = _writers(named, world_size)
+    directory = open_directory(path)
+    commit.check_target(directory)
+    return _Prepared(
+        step=number,
+        named=named,
+        state=json_state,
+        writers=writers,
+        layout=_layout(named, len(writers)),
+        directory=directory,
+    )
+
+
+def _savable(
+    tensors: Mapping[Any, Any], state: Mapping[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
+    named: dict[str, torch.Tensor] = {}
+    if not isinstance(tensors, Mapping):
+        raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
+    try:
+        tree = encode_value(tensors, "", named)
+    except RecursionError:
+        raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
+    given = dict(state or {})
+    try:
+        check_depth(given)
+        strict_json(json.dumps(given).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"checkpoint.save: `state` is not JSON: {reason(error)}") from None
+    if not named:
+        raise UserError("checkpoint.save was given no tensors: there is nothing to save")
+    try:
+        check_names(named)
+    except ValueError as error:
+        raise UserError(f"checkpoint.save: {error}") from None
+    for name, tensor in named.items():
+        check_plain(name, tensor)
+    if TREE in given:
+        raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
+    nested = tree != _flat(named)
+    return named, {**given, **({TREE: tree} if nested else {})}
+
+
+def _flat(names: Iterable[str]) -> dict[str, Any]:
+    return {name: {"$tensor": name} for name in names}
+
+
+def _first_level(manifest: Manifest) -> dict[Any, Any]:
+    """What was saved, by its first keys, each value encoded."""
+    tree = manifest.state.get(TREE)
+    return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
+
+
+def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
+    """Of what was saved, the values to load: all, or those under the first keys of `own`.
+
+    A key of `own` that was not saved must hold tensors only, whose names say where they are.
+    """
+    if own is None:
+        return saved
+    chosen = {}
+    for key, json_value in encoded_items(own).items():
+        if key not in saved and not _only_tensors(json_value):
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has nothing under {key!r}, which `into` asks for"
+            )
+        chosen[key] = saved.get(key, json_value)
+    return chosen
+
+
+def _empty(name: str, spec: TensorSpec) -> torch.Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    except (RuntimeError, MemoryError):
+        raise OperatorError(
+            f"there is no memory for {name}, {spec} of {spec.nbytes} bytes: load it `into` tensors "
+            "that are divided among ranks, or only what is needed"
+        ) from None
+
+
+def _only_tensors(encoded: Any) -> bool:
+    if isinstance(encoded, list):
+        return all(_only_tensors(item) for item in encoded)
+    if not isinstance(encoded, dict):
+        return False
+    match encoded:
+        case {"$tensor": _} | {"$array": _}:
+            return True
+        case {"$map": pairs}:
+            return all(_only_tensors(item) for _, item in pairs)
+    return all(_only_tensors(item) for item in encoded.values())
+
+
+def _shard_dim(name: str, tensor: torch.Tensor) -> int | None:
+    """The dimension of a DTensor's mesh by which its rows are dealt; None: every rank has all.
+
+    Raises `UserError` for a DTensor placed in any way but by rows in one dimension of its mesh and
+    replicated in the others.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not cut:
+        return None
+    placement = placements[cut[0]]
+    if len(cut) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
+        raise UserError(
+            f"{name} is a DTensor placed {placements}, which cannot be saved or loaded: only "
+            "Replicate() and one Shard(0) can; use tensor.full_tensor() or redistribute it"
+        )
+    return cut[0]
+
+
+def _local_part(name: str, tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
+    """What this process holds of a tensor, span and elements: of a DTensor its own rows."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return Span(0, tensor.numel()), tensor
+    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    dim = _shard_dim(name, tensor)
+    if mesh.get_coordinate() is None:
+        return EMPTY, local
+    if dim is None:
+        return Span(0, tensor.numel()), local
+    rows = spans.fsdp_rows(tuple(tensor.shape), mesh.size(dim), mesh.get_local_rank(dim))
+    return rows, local
+
+
+def _writers(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
+    """The ranks that write, in the order of the rows they hold: all, or where DTensors are
+    replicated and cut, the ranks of the first copy."""
+    everybody = list(range(world_size))
+    found: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is None:
+            continue
+        if sorted(mesh.mesh.flatten().tolist()) != everybody:
+            raise UserError(f"{name} lies on {mesh}, which does not have every rank once")
+        if (dim := _shard_dim(name, tensor)) is not None:
+            first_copy = tuple(slice(None) if d == dim else 0 for d in range(mesh.ndim))
+            found[name] = mesh.mesh[first_copy].tolist()
+    if not found:
+        return everybody
+    first, ranks = next(iter(found.items()))
+    for name, others in found.items():
+        if others != ranks:
+            raise UserError(
+                f"{first} and {name} are cut by different ranks ({ranks}, {others}): save them as "
+                "two checkpoints"
+            )
+    return ranks
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
+    """DTensors by their own rows, everything else dealt evenly, one group for each dtype."""
+    specs = {name: spec_of(tensor, name) for name, tensor in tensors.items()}
+    by_kind: dict[tuple[Rule, str], list[str]] = {}
+    for name, tensor in tensors.items():
+        by_rows = _shard_dim(name, tensor) is not None
+        kind: tuple[Rule, str] = ("fsdp_rows", "") if by_rows else ("even", specs[name].dtype)
+        by_kind.setdefault(kind, []).append(name)
+    groups = tuple(Group(rule, tuple(names)) for (rule, _), names in by_kind.items())
+    return Layout(world_size=world_size, tensors=specs, groups=groups)
+
+
+def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    for name, span in layout.spans(rank).items():
+        held, local = _local_part(name, tensors[name])
+        flat = local.detach().reshape(-1)
+        yield Piece(name, flat[span.start - held.start : span.stop - held.start])
+
+
+def _on_all(work: Callable[[], T]) -> T:
+    """What `work` gives, on every rank; where it fails on one it fails on all."""
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
+        failure = error
+    if _greatest(int(failure is not None)):
+        said = _first_words("" if failure is None else one_line(failure))
+        raise failure or StorageError(f"nothing is saved: {said}")
+    return result[0]
+
+
+def _ignore(_: str) -> None:
+    """Where another call, or another rank, tells the same."""
+
+
+def _is_together() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _is_rank_0() -> bool:
+    return not _is_together() or dist.get_rank() == 0
+
+
+def _from_rank_0(value: int) -> int:
+    """Rank 0's value, on every rank; the value itself where there is no process group."""
+    return _exchanged([value], lambda tensor: dist.broadcast(tensor, src=0))[0]
+
+
+def _greatest(value: int) -> int:
+    """The greatest value of all ranks; the value itself where there is no process group."""
+    return _exchanged([value], lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))[0]
+
+
+def _first_words(text: str) -> str:
+    """What the first rank says that has any words, with its number, on every rank."""
+    if not _is_together():
+        return text
+    world, rank = dist.get_world_size(), dist.get_rank()
+    first = world - _greatest(world - rank if text else 0)
+    if first == world:
+        return "no rank says why"
+    words = f"rank {rank} failed: {text}".encode(errors="replace")[:_MOST_WORDS_BYTES]
+    padded = list(words.ljust(_MOST_WORDS_BYTES, b"\0"))
+    said = bytes(_exchanged(padded, lambda tensor: dist.broadcast(tensor, src=first)))
+    return said.rstrip(b"\0").decode(errors="replace")
+
+
+def _exchanged(values: list[int], exchange: Callable[[torch.Tensor], object]) -> list[int]:
+    if not _is_together():
+        return values
+    device = "cuda" if "cpu:" not in dist.get_backend_config() else "cpu"
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    exchange(tensor)
+    return [int(value) for value in tensor.tolist()]

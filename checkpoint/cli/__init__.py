@@ -1,0 +1,1 @@
+"""`elasticzero checkpoint`: look at checkpoints, change their shape, take them elsewhere."""

@@ -1,0 +1,322 @@
+"""The commands that go through all data of a checkpoint: reshard, diff, export, import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from elasticzero.checkpoint.convert import huggingface
+from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.rewrite import reshard
+from elasticzero.checkpoint.rewrite import step_copy as copying
+from elasticzero.checkpoint.rewrite.casting import DTYPES, unconverted
+from elasticzero.checkpoint.rewrite.diff import Comparison, compare
+from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.spans import STRATEGIES
+from elasticzero.tables import counted, size_text
+from elasticzero.text import complain, say, shown
+
+_T = TypeVar("_T")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DIFFERENT = 1
+"""`diff`'s exit code where there is a difference, as other programs of that name have it."""
+_MOST_LINES = 20
+"""Of one kind of difference that `diff` prints; `--json` has all."""
+
+
+def _add_reshard(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help=commit.RESOLVABLE)
+    command.add_argument("target", help="checkpoint directory to write the step into")
+    command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+    command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
+    _add_dtype(command)
+    _add_effort(command)
+    command.set_defaults(run_command=_reshard)
+
+
+def _add_diff(command: argparse.ArgumentParser) -> None:
+    command.add_argument("a", help=commit.RESOLVABLE)
+    command.add_argument("b", help="the other")
+    command.add_argument(
+        "--model-only", action="store_true", help="compare the model's tensors only"
+    )
+    _add_effort(command, workers=False)
+    command.set_defaults(run_command=_diff)
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help=commit.RESOLVABLE)
+    command.add_argument("target", help="new directory")
+    command.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        default="hf",
+        help="hf: Hugging Face safetensors (default); dcp: torch.distributed.checkpoint",
+    )
+    command.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        metavar="SIZE",
+        help="hf: largest file, such as 500MB or 2GiB (default: 5GB)",
+    )
+    command.add_argument("--config", type=Path, help="hf: the model's config.json, put beside")
+    command.add_argument(
+        "--what",
+        choices=("model", "all"),
+        default="model",
+        help="dcp: the model's tensors under the keys of its own state_dict() (default), or all "
+        'state as {"model": ..., "optimizer": ...}',
+    )
+    _add_dtype(command)
+    _add_effort(command)
+    command.set_defaults(run_command=_export)
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", help="what to import: a directory, or a safetensors file")
+    command.add_argument("target", help="checkpoint directory to write a step into")
+    command.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        required=True,
+        help="hf: Hugging Face safetensors; dcp: torch.distributed.checkpoint",
+    )
+    command.add_argument("--step", type=int, default=0, metavar="N", help="default: 0")
+    command.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
+    )
+    command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
+    command.add_argument("--model-only", action="store_true", help="dcp: leave all else out")
+    command.add_argument(
+        "--alias",
+        type=_alias,
+        action="append",
+        metavar="NAME=KEPT",
+        help="two names of one tensor in the model: keep it under the second",
+    )
+    _add_dtype(command)
+    _add_effort(command)
+    command.set_defaults(run_command=_import)
+
+
+def _add_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="convert the model's floating-point tensors of 16 to 64 bits (needs torch); float8, "
+        "which means nothing without its scales, optimizer state and masters stay as they are",
+    )
+
+
+def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> None:
+    command.add_argument(
+        "--buffer-size",
+        type=_bytes,
+        default=copying.DEFAULT_BUFFER_BYTES,
+        metavar="SIZE",
+        help="memory for data on its way, all threads together (default: 64MiB); more helps where "
+        "many ranks wrote",
+    )
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    if workers:
+        command.add_argument(
+            "--workers", type=int, metavar="N", help="threads (default: two a core, at most 8)"
+        )
+
+
+ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "reshard": _add_reshard,
+    "diff": _add_diff,
+    "export": _add_export,
+    "import": _add_import,
+}
+"""What gives a command's parser its options and its `run_command`."""
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    source = commit.resolve(args.path)
+    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+
+    def work(effort: copying.Effort) -> copying.Copied:
+        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
+        return reshard.reshard(source, open_directory(args.target), shape, effort)
+
+    hint = "finished rank files stay in {}, and the same command goes on from there"
+    return _told_copied(_working(args, work, hint.format(args.target)), args, source.where)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    a, b = commit.resolve(args.a), commit.resolve(args.b)
+
+    def work(effort: copying.Effort) -> Comparison:
+        return compare(a, b, model_only=args.model_only, effort=effort)
+
+    result = _working(args, work, "the two were not compared to the end")
+    if args.json:
+        say(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
+    else:
+        say(_comparison_text(result, a.where, b.where), end="")
+    return 0 if result.same else _DIFFERENT
+
+
+def _comparison_text(result: Comparison, a: str, b: str) -> str:
+    if result.same:
+        return f"the same: {counted(result.equal_tensors, 'tensor')}, in {a} and {b}\n"
+    kinds = [
+        [f"only in A: {name}" for name in result.only_a],
+        [f"only in B: {name}" for name in result.only_b],
+        [f"{name}: {left} in A, {right} in B" for name, left, right in result.specs],
+        [
+            f"{d.name}: {d.count} of {d.of} elements differ, the first at index {d.first}"
+            for d in result.tensors
+        ],
+        [f"state differs: {path}" for path in result.state],
+    ]
+    lines = [shown(f"A: {a}"), shown(f"B: {b}")]
+    for kind in kinds:
+        lines += map(shown, kind[:_MOST_LINES])
+        if len(kind) > _MOST_LINES:
+            lines.append(f"... and {len(kind) - _MOST_LINES} more such lines (`--json` has all)")
+    lines.append(f"different; {counted(result.equal_tensors, 'tensor')} are the same")
+    return "\n".join(lines) + "\n"
+
+
+def _export(args: argparse.Namespace) -> int:
+    source = commit.resolve(args.path)
+
+    def work(effort: copying.Effort) -> huggingface.Exported:
+        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
+        if args.format == "dcp":
+            _refuse(args, "dcp", "max_shard_size", "config")
+            from elasticzero.checkpoint.convert.dcp_export import Wishes, export_dcp
+
+            wanted = Wishes(everything=args.what == "all", dtype=args.dtype)
+            return export_dcp(source, args.target, wanted, effort)
+        if args.what == "all":
+            raise UserError("--what all is not for --format hf, which holds models only")
+        most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
+        wishes = huggingface.Wishes(max_shard_bytes=most, dtype=args.dtype, config=args.config)
+        return huggingface.export_hf(source, args.target, wishes, effort)
+
+    done = _working(args, work, "nothing of the export is left")
+    if args.json:
+        say(json.dumps({**asdict(done), "source": source.where}))
+        return 0
+    say(
+        f"{done.where}: {counted(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
+        f"{counted(len(done.files), 'file')}, from {source.where}"
+    )
+    if args.format == "hf":
+        say(huggingface.what_else(done.where, has_config=args.config is not None))
+    else:
+        say(
+            'keys: "model", "optimizer" and what else was saved; load the model as '
+            '{"model": model.state_dict()}'
+            if args.what == "all"
+            else "keys: those of model.state_dict(), without a prefix (--what all nests them)"
+        )
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+
+    def work(effort: copying.Effort) -> copying.Copied:
+        if args.format == "dcp":
+            from elasticzero.checkpoint.convert.dcp_import import open_dcp
+
+            foreign = open_dcp(args.path, model_only=args.model_only)
+        else:
+            foreign = huggingface.open_hf(args.path)
+        if args.alias:
+            foreign = reshard.tied(foreign, dict(args.alias))
+        _tell_unconverted(args, foreign.specs)
+        return reshard.adopt(foreign, open_directory(args.target), args.step, shape, effort)
+
+    return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
+
+
+def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
+    """Raise `UserError` for options that a format does not have."""
+    if given := [name for name in names if getattr(args, name) is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
+
+
+def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
+    """Print which tensors `--dtype` leaves as they are."""
+    if args.dtype is not None and (names := unconverted(specs)):
+        complain(
+            f"--dtype {args.dtype} leaves float8 as it is: {counted(len(names), 'tensor')}, the "
+            f"first {shown(names[0])}"
+        )
+
+
+def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], left: str) -> _T:
+    """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
+    stream = None if args.quiet else sys.stderr
+    workers = getattr(args, "workers", None)
+    try:
+        with _ended_as_by_ctrl_c(), Progress(stream) as progress:
+            return work(
+                copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
+            )
+    except KeyboardInterrupt:
+        complain(f"interrupted: {left}")
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends what is done in here as Ctrl-C does, so that it is cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:
+    if args.json:
+        say(json.dumps({**asdict(done), "source": source}))
+        return 0
+    extra = f" ({counted(done.kept, 'rank')} of them written before)" if done.kept else ""
+    extra = " (it stood there already)" if done.already else extra
+    say(
+        f"{done.where}: {counted(done.world_size, 'rank')}, {size_text(done.bytes)}, "
+        f"from {source}{extra}"
+    )
+    return 0
+
+
+def _alias(text: str) -> tuple[str, str]:
+    alias, _, kept = text.partition("=")
+    if not alias or not kept or alias == kept:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEPT")
+    return alias, kept
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    unit = match[2].upper() if match else ""
+    if not match or (match[3] and not unit):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
+    value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[unit])
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size of at least one byte is wanted")
+    return value

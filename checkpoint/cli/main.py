@@ -1,0 +1,133 @@
+"""`elasticzero checkpoint`: look at checkpoints, change their shape, take them elsewhere.
+
+Imports no torch, but where a conversion of dtypes or torch's own format asks for it; and what goes
+through all data only for the commands that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elasticzero.checkpoint.cli import report as listing
+from elasticzero.checkpoint.format.manifest import step_of
+from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.storage.base import Directory, open_directory
+from elasticzero.errors import ElasticZeroError, ExitCode, UserError
+from elasticzero.text import complain, say, shown
+
+COMMANDS = {
+    "list": "the steps in a directory, and which are whole by sizes (verify reads bytes)",
+    "inspect": "what a checkpoint holds",
+    "verify": "read every byte and compare its checksum",
+    "reshard": "write a checkpoint for another world size",
+    "diff": "whether two checkpoints hold the same state, whatever their shapes",
+    "export": "write a checkpoint for other programs",
+    "import": "write what other programs saved as a checkpoint",
+}
+
+
+def add_commands(
+    subparsers: argparse._SubParsersAction[Any], words: Sequence[str] | None = None
+) -> None:
+    """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
+    the exit code.
+
+    words: the command line; only commands that it names get their options, and all without.
+    """
+    subparsers.dest = argparse.SUPPRESS  # where none is given, the error then names them all
+    for name, text in COMMANDS.items():
+        command = subparsers.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}."
+        )
+        command.add_argument("--json", action="store_true", help="for scripts")
+        if words is None or name in words:
+            _add_options(command, name)
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    match name:
+        case "list":
+            command.add_argument("directory", help="checkpoint directory; a path or a URL")
+            command.set_defaults(run_command=_list)
+        case "inspect":
+            command.add_argument("path", help=commit.RESOLVABLE)
+            command.set_defaults(run_command=_inspect)
+        case "verify":
+            text = "checkpoint directory (every step in it), or one step's"
+            command.add_argument("path", help=text)
+            command.set_defaults(run_command=_verify)
+        case _:
+            from elasticzero.checkpoint.cli.bulk import ADD
+
+            ADD[name](command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="elasticzero checkpoint")
+    add_commands(parser.add_subparsers(required=True), words)
+    args = parser.parse_args(words)
+    try:
+        return int(args.run_command(args))
+    except ElasticZeroError as error:
+        complain(f"error: {error}")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+
+
+def _list(args: argparse.Namespace) -> int:
+    directory = _existing(args.directory)
+    parent, _, name = directory.where.rstrip("/").rpartition("/")
+    if step_of(name) is not None:
+        raise UserError(
+            f"{directory.where} is one step: list {parent}, or look at this step with `inspect`"
+        )
+    rows = [listing.row_of(info) for info in commit.steps(directory)]
+    left = [info.name for info in commit.uncommitted(directory)]
+    if args.json:
+        say(json.dumps({"steps": rows, "uncommitted": left}))
+    else:
+        say(listing.steps_text(directory.where, rows, left), end="")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    storage = commit.find(args.path)
+    seen = listing.look(storage)
+    say(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = [info.storage for info in commit.steps(_existing(args.path))]
+    report = []
+    for step in found or [commit.find(args.path)]:
+        bad = list(verify.faults(step))
+        report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
+        if args.json:
+            continue
+        say(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
+        for fault in bad:
+            where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
+            say(f"  {fault.file}{where}: {shown(fault.reason)}")
+    if args.json:
+        say(json.dumps(report))
+    return int(ExitCode.DONE if all(step["good"] for step in report) else ExitCode.FAILED)
+
+
+def _existing(url: str) -> Directory:
+    directory = open_directory(url)
+    if not directory.names() and not Path(directory.where).is_dir():
+        raise UserError(f"{directory.where} is empty or does not exist")
+    return directory
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What stands in a checkpoint directory and in a step, as tables and as JSON."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Readable, out_of_reach
+from elasticzero.errors import ElasticZeroError
+from elasticzero.serialization import encode
+from elasticzero.tables import age_text, counted, size_text, table
+from elasticzero.text import shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A step at a cheap look: its manifest, and the sizes of its files."""
+
+    where: str
+    manifest: Manifest
+    fault: str | None
+    """Why it is not whole; None: it is, by the sizes of its files."""
+    unreadable: bool = False
+    """The fault says nothing about the bytes: no permission, or no answer."""
+    written_s: float | None
+    """When the manifest's file was written, by the clock of its file system; None: not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts."""
+        about: dict[str, Any] = {"path": self.where, "whole": self.fault is None}
+        if self.fault is not None:
+            about["reason"] = self.fault
+            about["unreadable"] = self.unreadable
+        if self.written_s is not None:
+            about["written"] = _date(self.written_s)
+        return {**about, **encode(self.manifest)}
+
+
+def look(storage: Readable) -> Look:
+    """Look at a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
+    manifest = commit.read_manifest(storage)
+    error = commit.trouble(storage)
+    return Look(
+        where=storage.where,
+        manifest=manifest,
+        fault=None if error is None else str(error),
+        unreadable=error is not None and out_of_reach(error),
+        written_s=_written_s(storage),
+    )
+
+
+def row_of(info: commit.StepInfo) -> dict[str, Any]:
+    """One step in a list, with as much as can be known of it."""
+    storage = info.storage
+    row: dict[str, Any] = {"step": info.step, "path": storage.where}
+    try:
+        seen = look(storage)
+    except ElasticZeroError as error:
+        return row | {"whole": False, "reason": str(error), "unreadable": out_of_reach(error)}
+    row["whole"] = seen.fault is None
+    if seen.fault is not None:
+        row |= {"reason": seen.fault, "unreadable": seen.unreadable}
+    if seen.written_s is not None:
+        row["written"] = _date(seen.written_s)
+        row["age"] = age_text(time.time() - seen.written_s)
+    return row | {
+        "generation": seen.manifest.generation,
+        "strategy": seen.manifest.strategy,
+        "ranks": seen.manifest.layout.world_size,
+        "tensors": len(seen.manifest.layout.tensors),
+        "bytes": sum(file.bytes for file in seen.manifest.files),
+    }
+
+
+def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Sequence[str]) -> str:
+    """The steps of a directory, for a person."""
+    columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
+    lines = []
+    for row in rows:
+        line = [str(row.get(column, "-")) for column in columns]
+        line[1] = row.get("age", "-")
+        line[6] = size_text(row["bytes"]) if "bytes" in row else "-"
+        line[7] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
+        lines.append(line)
+    text = table(columns, lines) if lines else f"{shown(where)} holds no checkpoint\n"
+    left = (
+        f"{shown(name)}: never committed (a save that failed, or is going on)\n"
+        for name in uncommitted
+    )
+    return text + "".join(left)
+
+
+def step_text(seen: Look) -> str:
+    """One step, for a person: the whole at a glance, then ranks, kinds of tensors, and each."""
+    manifest = seen.manifest
+    tensors = manifest.layout.tensors
+    elements = sum(spec.nbytes for spec in tensors.values())
+    facts = [
+        ("step", str(manifest.step)),
+        ("generation", f"{manifest.generation} (token {manifest.token})"),
+        ("strategy", manifest.strategy),
+        ("world", counted(manifest.layout.world_size, "rank")),
+        ("tensors", f"{len(tensors)}, {size_text(elements)}"),
+        ("written", _written_text(seen.written_s)),
+        (
+            "health",
+            _trouble_text(seen.unreadable, seen.fault)
+            if seen.fault
+            else "whole by its files' sizes (`verify` reads the bytes)",
+        ),
+    ]
+    if manifest.state:
+        facts.append(("state", f"{', '.join(manifest.state)} (`--json` shows it)"))
+    width = max(len(name) for name, _ in facts) + 2
+    ranks = [[str(r), size_text(f.bytes), f.name] for r, f in enumerate(manifest.files)]
+    return "\n".join(
+        [
+            shown(seen.where),
+            *(name.ljust(width) + shown(text) for name, text in facts),
+            "",
+            table(("rank", "size", "file"), ranks),
+            table(("kind", "tensors", "size"), _kind_rows(manifest)),
+            table(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest)),
+        ]
+    )
+
+
+def _trouble_text(unreadable: bool, reason: str) -> str:
+    return f"{'UNREADABLE' if unreadable else 'DAMAGED'}: {reason}"
+
+
+def _kind_rows(manifest: Manifest) -> list[list[str]]:
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, spec in manifest.layout.tensors.items():
+        count, total = kinds.get(name.split("/")[0], (0, 0))
+        kinds[name.split("/")[0]] = (count + 1, total + spec.nbytes)
+    return [[kind, str(count), size_text(total)] for kind, (count, total) in kinds.items()]
+
+
+def _tensor_rows(manifest: Manifest) -> list[list[str]]:
+    rows = []
+    for group in manifest.layout.groups:
+        for index, name in enumerate(group.tensors):
+            spec = manifest.layout.tensors[name]
+            dealt = f"rank {group.ranks[index]}" if group.rule == "whole" else group.rule
+            shape = "x".join(map(str, spec.shape)) or "scalar"
+            rows.append([name, spec.dtype, shape, size_text(spec.nbytes), dealt])
+    return rows
+
+
+def _written_s(storage: Readable) -> float | None:
+    """When the manifest was written, where it is a file of this machine's."""
+    try:
+        return os.stat(os.path.join(storage.where, MANIFEST_NAME)).st_mtime
+    except OSError:
+        return None
+
+
+def _written_text(written_s: float | None) -> str:
+    if written_s is None:
+        return "not known here"
+    return f"{_date(written_s)}, {age_text(time.time() - written_s)}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")

@@ -1,0 +1,1 @@
+"""Other formats: Hugging Face, torch.distributed.checkpoint."""

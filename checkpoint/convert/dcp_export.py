@@ -1,0 +1,206 @@
+"""Export to a torch.distributed.checkpoint directory, by torch's own writer, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
+
+from elasticzero.checkpoint.convert.huggingface import (
+    Exported,
+    aliases_of,
+    check_export_target,
+    model_specs,
+)
+from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
+from elasticzero.checkpoint.format.manifest import TREE, Manifest, TensorSpec
+from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
+from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX, CheckpointSource, Source
+from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_jobs
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Readable, explain
+from elasticzero.errors import ElasticZeroError, StorageError, UserError
+from elasticzero.nested import decode_value, tensor_names
+from elasticzero.spans import Span
+
+MODEL = "model"
+OURS = "elasticzero"
+"""The key under which an export keeps what has no place in a state dict of torch's."""
+OPTIMIZER, GROUPS = "optimizer", "param_groups"
+_TORCHS_OWN_WRITER = "inline_container.cc"
+"""Stands in what torch raises where its file could not be written to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """How to export."""
+
+    everything: bool = False
+    """All state, and not only the model's tensors."""
+    dtype: str | None = None
+    """Of the model's floating-point tensors, as in `reshard.Shape`."""
+
+
+def export_dcp(
+    source: Readable, target: str, wishes: Wishes | None = None, effort: Effort | None = None
+) -> Exported:
+    """Write a checkpoint as torch.distributed.checkpoint would; memory holds one tensor at a time.
+
+    The model alone gives the keys of its own `state_dict()`, aliases included. Everything gives
+    what was saved by hand as it was nested, and else `{"model": ..., "optimizer": {"state": ...,
+    "param_groups": ...}, "elasticzero": ...}`, keyed by parameter names. `target`: a new or empty
+    local directory. An export that fails leaves it as it was.
+    """
+    wishes, effort = wishes or Wishes(), effort or Effort()
+    if "://" in target and not target.startswith("file://"):
+        raise UserError(f"{target} is not on this machine's disks: export to a directory and copy")
+    check_export_target(target)
+    manifest = commit.read_manifest(source)
+    chosen = manifest.layout.tensors if wishes.everything else model_specs(source, manifest)
+    specs = cast_specs(chosen, wishes.dtype)
+    placeholders = _Placeholders(specs)
+    build = _everything if wishes.everything else _model
+    state_dict = build(manifest, placeholders)
+    total = sum(spec.nbytes for spec in specs.values())
+    effort.progress.expect(total)
+
+    def open_source(buffer_bytes: int) -> Source:
+        plain = CheckpointSource(source, manifest, buffer_bytes)
+        return plain if wishes.dtype is None else CastSource(plain, wishes.dtype)
+
+    with new_directory(target) as storage:
+        path = Path(storage.where)
+
+        def job(opened: Source) -> None:
+            planner = _Planner(lambda tensor: _read(opened, placeholders.name_of(tensor)))
+            writer = FileSystemWriter(path)
+            try:
+                with warnings.catch_warnings(category=UserWarning, action="ignore"):
+                    save_by_torch(state_dict, storage_writer=writer, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                raise _cause(error, path) from None
+
+        run_jobs([job], open_source, effort)
+        files = tuple(name for name in storage.names() if name.endswith(".distcp"))
+    return Exported(where=storage.where, files=files, tensors=len(specs), bytes=total)
+
+
+def _cause(error: CheckpointException, path: Path) -> BaseException:
+    """What went wrong inside of torch's writer, which wraps every exception."""
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    link: BaseException | None = cause
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    if link is not None and not isinstance(cause, ElasticZeroError):
+        return StorageError(f"cannot write to {path}: {explain(link)}")
+    if _TORCHS_OWN_WRITER in str(cause):
+        return StorageError(f"cannot write to {path}: is the disk full, or a quota used up?")
+    return cause
+
+
+class _Placeholders:
+    """Tensors without elements that stand for a checkpoint's, until each is written."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self.specs = specs
+        self._names: dict[int, str] = {}
+        self._made: list[torch.Tensor] = []
+
+    def __call__(self, name: str) -> torch.Tensor:
+        spec = self.specs[name]
+        made = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+        self._names[id(made)] = name
+        self._made.append(made)
+        return made
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        return self._names[id(tensor)]
+
+
+class _Planner(DefaultSavePlanner):
+    """Reads a tensor when it is about to be written."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        return self._read(found) if isinstance(found, torch.Tensor) else found
+
+
+def _read(source: Source, name: str) -> torch.Tensor:
+    spec = source.specs[name]
+    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    if spec.numel:
+        view, done = byte_view(tensor), 0
+        for chunk in source.chunks(name, Span(0, spec.numel)):
+            view[done : done + len(chunk)] = chunk
+            done += len(chunk)
+    return tensor
+
+
+def _model(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
+    """The model's tensors under the keys of its own state dict."""
+    names = {name.removeprefix(MODEL_PREFIX): name for name in tensor_of.specs}
+    names |= {alias: MODEL_PREFIX + kept for alias, kept in aliases_of(manifest).items()}
+    return {key: tensor_of(name) for key, name in names.items()}
+
+
+def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
+    """All state: nested as it was saved, or as torch's state dicts of model and optimizer are."""
+    ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
+    if TREE in manifest.state:
+        return {**decode_value(_as_torch_has_it(manifest.state[TREE]), tensor_of), OURS: ours}
+    model: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    others: dict[str, Any] = {}
+    for name in tensor_of.specs:
+        parts = name.split("/")
+        if name.startswith(MODEL_PREFIX):
+            model[name.removeprefix(MODEL_PREFIX)] = tensor_of(name)
+        elif len(parts) == 3 and parts[0] == OPTIMIZER:
+            states.setdefault(parts[1], {})[parts[2]] = tensor_of(name)
+        else:
+            others[name] = tensor_of(name)
+    for alias, kept in aliases_of(manifest).items():
+        model[alias] = tensor_of(MODEL_PREFIX + kept)
+    nested: dict[str, Any] = {MODEL: model} if model else {}
+    if states:
+        nested[OPTIMIZER] = {"state": states, GROUPS: _param_groups(manifest, tensor_of)}
+    return {**nested, OURS: {**ours, "tensors": others}}
+
+
+def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str, Any]]:
+    """The optimizer's groups as torch's state dicts have them, parameters by name."""
+    return [
+        {
+            "params": list(group["names"]),
+            **decode_value(_as_torch_has_it(group["options"]), tensor_of),
+        }
+        for group in manifest.state.get("groups", ())
+    ]
+
+
+def _as_torch_has_it(json: Any) -> Any:
+    """An encoded value with its arrays as tensors, and with lists for tuples that hold tensors:
+    torch's format finds tensors in dicts and lists only."""
+    if isinstance(json, list):
+        return [_as_torch_has_it(item) for item in json]
+    if not isinstance(json, dict):
+        return json
+    if json.keys() == {"$array"}:
+        return {"$tensor": json["$array"]}
+    if json.keys() == {"$tuple"} and tensor_names(json):
+        return _as_torch_has_it(json["$tuple"])
+    return {key: _as_torch_has_it(item) for key, item in json.items()}

@@ -1,0 +1,313 @@
+"""Import from a torch.distributed.checkpoint directory, without running code that its files bring.
+
+`.metadata` is read by `dcp_metadata`, every item by torch with `weights_only`. The items are zip
+archives: their CRCs are compared, which torch's own reader does not do.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, cast
+
+import torch
+
+from elasticzero.checkpoint.convert.dcp_export import GROUPS, MODEL, OPTIMIZER, OURS
+from elasticzero.checkpoint.convert.dcp_metadata import (
+    METADATA_NAME,
+    Box,
+    Item,
+    KeyPath,
+    Refused,
+    StoredTensor,
+    read_contents,
+)
+from elasticzero.checkpoint.convert.huggingface import check_foreign
+from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
+from elasticzero.checkpoint.format.manifest import TREE, TensorSpec
+from elasticzero.checkpoint.rewrite.reshard import Foreign
+from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
+from elasticzero.checkpoint.storage.base import Readable, open_storage
+from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.nested import decode_value, encode_value
+from elasticzero.spans import Span
+
+
+def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
+    """What a torch.distributed.checkpoint directory holds, under the names that it has here.
+
+    What lies under the key "model" is the model; without such a key, the tensors at the root are.
+    Optimizer state keyed by parameter names comes under `optimizer/<parameter>/`; everything else
+    under its path. What is no tensor becomes state, and `checkpoint.load` gives back the whole as
+    it was nested. `model_only`: leave all but the model out. Raises `UserError` for what is no such
+    directory or asks for code to be run, `CheckpointDamaged` for what makes no sense.
+    """
+    check_foreign(url)
+    storage = open_storage(url)
+    contents = read_contents(storage)
+    exported = (OURS, "state") in contents.values
+    ours: dict[str, Any] = {}
+    named: dict[KeyPath, str] = {}
+    if exported:
+        ours, named = _our_state(storage, contents.values[OURS, "state"])
+    names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
+    if exported:
+        names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
+    if model_only:
+        names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
+    if len(set(names.values())) != len(names):
+        raise UserError(f"{storage.where}: two tensors come to the same name here")
+    if not names:
+        raise UserError(f"{storage.where} holds no tensors{' of a model' if model_only else ''}")
+    if exported and not model_only:
+        state = ours
+    else:
+        values = {} if model_only else contents.values
+        state = _state(names, {path: _load(storage, item) for path, item in values.items()})
+        state |= {key: ours[key] for key in ("aliases",) if key in ours}
+    tensors = {name: contents.tensors[path] for path, name in names.items()}
+    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
+    return Foreign(
+        specs=specs, state=state, open_source=lambda _: _Directory(storage, tensors, specs)
+    )
+
+
+def _our_state(storage: Readable, item: Item) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """(the state of the checkpoint that the directory was exported from, the names of the tensors
+    that it nests)."""
+    try:
+        state = json.loads(_load(storage, item))
+        if isinstance(state, dict) and isinstance(state.get("aliases", {}), dict):
+            return state, dict(_named_paths(state.get(TREE), ()))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        pass
+    raise CheckpointDamaged(f"{storage.where}: the state that an export wrote makes no sense")
+
+
+def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
+    """Whether an export put a tensor here that stands elsewhere too: for torch's state dicts."""
+    if TREE in ours:
+        return False
+    return path[:2] == (OPTIMIZER, GROUPS) or (
+        path[0] == MODEL and "/".join(map(str, path[1:])) in ours.get("aliases", ())
+    )
+
+
+def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
+    """What each tensor is called here."""
+    rooted = not any(path[0] == MODEL for path in tensors)
+    names: dict[KeyPath, str] = {}
+    for path in tensors:
+        match path:
+            case (str(key),) if rooted:
+                names[path] = MODEL_PREFIX + key
+            case (str(top), "state", str(parameter), str(key)) if (
+                top == OPTIMIZER and not parameter.isdecimal()
+            ):
+                names[path] = f"{top}/{parameter}/{key}"
+            case (str(top), "tensors", str(name)) if top == OURS:
+                names[path] = name
+            case _:
+                names[path] = "/".join(map(str, path))
+    return names
+
+
+def _named_paths(json: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Where the tensors that an encoded value names stand in an export of it."""
+    if isinstance(json, list):
+        for index, item in enumerate(json):
+            yield from _named_paths(item, (*path, index))
+    match json:
+        case {"$tensor": str(name)} | {"$array": str(name)}:
+            yield path, name
+        case {"$tuple": [*items]}:
+            yield from _named_paths(items, path)
+        case {"$map": [*pairs]}:
+            for [key, item] in pairs:
+                yield from _named_paths(item, (*path, str(decode_value(key, _no_tensor))))
+        case dict():
+            for key, item in json.items():
+                yield from _named_paths(item, (*path, key))
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError(f"{name!r} is the key of a dict")
+
+
+def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """What is no tensor, and the nesting, as `checkpoint.save` keeps it; the optimizer's groups
+    also as a session keeps them."""
+    leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
+    for path, value in values.items():
+        found: dict[str, torch.Tensor] = {}
+        leaves[path] = encode_value(value, "/".join(map(str, path)), found)
+        if found:
+            raise UserError(
+                f"{next(iter(found))!r} is a tensor inside a value that torch saved as one piece: "
+                "it cannot be imported; `--model-only` leaves it out"
+            )
+    tree = _nested(leaves)
+    state: dict[str, Any] = {TREE: tree}
+    optimizer = tree.get(OPTIMIZER)
+    groups = optimizer.get(GROUPS) if isinstance(optimizer, dict) else None
+    if isinstance(groups, list) and all(_is_named(group) for group in groups):
+        state["groups"] = [
+            {
+                "names": group["params"],
+                "options": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in groups
+        ]
+    return state
+
+
+def _is_named(group: Any) -> bool:
+    params = group.get("params") if isinstance(group, dict) else None
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+
+
+def _nested(leaves: Mapping[KeyPath, Any]) -> Any:
+    """Encoded values put together: numbers in paths are positions in lists, all else keys."""
+    if () in leaves:
+        return leaves[()]
+    below: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, leaf in leaves.items():
+        below.setdefault(path[0], {})[path[1:]] = leaf
+    if all(isinstance(key, int) for key in below):
+        return [_nested(below[key]) for key in sorted(below, key=int)]
+    if any(isinstance(key, int) or key.startswith("$") for key in below):
+        return {"$map": [[key, _nested(part)] for key, part in below.items()]}
+    return {str(key): _nested(part) for key, part in below.items()}
+
+
+def _spec(name: str, tensor: StoredTensor) -> TensorSpec:
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"{name} has the dtype {tensor.dtype}, which this torch does not know")
+    spec = TensorSpec(spec_of(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
+    for box in tensor.boxes:
+        if TensorSpec(spec.dtype, box.sizes).nbytes > box.item.bytes:
+            raise CheckpointDamaged(
+                f"{METADATA_NAME} says that {box.item.bytes} bytes of {box.item.file} hold "
+                f"{spec.dtype}{list(box.sizes)} of {name}"
+            )
+    return spec
+
+
+class _Directory:
+    """A directory's tensors: memory holds one span, and one part that torch saved, at a time."""
+
+    def __init__(
+        self,
+        storage: Readable,
+        tensors: Mapping[str, StoredTensor],
+        specs: Mapping[str, TensorSpec],
+    ) -> None:
+        self.specs = specs
+        self._storage = storage
+        self._tensors = tensors
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        """As `Source.chunks`, the whole span at once."""
+        if not span:
+            return
+        stored, spec = self._tensors[name], self.specs[name]
+        width = spec.numel // spec.shape[0] if spec.shape else 1
+        first, last = span.start // width, -(-span.stop // width)
+        rows = torch.empty((last - first, *spec.shape[1:]), dtype=torch_dtype(spec.dtype))
+        for box in stored.boxes:
+            top = box.offsets[0] if spec.shape else 0
+            size = box.sizes[0] if spec.shape else 1
+            start, stop = max(first, top), min(last, top + size)
+            if start >= stop:
+                continue
+            part = self._part(name, spec, box)
+            where = [slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True)]
+            rows[(slice(start - first, stop - first), *where)] = part[start - top : stop - top]
+        flat = rows.reshape(-1)[span.start - first * width : span.stop - first * width]
+        yield byte_view(flat)
+
+    def _part(self, name: str, spec: TensorSpec, box: Box) -> torch.Tensor:
+        part = _load(self._storage, box.item)
+        wanted = (torch_dtype(spec.dtype), box.sizes)
+        if not isinstance(part, torch.Tensor) or (part.dtype, tuple(part.shape)) != wanted:
+            raise CheckpointDamaged(
+                f"{self._storage.where}/{box.item.file}: the part of {name} at byte "
+                f"{box.item.start} is not what {METADATA_NAME} says"
+            )
+        return part.reshape(1) if not spec.shape else part
+
+
+_SPOILED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What zipfile and torch raise for bytes that are no item."""
+
+
+def _load(storage: Readable, item: Item) -> Any:
+    """What `torch.save` wrote as an item, its checksum compared, no code run."""
+    where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
+    window = _Window(storage, item)
+    try:
+        if storage.size(item.file) < item.start + item.bytes:
+            raise CheckpointDamaged(f"{where}: the file ends before")
+        with zipfile.ZipFile(window) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise CheckpointDamaged(f"{where}: it is compressed, as torch writes no item")
+            if bad := archive.testzip():
+                raise CheckpointDamaged(f"{where}: {bad} is not what was written (its CRC differs)")
+        window.seek(0)
+        return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{storage.where}/{item.file} is missing") from None
+    except Refused as error:
+        raise UserError(
+            f"{where} asks for code to be run when it is read, so it is not read; `--model-only` "
+            f"leaves all but the model's tensors out ({str(error).splitlines()[0]:.150})"
+        ) from None
+    except _SPOILED as error:
+        raise CheckpointDamaged(f"{where} is not an item of torch's: {error!r:.150}") from None
+
+
+class _Window(io.RawIOBase):
+    """The bytes of one item as a file of its own."""
+
+    def __init__(self, storage: Readable, item: Item) -> None:
+        self._storage = storage
+        self._item = item
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._item.bytes}
+        self._position = max(0, base[whence] + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._item.bytes - self._position))
+        start = self._item.start + self._position
+        done = self._storage.read_into(self._item.file, start, view[:count]) if count else 0
+        self._position += done
+        return done

@@ -1,0 +1,354 @@
+"""Hugging Face safetensors: a model's own tensors, each whole, in one file or several.
+
+A tensor under several names stands in the files once; `__metadata__` names its aliases, as
+safetensors' own `save_model` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticzero.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorSpec,
+    check_names,
+    itemsize,
+    step_of,
+)
+from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
+from elasticzero.checkpoint.format.strict_json import reason, strict_json
+from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
+from elasticzero.checkpoint.rewrite.reshard import Foreign
+from elasticzero.checkpoint.rewrite.sources import (
+    MODEL_PREFIX,
+    CheckpointSource,
+    Source,
+    model_names,
+)
+from elasticzero.checkpoint.rewrite.step_copy import Effort, Job, new_directory, run_jobs
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import (
+    Readable,
+    Storage,
+    explain,
+    open_directory,
+    open_storage,
+    read_small,
+)
+from elasticzero.checkpoint.storage.disk import read_regular
+from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.spans import Span
+
+ONE_FILE = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+NO_IMPORT = "no import is needed; use `reshard` or `export`"
+_INDEX_LIMIT_BYTES = 1 << 28
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """How to export."""
+
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    """A file is larger only where one tensor is."""
+    dtype: str | None = None
+    """Of floating-point tensors, as in `reshard.Shape`."""
+    config: Path | None = None
+    """The model's config.json, to be put beside the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    where: str
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    """Of the tensors alone."""
+
+
+def export_hf(
+    source: Readable, target: str, wishes: Wishes | None = None, effort: Effort | None = None
+) -> Exported:
+    """Write the model's own tensors under their own names.
+
+    `target`: a new or empty directory, or a URL. The index, which only several files need, comes
+    last. An export that fails leaves `target` as it was.
+    """
+    check_export_target(target)
+    wishes, effort = wishes or Wishes(), effort or Effort()
+    manifest = commit.read_manifest(source)
+    specs = model_specs(source, manifest)
+    config = None if wishes.config is None else _config(wishes.config)
+    parts = _packed(cast_specs(specs, wishes.dtype), wishes.max_shard_bytes)
+    count = len(parts)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = dict(zip(names if count > 1 else [ONE_FILE], parts, strict=True))
+    aliases = aliases_of(manifest)
+    _check_exported(specs, aliases)
+
+    def open_source(buffer_bytes: int) -> Source:
+        plain = CheckpointSource(source, manifest, buffer_bytes)
+        return plain if wishes.dtype is None else CastSource(plain, wishes.dtype)
+
+    total = sum(spec.nbytes for part in parts for spec in part.values())
+    effort.progress.expect(total)
+    with new_directory(target) as storage:
+        jobs = [_file_job(storage, file, part, aliases) for file, part in files.items()]
+        run_jobs(jobs, open_source, effort)
+        if config is not None:
+            storage.write("config.json", [config])
+        if count > 1:
+            storage.write(INDEX_NAME, [_index(files, total)])
+    return Exported(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
+
+
+def what_else(where: str, *, has_config: bool) -> str:
+    """What a Transformers model's `from_pretrained` needs besides the weights, in one line."""
+    config = "" if has_config else "config.json (model.config.save_pretrained, or --config FILE), "
+    return (
+        f"for from_pretrained({where!r}) put beside it what a checkpoint does not hold: {config}"
+        "generation_config.json of a model that generates, and the files of its tokenizer or "
+        "processor (tokenizer.save_pretrained)"
+    )
+
+
+def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
+    """Raise `UserError` for a name that a safetensors file cannot hold without its prefix."""
+    try:
+        check_names(name.removeprefix(MODEL_PREFIX) for name in names)
+        check_names([*aliases, *aliases.values()])
+    except ValueError as error:
+        raise UserError(f"this model cannot be exported as safetensors: {error}") from None
+
+
+def check_export_target(target: str) -> None:
+    """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
+    directory."""
+    where = open_directory(target).where
+    commit.check_outside_steps(where)
+    parent = where.rstrip("/").rpartition("/")[0] or "/"
+    if parent.endswith(":/"):  # the bucket itself
+        return
+    for place in (where, parent):
+        if any(step_of(name) is not None for name in open_directory(place).names()):
+            raise UserError(f"{place} is a checkpoint directory: export to a directory elsewhere")
+
+
+def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
+    """The model's own tensors by their names in the checkpoint; `UserError` if there are none."""
+    names = model_names(manifest.layout.tensors)
+    if not names:
+        raise UserError(f"{source.where} has no tensors named {MODEL_PREFIX}...: nothing to export")
+    return {name: spec for name, spec in manifest.layout.tensors.items() if name in names}
+
+
+def aliases_of(manifest: Manifest) -> dict[str, str]:
+    """The other names of the model's tensors: {alias: the name that is kept}."""
+    stated = manifest.state.get("aliases")
+    pairs = stated.items() if isinstance(stated, Mapping) else ()
+    held = manifest.layout.tensors
+    return {
+        alias: kept
+        for alias, kept in pairs
+        if isinstance(kept, str)
+        and MODEL_PREFIX + kept in held
+        and MODEL_PREFIX + alias not in held
+    }
+
+
+def _file_job(
+    storage: Storage, file: str, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
+) -> Job:
+    """Writes a safetensors file of whole tensors under their names in the model, wide dtypes
+    first."""
+    ordered = dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
+    bare = {name.removeprefix(MODEL_PREFIX): spec for name, spec in ordered.items()}
+    metadata = {alias: kept for alias, kept in aliases.items() if kept in bare}
+    metadata |= {"format": "pt"}
+
+    def job(source: Source) -> None:
+        data = (
+            chunk
+            for name, spec in ordered.items()
+            for chunk in source.chunks(name, Span(0, spec.numel))
+        )
+        storage.write(file, itertools.chain([header(bare, metadata)], data))
+
+    return job
+
+
+def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[str, TensorSpec]]:
+    """The tensors in their order, cut into parts of at most `max_shard_bytes`, none empty."""
+    parts: list[dict[str, TensorSpec]] = [{}]
+    room = max_shard_bytes
+    for name, spec in specs.items():
+        if spec.nbytes > room and parts[-1]:
+            parts.append({})
+            room = max_shard_bytes
+        parts[-1][name] = spec
+        room -= spec.nbytes
+    return parts
+
+
+def _index(files: Mapping[str, Mapping[str, TensorSpec]], total_bytes: int) -> bytes:
+    """Which file holds which tensor."""
+    weight_map = {n.removeprefix(MODEL_PREFIX): file for file, part in files.items() for n in part}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def _config(path: Path) -> bytes:
+    try:
+        data = read_regular(path)
+        json.loads(data)
+    except OSError as error:
+        raise UserError(f"the config {path} cannot be read: {explain(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the config {path} is not JSON: {reason(error)}") from None
+    return data
+
+
+def open_hf(url: str) -> Foreign:
+    """A model in Hugging Face safetensors: one file, or a directory of them.
+
+    `url`: the file, or the directory. Raises `UserError` for what is no such model, and
+    `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
+    """
+    storage, files = _located(url)
+    places: dict[str, tuple[str, Entry]] = {}
+    aliases: dict[str, str] = {}
+    for file, wanted in files.items():
+        metadata, entries = _read_header(storage, file)
+        if {"step", "rank", "token"} <= metadata.keys():
+            raise UserError(
+                f"{storage.where}/{file} is one rank's part of an ElasticZero checkpoint: "
+                f"{NO_IMPORT}"
+            )
+        if missing := next((name for name in wanted or () if name not in entries), None):
+            raise CheckpointDamaged(
+                f"{storage.where}/{file} has no tensor {missing!r}, which the index says it has"
+            )
+        chosen = entries if wanted is None else {name: entries[name] for name in wanted}
+        places |= {MODEL_PREFIX + name: (file, entry) for name, entry in chosen.items()}
+        aliases |= metadata
+    if not places:
+        raise UserError(f"{url} holds no tensors")
+    aliases = {a: k for a, k in aliases.items() if MODEL_PREFIX + k in places and a != "format"}
+    return Foreign(
+        specs={name: TensorSpec(e.dtype, e.shape) for name, (_, e) in places.items()},
+        state={"aliases": aliases},
+        open_source=lambda buffer_bytes: _Files(storage, places, buffer_bytes),
+    )
+
+
+class _Files:
+    """Tensors in plain safetensors files, which have no checksums."""
+
+    def __init__(
+        self, storage: Readable, places: Mapping[str, tuple[str, Entry]], buffer_bytes: int
+    ) -> None:
+        self.specs = {name: TensorSpec(e.dtype, e.shape) for name, (_, e) in places.items()}
+        self._storage = storage
+        self._places = places
+        self._buffer = memoryview(bytearray(min(8 << 20, buffer_bytes)))
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        """As `Source.chunks`."""
+        file, entry = self._places[name]
+        width = itemsize(entry.dtype)
+        position, stop = entry.start + span.start * width, entry.start + span.stop * width
+        most = len(self._buffer) // width * width
+        while position < stop:
+            view = self._buffer[: min(most, stop - position)]
+            _read(self._storage, file, position, view)
+            yield view
+            position += len(view)
+
+
+def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
+    """(where the files are, the tensors to take from each; None: all)."""
+    parent, _, name = str(url).rstrip("/").rpartition("/")
+    if name.endswith(".safetensors"):
+        return open_storage(parent or "."), {name: None}
+    storage = open_storage(url)
+    check_foreign(url)
+    names = storage.names()
+    found = [n for n in names if n.endswith(".safetensors")]
+    indices = [n for n in names if n.endswith(".safetensors.index.json")]
+    if len(indices) == 1:
+        return storage, _indexed(storage, indices[0], found)
+    if ONE_FILE in found or len(found) == 1:
+        return storage, {ONE_FILE if ONE_FILE in found else found[0]: None}
+    if found:
+        raise UserError(
+            f"{storage.where} has {len(found)} safetensors files and not one index "
+            f"({INDEX_NAME}): name the file to import"
+        )
+    if any(n.endswith(_PICKLED) for n in names):
+        raise UserError(
+            f"{storage.where} holds pickled weights, which can run code when they are read: "
+            "convert them to safetensors first"
+        )
+    raise UserError(f"{storage.where} holds no safetensors files")
+
+
+def check_foreign(url: str) -> None:
+    """Raise `UserError` for a directory that holds nothing, or what needs no import."""
+    directory = open_directory(url)
+    names = directory.names()
+    if not names:
+        raise UserError(f"{directory.where} is empty or does not exist")
+    a_step = MANIFEST_NAME in names and any(name.startswith("rank-") for name in names)
+    if a_step or any(step_of(name) is not None for name in names):
+        raise UserError(f"{directory.where} is an ElasticZero checkpoint already: {NO_IMPORT}")
+
+
+def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
+    """The tensors to take from each file, by the index."""
+    where = f"{storage.where}/{index}"
+    try:
+        weight_map: Any = strict_json(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]
+        by_file: dict[str, list[str] | None] = {}
+        for name, file in weight_map.items():
+            names = by_file.setdefault(str(file), [])
+            assert names is not None
+            names.append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where} is not an index of tensors: {error!r:.100}") from None
+    if missing := [file for file in by_file if file not in found]:
+        raise CheckpointDamaged(
+            f"{storage.where} lacks {missing[0]!r}, which its index names"
+            + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
+        )
+    return by_file
+
+
+def _read_header(storage: Readable, file: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    where = f"{storage.where}/{file}"
+    try:
+        size = storage.size(file)
+    except FileNotFoundError:
+        raise UserError(f"{where} does not exist") from None
+    prefix = bytearray(8)
+    _read(storage, file, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(HEADER_LIMIT_BYTES, size - 8):
+        raise CheckpointDamaged(f"{where} says its header has {length} bytes, and it has {size}")
+    text = bytearray(length)
+    _read(storage, file, 8, memoryview(text))
+    return parse_header(bytes(text), size, where)
+
+
+def _read(storage: Readable, file: str, start: int, view: memoryview) -> None:
+    if storage.read_into(file, start, view) != len(view):
+        raise CheckpointDamaged(f"{storage.where}/{file} ends before byte {start + len(view)}")

@@ -1,0 +1,56 @@
+"""From old spans to byte ranges: where each wanted element is read from.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elasticzero.checkpoint.format.manifest import Layout
+from elasticzero.errors import CheckpointMismatch
+from elasticzero.spans import Span, covering
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Elements that one rank's file gives to one wanted span."""
+
+    name: str
+    rank: int
+    """Of the world that wrote the checkpoint."""
+    span_in_tensor: Span
+    span_in_shard: Span
+    """The same elements, counted from the first that the file holds of this tensor."""
+    offset_in_wanted: int
+    """Elements of the wanted span before these."""
+
+
+def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:
+    """The copies that fill every wanted span, each element once, in the order of `wanted`.
+
+    Raises `CheckpointMismatch` for a tensor or elements that the checkpoint does not have.
+    """
+    copies = []
+    for name, span in wanted.items():
+        if name not in layout.tensors:
+            raise CheckpointMismatch(f"the checkpoint has no tensor {name!r}")
+        held = layout.holders(name, span)
+        starts = {rank: shard.start for rank, shard in held}
+        try:
+            parts = covering(span, held)
+        except ValueError as error:
+            raise CheckpointMismatch(f"tensor {name!r}, {layout.tensors[name]}: {error}") from None
+        for rank, part in parts:
+            start = starts[rank]
+            copies.append(
+                Copy(
+                    name=name,
+                    rank=rank,
+                    span_in_tensor=part,
+                    span_in_shard=Span(part.start - start, part.stop - start),
+                    offset_in_wanted=part.start - span.start,
+                )
+            )
+    return copies

@@ -1,0 +1,49 @@
+"""What must hold of a manifest for its step to be of use, beyond its own syntax.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticzero.checkpoint.format.manifest import ITEM_BYTES, TREE, Manifest, TensorSpec
+from elasticzero.nested import decode_value
+
+_UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.startswith("F8"))})
+
+
+def check_committed(manifest: Manifest) -> None:
+    """Raises `ValueError` where a committed step's manifest lacks the digest of a file, or where
+    what was saved by hand cannot be put together again."""
+    for file in manifest.files:
+        if file.digest is None:
+            raise ValueError(f"it has no digest for {file.name}")
+    check_nesting(manifest)
+
+
+def check_nesting(manifest: Manifest) -> None:
+    """Raises `ValueError` where the nesting of what was saved by hand makes no sense."""
+    if TREE not in manifest.state:
+        return
+    tensors = manifest.layout.tensors
+    try:
+        value = decode_value(manifest.state[TREE], lambda name: _StandIn(name, tensors[name]))
+        if not isinstance(value, dict):
+            raise TypeError("it is not a dict")
+    except KeyError as error:
+        raise ValueError(f"its nesting makes no sense: there is no tensor {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its nesting makes no sense: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """A tensor of which only the description is known."""
+
+    name: str
+    spec: TensorSpec
+
+    def numpy(self) -> None:
+        if self.spec.dtype in _UNKNOWN_TO_NUMPY:
+            raise TypeError(f"{self.name!r} is an array of {self.spec.dtype}, which numpy lacks")

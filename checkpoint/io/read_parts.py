@@ -1,0 +1,139 @@
+"""Parts of a load: where a shard's bytes are cut, and how they come into tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
+from elasticzero.checkpoint.format.dtypes import byte_view, is_as_stored
+from elasticzero.checkpoint.format.manifest import itemsize
+from elasticzero.checkpoint.format.plan import Copy
+from elasticzero.checkpoint.format.shards import ShardReader
+from elasticzero.spans import Span
+
+PART_BYTES = 16 << 20
+"""About what is read in one go."""
+STAGING_BYTES = 8 << 20
+"""Size of a thread's buffer, through which tensors that are not plain host memory are filled."""
+
+Fill = tuple[Copy, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read in one go: bytes of one shard, front to back."""
+
+    rank: int
+    fills: list[Fill]
+
+
+class Lane:
+    """What one thread keeps from part to part."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._shard: ShardReader | None = None
+        self._twin: ShardReader | None = None
+
+    def own(self, shard: ShardReader) -> ShardReader:
+        """A reader of the shard that only this lane uses."""
+        if self._twin is None or self._shard is not shard:
+            self._shard, self._twin = shard, shard.twin()
+        return self._twin
+
+    def staging(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory, at most `STAGING_BYTES`."""
+        if self._buffer is None:
+            self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        return self._buffer[:size]
+
+
+def cut(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
+    """Parts of about `PART_BYTES` in the file's order, cut where a checksum block ends."""
+    part: list[Fill] = []
+    size = 0
+    limit = sys.maxsize
+    for copy, tensor in sorted(fills, key=lambda fill: _first_byte(shard, fill[0])):
+        rest, width = copy, tensor.element_size()
+        while rest.span_in_shard:
+            start = _first_byte(shard, rest)
+            stop = start + len(rest.span_in_shard) * width
+            if limit == sys.maxsize and size + stop - start > PART_BYTES:
+                limit = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
+            if stop <= limit:
+                part.append((rest, tensor))
+                size += stop - start
+                break
+            head, rest = _split(rest, max(0, limit - start) // width)
+            if head.span_in_shard:
+                part.append((head, tensor))
+            yield part
+            part, size, limit = [], 0, sys.maxsize
+    if part:
+        yield part
+
+
+def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
+    """The first `count` elements of a copy, and the rest."""
+    tensor, shard = copy.span_in_tensor, copy.span_in_shard
+    head = replace(
+        copy,
+        span_in_tensor=Span(tensor.start, tensor.start + count),
+        span_in_shard=Span(shard.start, shard.start + count),
+    )
+    rest = replace(
+        copy,
+        span_in_tensor=Span(tensor.start + count, tensor.stop),
+        span_in_shard=Span(shard.start + count, shard.stop),
+        offset_in_wanted=copy.offset_in_wanted + count,
+    )
+    return head, rest
+
+
+def fill_all(shard: ShardReader, fills: list[Fill], lane: Lane) -> int:
+    """Put every copy's elements in their place; returns their bytes."""
+    straight = []
+    size = 0
+    for copy, tensor in fills:
+        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+        size += count * tensor.element_size()
+        if tensor.device.type == "cpu" and is_as_stored(tensor):
+            part = tensor.detach().reshape(-1)[start : start + count]
+            straight.append((copy.name, copy.span_in_shard, byte_view(part)))
+        else:
+            _fill_staged(shard, copy, tensor, lane)
+    shard.fill(straight)
+    return size
+
+
+def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, lane: Lane) -> None:
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
+    width = tensor.element_size()
+    size = STAGING_BYTES // width
+    start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+    for done in range(0, count, size):
+        step = min(size, count - done)
+        staged = lane.staging(step * width)
+        at = copy.span_in_shard.start + done
+        shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
+        values = staged.view(tensor.dtype)
+        if flat is not None:
+            flat[start + done : start + done + step].copy_(values)
+        else:
+            _scatter(tensor.detach(), start + done, values)
+
+
+def _first_byte(shard: ShardReader, copy: Copy) -> int:
+    entry = shard.entries[copy.name]
+    return entry.start + copy.span_in_shard.start * itemsize(entry.dtype)
+
+
+def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Put values at row-major positions from `start` on of a tensor laid out in another order."""
+    positions = torch.arange(start, start + values.numel(), device=tensor.device)
+    where = torch.unravel_index(positions, tensor.shape)
+    tensor[where] = values.to(tensor.device)

@@ -1,0 +1,225 @@
+"""Shards to tensors: one reader for shared memory, another node and storage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from elasticzero.checkpoint.format.dtypes import torch_dtype
+from elasticzero.checkpoint.format.manifest import Manifest, TensorSpec, snapshot_manifest_name
+from elasticzero.checkpoint.format.plan import plan
+from elasticzero.checkpoint.format.shards import ShardReader, open_shard
+from elasticzero.checkpoint.io.read_parts import PART_BYTES, Fill, Lane, Part, cut, fill_all
+from elasticzero.checkpoint.io.read_pool import LANES, read_all
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError
+from elasticzero.spans import Span
+
+_OPEN_SHARDS = 16
+"""Shards kept open at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A span of a checkpoint's tensor, and where to put it."""
+
+    name: str
+    span: Span
+    tensor: torch.Tensor
+    """As many elements as the span, any shape, any device."""
+
+
+class Checkpoint:
+    """An open checkpoint or snapshot; shards are opened when they are first needed."""
+
+    def __init__(
+        self, manifest: Manifest, shards: Mapping[int, Sequence[Callable[[], ShardReader]]]
+    ) -> None:
+        """`shards`: for each rank that wrote, the ways to open its shard, best first."""
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._ways = {rank: list(ways) for rank, ways in shards.items()}
+        self._open: dict[int, ShardReader] = {}
+        self._lock = threading.Lock()
+
+    def check(self, expected: Mapping[str, TensorSpec], *, allow_more: bool = False) -> None:
+        """Raise `CheckpointMismatch` naming the first few tensors that are missing, not expected
+        (unless `allow_more`), or of another dtype or shape."""
+        held = self.manifest.layout.tensors
+        wrong = [f"{name} is missing" for name in expected if name not in held]
+        if not allow_more:
+            wrong += [f"{name} is not expected" for name in held if name not in expected]
+        wrong += [
+            f"{name} is {held[name]}, and {spec} is expected"
+            for name, spec in expected.items()
+            if name in held and held[name] != spec
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise CheckpointMismatch(
+                f"the checkpoint of step {self.manifest.step} does not fit: "
+                + "; ".join(wrong[:5])
+                + more
+            )
+
+    def read(self, name: str, span: Span, out: torch.Tensor) -> None:
+        """Fill `out` with elements `span` of a tensor."""
+        self.load([Target(name, span, out)])
+
+    def load(self, targets: Iterable[Target]) -> None:
+        """Fill every target: each shard front to back, up to `LANES` parts of them at a time.
+
+        A part that one source of its shard cannot give comes from the next source. Raises
+        `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
+        filled.
+        """
+        by_rank: dict[int, list[Fill]] = {}
+        size = 0
+        for target in targets:
+            self._fits(target)
+            size += len(target.span) * target.tensor.element_size()
+            for copy in plan(self.manifest.layout, {target.name: target.span}):
+                by_rank.setdefault(copy.rank, []).append((copy, target.tensor))
+        lanes = min(LANES, -(-size // PART_BYTES))
+        read_all(self._parts(by_rank), lambda: partial(self._read_part, Lane()), lanes)
+
+    def _fits(self, target: Target) -> None:
+        spec = self.manifest.layout.tensors.get(target.name)
+        if spec is None:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {self.manifest.step} has no tensor {target.name!r}"
+            )
+        if torch_dtype(spec.dtype) != target.tensor.dtype:
+            raise CheckpointMismatch(
+                f"{target.name} is {spec} in the checkpoint of step {self.manifest.step}, "
+                f"and {target.tensor.dtype} is expected"
+            )
+        if target.tensor.numel() != len(target.span):
+            raise CheckpointMismatch(
+                f"{target.name}: {len(target.span)} elements were asked for, to fill a tensor of "
+                f"{target.tensor.numel()}"
+            )
+
+    def _parts(self, by_rank: Mapping[int, list[Fill]]) -> Iterator[Part]:
+        for rank in sorted(by_rank):
+            for fills in cut(self._shard(rank), by_rank[rank]):
+                yield Part(rank, fills)
+
+    def _read_part(self, lane: Lane, part: Part) -> None:
+        """Fill from one rank's shard; from its next source when one fails on the way."""
+        while True:
+            shard = self._shard(part.rank)
+            try:
+                count = fill_all(lane.own(shard), part.fills, lane)
+            except (StorageError, CheckpointDamaged):
+                if not self._give_up(part.rank, shard):
+                    raise
+                continue
+            with self._lock:
+                self.bytes_read += count
+            return
+
+    def _shard(self, rank: int) -> ShardReader:
+        """A rank's shard, from the first of its sources that opens."""
+        with self._lock:
+            while rank not in self._open:
+                if not self._ways.get(rank):
+                    raise StorageError(f"nobody holds the shard of rank {rank}")
+                try:
+                    shard = self._ways[rank][0]()
+                except (StorageError, CheckpointDamaged):
+                    if len(self._ways[rank]) == 1:
+                        raise
+                    del self._ways[rank][0]
+                    continue
+                if len(self._open) >= _OPEN_SHARDS:
+                    del self._open[next(iter(self._open))]
+                self._open[rank] = shard
+            return self._open[rank]
+
+    def _give_up(self, rank: int, shard: ShardReader) -> bool:
+        """Whether there is another source to try than the one that gave `shard`."""
+        with self._lock:
+            if self._open.get(rank) is not shard:
+                return True
+            if len(self._ways[rank]) == 1:
+                return False
+            del self._open[rank], self._ways[rank][0]
+            return True
+
+
+def open_step(storage: Readable) -> Checkpoint:
+    """The checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not there."""
+    manifest = commit.read_manifest(storage)
+    return Checkpoint(
+        manifest,
+        {r: [_way(storage, manifest, r)] for r in range(manifest.layout.world_size)},
+    )
+
+
+def open_snapshot(
+    places: Mapping[int, Sequence[Readable]], generation: int, step: int
+) -> Checkpoint:
+    """The snapshot of a step whose shards lie with several nodes.
+
+    `places`: for every rank that wrote, the storages of that step's directory that may hold its
+    shard, best first. Raises `StorageError` or `CheckpointDamaged` when no source of a rank works.
+    """
+    world = len(places)
+    if sorted(places) != list(range(world)) or not world:
+        raise StorageError(
+            f"the snapshot of step {step} has no source for some of its ranks: "
+            f"only ranks {sorted(places)} are held"
+        )
+    manifest = _first_manifest(places[0], world)
+    if (manifest.generation, manifest.step) != (generation, step):
+        raise CheckpointDamaged(
+            f"{places[0][0].where} is step {manifest.step} of generation {manifest.generation}, "
+            f"not step {step} of generation {generation}"
+        )
+    return Checkpoint(
+        manifest,
+        {
+            rank: [_snapshot_way(storage, manifest, rank) for storage in storages]
+            for rank, storages in places.items()
+        },
+    )
+
+
+def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
+    """Rank 0's own manifest, from the first source that has it whole."""
+    name = snapshot_manifest_name(0, world_size)
+    for number, storage in enumerate(sources, 1):
+        try:
+            return commit.read_manifest(storage, name)
+        except (StorageError, CheckpointDamaged):
+            if number == len(sources):
+                raise
+    raise StorageError("nobody holds the shard of rank 0")
+
+
+def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+    return lambda: open_shard(storage, manifest, rank)
+
+
+def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+    """Opens a rank's shard by that rank's own manifest, which alone knows its digest."""
+
+    def open_own() -> ShardReader:
+        name = snapshot_manifest_name(rank, manifest.layout.world_size)
+        own = commit.read_manifest(storage, name)
+        same = (own.step, own.generation, own.token) == (
+            manifest.step,
+            manifest.generation,
+            manifest.token,
+        )
+        if not same or own.layout != manifest.layout:
+            raise CheckpointDamaged(f"{storage.where}/{name} belongs to another snapshot")
+        return open_shard(storage, own, rank)
+
+    return open_own

@@ -1,0 +1,1 @@
+"""The RAM tier: snapshots in shared memory, their replicas, and the way from there to storage."""

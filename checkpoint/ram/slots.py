@@ -1,0 +1,196 @@
+"""Files of shared memory that hold one shard each and are used in turn.
+
+A slot's file stays for good, so its memory is allocated once. What it holds is made visible by a
+hard link in a snapshot's directory, and whoever still reads it while that directory may go keeps a
+link of their own: a slot that nobody links is free. Removing a snapshot's directory therefore gives
+its slots back, in whatever process that happens, and none is ever written while somebody reads it.
+
+Where shared memory is short a slot lies on a disk instead, for as long as its writer runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from elasticzero.checkpoint.storage.base import explain
+from elasticzero.checkpoint.storage.disk import complaining
+from elasticzero.errors import StorageError
+
+SLOTS = "slots"
+"""The folder of the slots' files, beside the snapshots."""
+_GRAIN_BYTES = 2 << 20
+"""A mapping is this much larger than what it holds at most, so that a header that grows by some
+bytes needs no new one."""
+
+
+HEADROOM_BYTES = 1 << 20
+"""Left free in shared memory for the small files beside the slots."""
+
+
+class SlotsInUse(StorageError):
+    """What both slots hold is still read, or must stay."""
+
+
+class Slot:
+    """One file, mapped; the mapping stays while the file is resized within it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._map: mmap.mmap | None = None
+        self._mapped_bytes = 0
+        self.closed = False
+
+    @property
+    def root(self) -> Path:
+        """Of the node's snapshots beside which it lies."""
+        return self.path.parent.parent
+
+    def free(self) -> bool:
+        """Whether nobody links what it holds."""
+        return os.fstat(self._fd).st_nlink <= 1
+
+    @property
+    def bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def resize(self, size: int) -> None:
+        """Give the file `size` bytes, all of them allocated; raises `OSError`."""
+        if size > self._mapped_bytes:
+            mapped = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
+            os.posix_fallocate(self._fd, 0, mapped)
+            self._map = mmap.mmap(self._fd, mapped)
+            self._mapped_bytes = mapped
+        before = self.bytes
+        os.ftruncate(self._fd, size)
+        if before < size:
+            try:
+                os.posix_fallocate(self._fd, 0, size)
+            except OSError:
+                os.ftruncate(self._fd, before)  # a hole would kill who writes into it later
+                raise
+
+    def view(self) -> memoryview:
+        """The bytes it holds, writable, in place; valid until it grows."""
+        assert self._map is not None
+        return memoryview(self._map)[: self.bytes]
+
+    def link(self, path: Path) -> None:
+        """Make what it holds visible under `path`, in place of what is there."""
+        path.unlink(missing_ok=True)
+        os.link(self.path, path)
+
+    def close(self) -> None:
+        """Close the descriptor; views stay valid until they are dropped."""
+        os.close(self._fd)
+        self.closed = True
+
+    def give_back(self) -> None:
+        """Give the memory of a free slot back; it is of no use any more."""
+        self.path.unlink(missing_ok=True)
+        self._map = None
+        self.close()
+
+
+class Slots:
+    """Two slots of one writer: one holds its last shard while the other takes the next."""
+
+    def __init__(self, root: Path, name: str, overflow: Path | None = None) -> None:
+        """`root`: of the node's snapshots. `name`: the writer's own on this node. `overflow`: a
+        directory on a disk, for slots that find no room in `root`."""
+        self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
+        self._name = name
+        self._slots: list[Slot] = []
+
+    def reserve(self, size: int) -> list[Slot]:
+        """Allocate and map the free ones of both slots for shards of `size` bytes, and give them.
+
+        Raises `StorageError` when the memory is not there.
+        """
+        while len(self._slots) < 2:
+            self._slots.append(self._open(len(self._slots)))
+        free = [number for number in range(2) if self._slots[number].free()]
+        return [self._resized(number, size) for number in free]
+
+    def take(self, size: int, *, extra: bool = False) -> Slot:
+        """A free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is free.
+
+        Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
+        """
+        self._drop_extra()
+        for number in range(3 if extra else 2):
+            if number == len(self._slots):
+                self._slots.append(self._open(number))
+            if self._slots[number].free():
+                return self._resized(number, size)
+        raise SlotsInUse(f"both slots of {self._name} in {self._roots[0] / SLOTS} are in use")
+
+    def _drop_extra(self) -> None:
+        """Give a third slot's memory back, of this process or of one before it."""
+        while len(self._slots) > 2 and self._slots[2].free():
+            self._slots.pop().close()
+        for root in self._roots:
+            path = self._path(2, root)
+            with suppress(FileNotFoundError):
+                if len(self._slots) <= 2 and path.stat().st_nlink <= 1:
+                    path.unlink()
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots.clear()
+
+    def _open(self, number: int) -> Slot:
+        """Where it lies already, or else in shared memory."""
+        there = [root for root in self._roots if self._path(number, root).exists()]
+        return self._open_in(there[0] if there else self._roots[0], number)
+
+    def _open_in(self, root: Path, number: int) -> Slot:
+        with complaining(f"cannot make a slot in {root / SLOTS}", or_missing=True):
+            (root / SLOTS).mkdir(parents=True, exist_ok=True)
+            return Slot(self._path(number, root))
+
+    def _path(self, number: int, root: Path) -> Path:
+        return root / SLOTS / f"{self._name}-{number}"
+
+    def _resized(self, number: int, size: int) -> Slot:
+        """A free slot with `size` bytes: on the disk where shared memory has no room for it."""
+        slot = self._slots[number]
+        movable = len(self._roots) > 1 and slot.root == self._roots[0]
+        try:
+            slot.resize(size)
+            if not movable or free_bytes(slot.root) >= HEADROOM_BYTES:
+                return slot
+        except OSError as error:
+            if not movable:
+                raise _short(slot, size, error) from error
+        slot.give_back()
+        self._slots[number] = moved = self._open_in(self._roots[1], number)
+        try:
+            moved.resize(size)
+        except OSError as error:
+            raise _short(moved, size, error) from error
+        return moved
+
+
+def free_bytes(folder: Path) -> int:
+    """Room in a directory's file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def allocated_bytes(root: Path) -> int:
+    """What the slots in a directory of snapshots have of its file system's room."""
+    with suppress(FileNotFoundError):
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(root / SLOTS))
+    return 0
+
+
+def _short(slot: Slot, size: int, error: OSError) -> StorageError:
+    return StorageError(
+        f"{(size >> 20) + 1} MiB for a snapshot cannot be had in {slot.path.parent}: "
+        f"{explain(error)}"
+    )

@@ -1,0 +1,181 @@
+"""Tensors into shared memory: the part of a save that training waits for.
+
+A shard's head and its pieces are copied into a slot that is allocated and mapped before; no byte is
+checksummed or written to storage here. Sealing it, and copying it on, is the agent's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticzero.checkpoint.format.finite import DTYPES, Range
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.shards import shard_header, shard_specs
+from elasticzero.checkpoint.io.writer import Piece, in_order
+from elasticzero.checkpoint.ram.slots import Slot, Slots
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.storage.disk import complaining
+from elasticzero.errors import StorageError
+
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How a shard is written."""
+
+    extra: bool
+    trained: Collection[str]
+
+
+def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
+    """Where in a shard's file, of which the tensors begin at `start`, what is trained lies."""
+    found = []
+    for name, spec in shard_specs(draft, rank).items():
+        if name in trained and spec.nbytes and spec.dtype in DTYPES:
+            found.append(Range(name, spec.dtype, start, start + spec.nbytes))
+        start += spec.nbytes
+    return found
+
+
+class SnapshotWriter:
+    """Writes the shards of one worker, each into a slot of its own; for one thread."""
+
+    def __init__(self, root: Path, local_rank: int, overflow: Path | None = None) -> None:
+        """`root`: of the node's snapshots. `overflow`: on a disk, for what does not fit there."""
+        self._store = SnapshotStore(root, overflow)
+        self._slots = Slots(root, f"worker-{local_rank}", overflow)
+        self._memory: dict[Slot, torch.Tensor] = {}
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        """The worker's own; another thread's is the first of the machine until it says so."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def reserve(self, size: int) -> None:
+        """Allocate and map memory for shards of `size` bytes, so that no write pays for it."""
+        for slot in self._slots.reserve(size):
+            self._bytes_of(slot)[::_PAGE_BYTES].zero_()
+
+    def write(
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[Piece],
+        keep: Collection[tuple[int, int]],
+        *,
+        extra: bool = False,
+        trained: Collection[str] = (),
+    ) -> int:
+        """Copy a rank's pieces into a slot, and say so by a draft; returns the shard's bytes.
+
+        `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots, by generation
+        and step, that may not go; all others' slots are given back first. `extra`: take a third
+        slot if need be. `trained`: what is not sealed unless it is finite. When this returns the
+        pieces may change. Raises `StorageError`.
+        """
+        with complaining(f"cannot write a snapshot in {self._store.root}", or_missing=True):
+            return self._write(draft, rank, pieces, keep, _Terms(extra, trained))
+
+    def _write(
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[Piece],
+        keep: Collection[tuple[int, int]],
+        terms: _Terms,
+    ) -> int:
+        shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
+        self._store.keep_only({*keep, (draft.generation, draft.step)})
+        head, size = shard_header(draft, rank)
+        if self._store.has(shard):
+            if (self._store.path_of(shard) / draft.file_name(rank)).exists():
+                return size
+            self._store.drop(shard)  # another run's, of the same number
+        slot = self._slots.take(size, extra=terms.extra)
+        memory = self._bytes_of(slot)
+        memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._copy(draft, rank, pieces, memory[len(head) : size])
+        path = self._store.path(draft.generation, draft.step, slot.root)
+        path.mkdir(parents=True, exist_ok=True)
+        slot.link(path / draft.file_name(rank))
+        ranges = _ranges(draft, rank, len(head), terms.trained)
+        try:
+            self._store.write_draft(draft, rank, ranges, slot.root)
+        except StorageError:
+            (path / draft.file_name(rank)).unlink(missing_ok=True)  # the slot is free again
+            raise
+        return size
+
+    def close(self) -> None:
+        for memory in self._memory.values():
+            self._unpin(memory)
+        self._memory.clear()
+        self._slots.close()
+
+    def _copy(
+        self, draft: Manifest, rank: int, pieces: Iterable[Piece], memory: torch.Tensor
+    ) -> None:
+        start = 0
+        on_gpu = False
+        for spec, data in in_order(draft, rank, pieces):
+            stop = start + spec.nbytes
+            if spec.nbytes:
+                place = memory[start:stop].view(data.dtype)
+                if data.is_cuda:
+                    on_gpu = True
+                    with torch.cuda.stream(self._side_stream()):
+                        place.copy_(data.reshape(-1), non_blocking=True)
+                else:
+                    place.copy_(data.reshape(-1))
+            start = stop
+        if on_gpu:
+            self._side_stream().synchronize()
+
+    def _bytes_of(self, slot: Slot) -> torch.Tensor:
+        """The slot's memory as a tensor; pinned where there is a GPU, and the system lets it be."""
+        known = self._memory.get(slot)
+        if known is None or known.numel() != slot.bytes:
+            if known is not None:
+                self._unpin(known)
+            known = torch.frombuffer(slot.view(), dtype=torch.uint8)
+            self._pin(known)
+            self._memory[slot] = known
+            for gone in [slot for slot in self._memory if slot.closed]:
+                self._unpin(self._memory.pop(gone))
+        return known
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """A stream on which copies wait for the training's work, and for nothing that follows."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._gpu)
+        self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
+        return self._stream
+
+    def _pin(self, memory: torch.Tensor) -> None:
+        start, size = memory.data_ptr(), memory.numel()
+        self._apart(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
+
+    def _unpin(self, memory: torch.Tensor) -> None:
+        start = memory.data_ptr()
+        self._apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
+
+    def _apart(self, call: Callable[[], Any]) -> None:
+        """Where there is a GPU, and in a thread of its own: CUDA keeps the error of a call that
+        failed (of memory on a disk's file system, say), and gives it to the next kernel that this
+        thread starts."""
+        gpu = self._gpu
+        if gpu is None:
+            return
+
+        def on_own_gpu() -> None:
+            torch.cuda.set_device(gpu)
+            call()
+
+        thread = threading.Thread(target=on_own_gpu, name="elasticzero-pin", daemon=True)
+        thread.start()
+        thread.join()

@@ -1,0 +1,378 @@
+"""The RAM tier as an agent sees it: what stands whole in this node's shared memory.
+
+`<root>/gen-<generation>/step-000000001200/` holds the same shard and checksum files as a
+checkpoint, and one manifest for each rank whose shard is here. A worker writes its shard and then a
+draft of its manifest; the agent *seals* it: it adds the checksums, and the manifest last. What has
+a manifest is whole, be it this node's own or a replica of another's.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakValueDictionary
+
+from elasticzero.checkpoint.format import finite
+from elasticzero.checkpoint.format.checksums import SharedSums
+from elasticzero.checkpoint.format.finite import Range
+from elasticzero.checkpoint.format.manifest import (
+    SUMS_SUFFIX,
+    Manifest,
+    ShardFile,
+    file_name,
+    snapshot_manifest_name,
+    step_directory,
+    step_of,
+    to_json,
+    with_digest,
+)
+from elasticzero.checkpoint.ram.slots import SLOTS
+from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.errors import ElasticZeroError
+from elasticzero.serialization import decode, encode
+
+HELD = "held"
+"""The folder of the links of those who read a shard while its snapshot may go."""
+_PART_BYTES = 16 << 20
+"""Copied at a time: what a disk takes past the page cache as fast as it can."""
+_SHARD_SUFFIX = ".safetensors"
+_GENERATION = re.compile(r"gen-(\d{1,18})")
+_RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
+_MANIFEST = re.compile(rf"manifest-{_RANK}\.json")
+_DRAFT = re.compile(rf"draft-{_RANK}\.json")
+_SHARD = re.compile(rf"{_RANK}-[A-Za-z0-9_-]{{1,64}}\.safetensors(\.sums)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSnapshot:
+    """The part of one snapshot that lies on this node."""
+
+    generation: int
+    step: int
+    ranks: tuple[int, ...]
+    """Whose shards are here, whole; of the world that wrote the snapshot."""
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardName:
+    """One rank's shard of one snapshot."""
+
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    """Of the snapshot: 1, with rank 0, for a complete one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What makes a shard whole."""
+
+    sums: bytes
+    """The contents of its checksum file."""
+    manifest: bytes
+    """The contents of its manifest."""
+
+
+class HeldShard:
+    """A shard's file in memory that stays as it is while it is held."""
+
+    def __init__(self, name: str, data: memoryview, sums: SharedSums) -> None:
+        """`data`: the file, mapped. `sums`: shared by all that hold it now."""
+        self.name = name
+        self.data = data
+        self.sums = sums
+
+    def parts(self, *, sealed: bool) -> Iterator[memoryview]:
+        """The file's bytes. Unless it is `sealed`, checksums are computed on the way."""
+        for start, part in self._passes():
+            if not sealed:
+                self.sums.add(start, part)
+            yield part
+
+    def add_sums(self) -> None:
+        """Compute the checksums that are missing, from the end on: a copy comes from the front."""
+        for start, part in reversed(list(self._passes())):
+            self.sums.add(start, part)
+
+    def _passes(self) -> Iterator[tuple[int, memoryview]]:
+        for start in range(0, len(self.data), _PART_BYTES):
+            yield start, self.data[start : start + _PART_BYTES]
+
+
+class SnapshotStore:
+    """This node's snapshots, in a directory of shared memory that the agent owns, and in another on
+    a disk for what does not fit there."""
+
+    def __init__(self, root: Path, overflow: Path | None = None) -> None:
+        """`overflow`: the directory on a disk. A shard lies whole in one of the two, with all that
+        belongs to it."""
+        self.root = root
+        self.overflow = overflow
+        self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
+        self._lock = threading.Lock()
+        self._sums: WeakValueDictionary[tuple[ShardName, str], SharedSums] = WeakValueDictionary()
+        """Of the files that are held, by shard and by name, which has the generation's token: its
+        shards of other steps have the same name."""
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        """Of the slots, by device and inode: one that was read once is mapped, page by page, for
+        the next."""
+
+    def path(self, generation: int, step: int, root: Path | None = None) -> Path:
+        """The directory of one snapshot, there or not. `root`: one of the two directories; None:
+        the one in shared memory."""
+        return (root or self.root) / f"gen-{generation}" / step_directory(step)
+
+    def path_of(self, shard: ShardName) -> Path:
+        """The directory of the snapshot's part that holds this shard; where none does, the one in
+        shared memory."""
+        return self.path(shard.generation, shard.step, self._root_of(shard))
+
+    def _root_of(self, shard: ShardName) -> Path:
+        for root in self._roots[1:]:
+            if _is_in(self.path(shard.generation, shard.step, root), shard):
+                return root
+        return self.root
+
+    def open(self, generation: int, step: int, root: Path | None = None) -> DiskStorage:
+        """The files of one snapshot in one of the two directories."""
+        return DiskStorage(self.path(generation, step, root), durable=False)
+
+    def held(self) -> list[HeldSnapshot]:
+        """Every snapshot of which some rank's shard stands here whole, oldest first."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for shard in self._shards(_MANIFEST, snapshot_manifest_name):
+            if self._whole(shard):
+                key = (shard.generation, shard.step, shard.world_size)
+                found.setdefault(key, []).append(shard.rank)
+        return [
+            HeldSnapshot(
+                generation=generation, step=step, ranks=tuple(sorted(ranks)), world_size=world
+            )
+            for (generation, step, world), ranks in sorted(found.items())
+        ]
+
+    def drafts(self) -> list[ShardName]:
+        """Shards that workers have written and nobody has sealed, oldest first."""
+        return self._shards(_DRAFT, draft_name)
+
+    def has(self, shard: ShardName) -> bool:
+        """Whether a shard was written, sealed or not."""
+        return _is_in(self.path_of(shard), shard)
+
+    def sealed(self, shard: ShardName) -> bool:
+        """Whether a shard is whole: this node's own with its checksums, or a replica."""
+        name = snapshot_manifest_name(shard.rank, shard.world_size)
+        return (self.path_of(shard) / name).exists()
+
+    def read_seal(self, shard: ShardName) -> Seal:
+        """The seal of a sealed shard; `FileNotFoundError` where there is none."""
+        path = self.path_of(shard)
+        name = snapshot_manifest_name(shard.rank, shard.world_size)
+        sums = (path / (self.file_of(shard) + SUMS_SUFFIX)).read_bytes()
+        return Seal(sums, (path / name).read_bytes())
+
+    def file_of(self, shard: ShardName) -> str:
+        """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
+        path = self.path_of(shard)
+        start = file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
+        for name in _names(path):
+            if name.startswith(start) and name.endswith(_SHARD_SUFFIX):
+                return name
+        raise FileNotFoundError(f"{path} holds no shard of rank {shard.rank}")
+
+    def drop(self, shard: ShardName) -> None:
+        """Remove one rank's part of a snapshot, its manifest first."""
+        path = self.path_of(shard)
+        of = f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
+        for name in sorted(_names(path), key=lambda name: not name.startswith("manifest")):
+            if of in name:
+                (path / name).unlink(missing_ok=True)
+
+    def drop_draft(self, shard: ShardName) -> None:
+        """Give up a shard that cannot be sealed."""
+        path = self.path_of(shard)
+        (path / draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
+
+    def write_draft(
+        self,
+        manifest: Manifest,
+        rank: int,
+        must_be_finite: Collection[Range] = (),
+        root: Path | None = None,
+    ) -> None:
+        """Say that a rank's shard is written: the last thing its writer does.
+
+        must_be_finite: of its file, what must be for it to be sealed. root: which of the two
+        directories it is in.
+        """
+        storage = self.open(manifest.generation, manifest.step, root)
+        text = b'{"layout_digest":"%s","finite":%s,"manifest":%s}\n' % (
+            manifest.layout.digest().encode(),
+            json.dumps(encode(list(must_be_finite)), separators=(",", ":")).encode(),
+            to_json(manifest).strip(),
+        )
+        storage.write(draft_name(rank, manifest.layout.world_size), [text])
+
+    def seal(self, shard: ShardName) -> Seal | None:
+        """Add the checksums and the manifest to a shard that its worker has written.
+
+        Returns both; None where it is sealed already. Raises `FileNotFoundError` when the snapshot
+        is gone, and `NotFinite` where what is trained is not finite: such a state is never one to
+        go on from.
+        """
+        storage = DiskStorage(self.path_of(shard), durable=False)
+        of = (shard.rank, shard.world_size)
+        if self.sealed(shard):
+            storage.remove(draft_name(*of))  # who sealed it may have been killed before this
+            return None
+        draft = json.loads((storage.path / draft_name(*of)).read_bytes())
+        value = draft["manifest"]
+        names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
+        own = names[shard.rank]
+        ranges = decode(tuple[Range, ...], draft.get("finite", []), "the draft of a snapshot")
+        with self.holding(shard, own) as held:
+            finite.check(held.data, ranges, f"step {shard.step} on rank {shard.rank}")
+            held.add_sums()
+            data, file = held.sums.finish(own, draft["layout_digest"])
+        storage.write(own + SUMS_SUFFIX, [data])
+        files = [ShardFile(name, 0, None) for name in names]
+        files[shard.rank] = file
+        value["files"] = encode(files)
+        value.pop("digest")
+        text = with_digest(value)
+        storage.write(snapshot_manifest_name(*of), [text])
+        storage.remove(draft_name(*of))
+        return Seal(data, text)
+
+    @contextmanager
+    def holding(self, shard: ShardName, name: str) -> Iterator[HeldShard]:
+        """A shard's file, by a link of one's own: its slot stays as it is while it is read, though
+        its snapshot may go."""
+        root = self._root_of(shard)
+        folder = root / HELD
+        folder.mkdir(exist_ok=True)
+        own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
+        os.link(self.path(shard.generation, shard.step, root) / name, own)
+        try:
+            with self._lock:
+                data = self._mapped(own)
+                sums = self._sums.setdefault((shard, name), SharedSums(len(data)))
+            yield HeldShard(name, data, sums)
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _mapped(self, path: Path) -> memoryview:
+        """A slot's bytes. Its inode is its own for as long as it is mapped here."""
+        living = {place for root in self._roots for place in _inodes(root / SLOTS)}
+        self._maps = {place: known for place, known in self._maps.items() if place in living}
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            place = (status.st_dev, status.st_ino)
+            known = self._maps.get(place)
+            if known is None or len(known) < status.st_size:
+                known = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._maps[place] = known
+        return memoryview(known)[: status.st_size]
+
+    def keep_only(self, states: Collection[tuple[int, int]]) -> None:
+        """Remove every snapshot but those of these (generation, step)."""
+        kept = {generation for generation, _ in states}
+        for root in self._roots:
+            for generation in _generations(root):
+                folder = root / f"gen-{generation}"
+                for name in _names(folder):
+                    if (generation, step_of(name)) not in states:
+                        shutil.rmtree(folder / name, ignore_errors=True)
+                if generation not in kept:  # in another a worker may be about to make a step's
+                    with suppress(OSError):
+                        folder.rmdir()
+
+    def clear(self) -> None:
+        """Remove every snapshot and slot; the roots themselves stay."""
+        for root in self._roots:
+            generations = [f"gen-{generation}" for generation in _generations(root)]
+            for name in (*generations, SLOTS, HELD):
+                shutil.rmtree(root / name, ignore_errors=True)
+
+    def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
+        """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
+        if not (_SHARD.fullmatch(name) or _MANIFEST.fullmatch(name)) or min(generation, step) < 0:
+            raise FileNotFoundError(f"a snapshot has no file {name!r}")
+        paths = [self.path(generation, step, root) / name for root in self._roots]
+        path = next((path for path in paths if os.path.lexists(path)), paths[0])
+        if path.is_symlink():
+            raise FileNotFoundError(f"{name!r} is a link, which no snapshot has")
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+
+    def _shards(
+        self, pattern: re.Pattern[str], canonical: Callable[[int, int], str]
+    ) -> list[ShardName]:
+        found = set()
+        for root in self._roots:
+            for generation in _generations(root):
+                for directory in _names(root / f"gen-{generation}"):
+                    step = step_of(directory)
+                    if step is None:
+                        continue
+                    for name in _names(self.path(generation, step, root)):
+                        match = pattern.fullmatch(name)
+                        if match and name == canonical(int(match[1]), int(match[2])):
+                            found.add(ShardName(generation, step, int(match[1]), int(match[2])))
+        return sorted(found)
+
+    def _whole(self, shard: ShardName) -> bool:
+        storage = DiskStorage(self.path_of(shard), durable=False)
+        try:
+            manifest = read_manifest(storage, snapshot_manifest_name(shard.rank, shard.world_size))
+            file = manifest.files[shard.rank]
+            return (
+                file.name == file_name(shard.rank, shard.world_size, manifest.token)
+                and storage.size(file.name) == file.bytes
+                and storage.size(file.name + SUMS_SUFFIX) > 0
+            )
+        except (ElasticZeroError, FileNotFoundError, IndexError):
+            return False
+
+
+def _generations(root: Path) -> list[int]:
+    matches = (_GENERATION.fullmatch(name) for name in _names(root))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _is_in(path: Path, shard: ShardName) -> bool:
+    """Whether a snapshot's directory has a shard, sealed or not."""
+    of = (shard.rank, shard.world_size)
+    # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
+    return (path / draft_name(*of)).exists() or (path / snapshot_manifest_name(*of)).exists()
+
+
+def _inodes(folder: Path) -> list[tuple[int, int]]:
+    try:
+        device = folder.stat().st_dev
+        return [(device, entry.inode()) for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return []
+
+
+def draft_name(rank: int, world_size: int) -> str:
+    """The name of what a worker leaves beside a shard that is not sealed yet."""
+    return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []

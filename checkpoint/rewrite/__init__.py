@@ -1,0 +1,1 @@
+"""Checkpoints rewritten: another world size, strategy or dtype; and compared."""

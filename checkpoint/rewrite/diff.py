@@ -1,0 +1,134 @@
+"""Whether two checkpoints hold the same state, whatever world and strategy each was written by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elasticzero.checkpoint.format.manifest import TensorSpec, itemsize
+from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.rewrite.sources import CheckpointSource, Source, model_names
+from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.spans import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One tensor whose elements are not the same, bit for bit."""
+
+    name: str
+    first: int
+    """Index of the first element that differs, in row-major order."""
+    count: int
+    """Elements that differ."""
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What two checkpoints, A and B, do not have in common."""
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    specs: tuple[tuple[str, str, str], ...]
+    """(name, dtype and shape in A, in B)."""
+    tensors: tuple[Difference, ...]
+    state: tuple[str, ...]
+    """Paths of what is no tensor."""
+    equal_tensors: int
+
+    @property
+    def same(self) -> bool:
+        return not (self.only_a or self.only_b or self.specs or self.tensors or self.state)
+
+
+def compare(
+    a: Readable, b: Readable, *, model_only: bool = False, effort: Effort | None = None
+) -> Comparison:
+    """Compare every tensor by its bits, both sides verified, and all other state.
+
+    `model_only`: nothing but the model's own tensors.
+    """
+    effort = effort or Effort()
+    manifests = commit.read_manifest(a), commit.read_manifest(b)
+    left, right = (_chosen(m.layout.tensors, model_only) for m in manifests)
+    alike = [name for name in left if left[name] == right.get(name)]
+    unlike = [name for name in left if name in right and left[name] != right[name]]
+    effort.progress.expect(sum(left[name].nbytes for name in alike))
+    half = effort.buffer_bytes // 2
+    sources = CheckpointSource(a, manifests[0], half), CheckpointSource(b, manifests[1], half)
+    found = []
+    for name in alike:
+        difference = _difference(*sources, name, effort.progress)
+        if difference is not None:
+            found.append(difference)
+    return Comparison(
+        only_a=tuple(name for name in left if name not in right),
+        only_b=tuple(name for name in right if name not in left),
+        specs=tuple((name, str(left[name]), str(right[name])) for name in unlike),
+        tensors=tuple(found),
+        state=() if model_only else tuple(_unlike(manifests[0].state, manifests[1].state, "")),
+        equal_tensors=len(alike) - len(found),
+    )
+
+
+def _chosen(tensors: Mapping[str, TensorSpec], model_only: bool) -> dict[str, TensorSpec]:
+    names = model_names(tensors) if model_only else tensors.keys()
+    return {name: spec for name, spec in tensors.items() if name in names}
+
+
+def _difference(a: Source, b: Source, name: str, progress: Progress) -> Difference | None:
+    spec = a.specs[name]
+    first, count = -1, 0
+    for position, left, right in _paired(a, b, name, spec):
+        progress.add(len(left))
+        if bytearray(left) == right:  # compared as memory, not element by element
+            continue
+        at, unlike = _unlike_elements(left, right, itemsize(spec.dtype))
+        first = position + at if first < 0 else first
+        count += unlike
+    return Difference(name=name, first=first, count=count, of=spec.numel) if count else None
+
+
+def _paired(
+    a: Source, b: Source, name: str, spec: TensorSpec
+) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """(index of the first element, the same elements of both) until the tensor ends."""
+    width, position = itemsize(spec.dtype), 0
+    whole = Span(0, spec.numel)
+    left_chunks, right_chunks = a.chunks(name, whole), b.chunks(name, whole)
+    left = right = memoryview(b"")
+    while position < spec.numel:
+        left, right = left or next(left_chunks), right or next(right_chunks)
+        size = min(len(left), len(right))
+        yield position, left[:size], right[:size]
+        left, right = left[size:], right[size:]
+        position += size // width
+
+
+def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[int, int]:
+    """(index of the first element that differs, how many do)."""
+    import numpy as np
+
+    kind = np.dtype(f"u{width}")
+    unlike = np.flatnonzero(np.frombuffer(left, kind) != np.frombuffer(right, kind))
+    return int(unlike[0]), len(unlike)
+
+
+def _unlike(a: Any, b: Any, path: str) -> Iterator[str]:
+    """The paths at which two JSON values are not the same."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            here = f"{path}/{key}" if path else str(key)
+            if key in a and key in b:
+                yield from _unlike(a[key], b[key], here)
+            else:
+                yield here
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _unlike(left, right, f"{path}/{index}")
+    elif a != b or type(a) is not type(b):
+        yield path

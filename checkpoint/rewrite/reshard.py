@@ -1,0 +1,201 @@
+"""A checkpoint for another world size, strategy or dtype: byte ranges copied, no tensor whole."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from elasticzero.checkpoint.format.manifest import (
+    TREE,
+    Group,
+    Layout,
+    Manifest,
+    TensorSpec,
+    check_names,
+    checked_step,
+    step_directory,
+    to_json,
+)
+from elasticzero.checkpoint.rewrite.casting import DTYPES, CastSource, cast_specs
+from elasticzero.checkpoint.rewrite.sources import (
+    MODEL_PREFIX,
+    CheckpointSource,
+    OpenSource,
+    Source,
+)
+from elasticzero.checkpoint.rewrite.step_copy import LEAST_BUFFER_BYTES, Copied, Effort, write_step
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Directory, Readable
+from elasticzero.errors import UserError
+from elasticzero.spans import STRATEGIES, Rule, Span
+
+MOST_RANKS = 100_000
+_TOKEN_VERSION = b"reshard 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a checkpoint shall become."""
+
+    world_size: int
+    strategy: str | None = None
+    """Deal the tensors as this strategy does; None: by the rules they have."""
+    dtype: str | None = None
+    """Of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.world_size <= MOST_RANKS:
+            raise UserError(f"a world of {self.world_size} ranks: give 1 to {MOST_RANKS}")
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise UserError(f"strategy {self.strategy!r} is not one of {', '.join(STRATEGIES)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def rule_of(strategy: str) -> Rule:
+    """How a strategy deals the tensors that it divides."""
+    return "fsdp_rows" if strategy == "zero3" else "even"
+
+
+def reshaped(layout: Layout, shape: Shape) -> Layout:
+    """The same tensors dealt to another world.
+
+    Tensors that lie whole with ranks beyond the new world move to rank modulo its size.
+    """
+    rule = None if shape.strategy is None else rule_of(shape.strategy)
+    groups = tuple(
+        replace(group, ranks=tuple(rank % shape.world_size for rank in group.ranks))
+        if group.rule == "whole"
+        else Group(rule or group.rule, group.tensors)
+        for group in layout.groups
+    )
+    tensors = cast_specs(layout.tensors, shape.dtype)
+    return Layout(world_size=shape.world_size, tensors=tensors, groups=groups)
+
+
+def reshard(
+    source: Readable, directory: Directory, shape: Shape, effort: Effort | None = None
+) -> Copied:
+    """Write the step in `source` again, into `directory`, as a world of another shape would have.
+
+    The same source and shape give the same file names, so a run that was interrupted goes on where
+    it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
+    """
+    commit.check_outside_steps(directory.where)
+    old = commit.read_manifest(source)
+    target = directory.step(step_directory(old.step))
+    if target.where == source.where:
+        raise UserError(f"{source.where} cannot be resharded into its own directory: give another")
+    layout = reshaped(old.layout, shape)
+    draft = replace(
+        old,
+        token=_token(old, layout, shape),
+        strategy=shape.strategy or old.strategy,
+        layout=layout,
+        files=(),
+    )
+
+    def open_source(buffer_bytes: int) -> Source:
+        plain = CheckpointSource(source, old, buffer_bytes)
+        return plain if shape.dtype is None else CastSource(plain, shape.dtype)
+
+    return write_step(directory, draft, open_source, effort or Effort(), resumable=True)
+
+
+def _token(old: Manifest, layout: Layout, shape: Shape) -> str:
+    """Follows from all that the new files' bytes depend on: the old manifest vouches, through the
+    digests in it, for every byte of the old ones."""
+    wishes = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
+    return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), wishes]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What another program saved, ready to be read."""
+
+    specs: Mapping[str, TensorSpec]
+    """By the names that the tensors shall have here."""
+    state: Mapping[str, Any]
+    """JSON: what is no tensor."""
+    open_source: OpenSource
+
+
+def tied(foreign: Foreign, aliases: Mapping[str, str]) -> Foreign:
+    """The same with tensors that stand under two names kept under one.
+
+    `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
+    that are not there, and for tensors that are not the same.
+    """
+    specs, source = dict(foreign.specs), foreign.open_source(LEAST_BUFFER_BYTES)
+    for alias, kept in aliases.items():
+        pair = (MODEL_PREFIX + alias, MODEL_PREFIX + kept)
+        if missing := [name for name in pair if name not in specs]:
+            raise UserError(f"--alias {alias}={kept}: there is no tensor {missing[0]}")
+        if specs[pair[0]] != specs[pair[1]] or len({_sum(source, name) for name in pair}) > 1:
+            raise UserError(f"--alias {alias}={kept}: the two are not the same")
+        del specs[pair[0]]
+    state = {**foreign.state, "aliases": {**foreign.state.get("aliases", {}), **aliases}}
+    if TREE in state:
+        kept_of = {MODEL_PREFIX + alias: MODEL_PREFIX + kept for alias, kept in aliases.items()}
+        state[TREE] = _renamed(state[TREE], kept_of)
+    return replace(foreign, specs=specs, state=state)
+
+
+def _renamed(json: Any, names: Mapping[str, str]) -> Any:
+    """An encoded value in which some tensors have other names."""
+    if isinstance(json, list):
+        return [_renamed(item, names) for item in json]
+    if not isinstance(json, dict):
+        return json
+    if json.keys() == {"$tensor"}:
+        return {"$tensor": names.get(json["$tensor"], json["$tensor"])}
+    return {key: _renamed(item, names) for key, item in json.items()}
+
+
+def _sum(source: Source, name: str) -> str:
+    """xxh3_128 of a tensor's elements."""
+    found = xxhash.xxh3_128()
+    for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def adopt(
+    foreign: Foreign, directory: Directory, step: int, shape: Shape, effort: Effort | None = None
+) -> Copied:
+    """Write what another program saved as a checkpoint; raises `UserError` if `directory` has one
+    of that step."""
+    step = checked_step(step)
+    specs = cast_specs(foreign.specs, shape.dtype)
+    try:
+        check_names(specs)
+    except ValueError as error:
+        raise UserError(f"this cannot be imported: {error}") from None
+    draft = Manifest(
+        step=step,
+        generation=0,
+        token=secrets.token_hex(8),
+        strategy=shape.strategy or "imported",
+        layout=dealt(specs, shape),
+        state=foreign.state,
+    )
+
+    def open_source(buffer_bytes: int) -> Source:
+        plain = foreign.open_source(buffer_bytes)
+        return plain if shape.dtype is None else CastSource(plain, shape.dtype)
+
+    return write_step(directory, draft, open_source, effort or Effort())
+
+
+def dealt(specs: Mapping[str, TensorSpec], shape: Shape) -> Layout:
+    """Tensors that nobody has dealt yet, as a strategy deals them; one group for each dtype."""
+    by_dtype: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        by_dtype.setdefault(spec.dtype, []).append(name)
+    rule = rule_of(shape.strategy or "ddp")
+    groups = tuple(Group(rule, tuple(names)) for names in by_dtype.values())
+    return Layout(world_size=shape.world_size, tensors=specs, groups=groups)

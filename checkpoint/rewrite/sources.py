@@ -1,0 +1,75 @@
+"""Named tensors to copy from: what every rewriting of a checkpoint reads, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Protocol
+
+from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
+from elasticzero.checkpoint.format.manifest import Manifest, TensorSpec, itemsize
+from elasticzero.checkpoint.format.plan import plan
+from elasticzero.checkpoint.format.shards import ShardReader, open_shard
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.spans import Span
+
+MODEL_PREFIX = "model/"
+"""Names of the model's own tensors begin so, in what a session saves."""
+_LARGEST_READ_BYTES = 8 << 20
+_MOST_OPEN_SHARDS = 256
+
+
+def model_names(names: Iterable[str]) -> set[str]:
+    """Which tensors are the model's own: those named `model/...`; where none is, as when a model
+    was saved by hand, those whose names have no "/"."""
+    given = list(names)
+    prefixed = {name for name in given if name.startswith(MODEL_PREFIX)}
+    return prefixed or {name for name in given if "/" not in name}
+
+
+class Source(Protocol):
+    """Named tensors, read by one thread."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor there is, by name."""
+        ...
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        """The bytes of a span of a tensor, whole elements at a time; each chunk is valid until the
+        next is asked for."""
+        ...
+
+
+OpenSource = Callable[[int], Source]
+"""Opens a source for one more thread; takes the bytes that its buffers may have."""
+
+
+class CheckpointSource:
+    """A checkpoint's tensors, every block verified by its checksum."""
+
+    def __init__(self, storage: Readable, manifest: Manifest, buffer_bytes: int) -> None:
+        """`buffer_bytes`: for the data read at a time and for two blocks of each open shard."""
+        self._layout = manifest.layout
+        self._buffer = memoryview(bytearray(max(8, min(_LARGEST_READ_BYTES, buffer_bytes // 2))))
+        room = (buffer_bytes - len(self._buffer)) // (2 * BLOCK_BYTES)
+
+        def opened(rank: int) -> ShardReader:
+            return open_shard(storage, manifest, rank)
+
+        self._shard = lru_cache(maxsize=max(2, min(room, _MOST_OPEN_SHARDS)))(opened)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._layout.tensors
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        width = itemsize(self._layout.tensors[name].dtype)
+        most = len(self._buffer) // width
+        for copy in plan(self._layout, {name: span}):
+            held = copy.span_in_shard
+            for start in range(held.start, held.stop, most):
+                part = Span(start, min(start + most, held.stop))
+                view = self._buffer[: len(part) * width]
+                self._shard(copy.rank).read_into(name, part, view)
+                yield view

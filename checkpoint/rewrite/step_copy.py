@@ -1,0 +1,263 @@
+"""Writing a step from a source: ranks in parallel, memory bounded, safe to interrupt.
+
+A step that is written again under the same token goes on where it stopped: a rank's file that has
+its checksum file beside it is whole and durable, and is not written again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from elasticzero.checkpoint.format.checksums import read_sums
+from elasticzero.checkpoint.format.manifest import SUMS_SUFFIX, Manifest, TensorSpec
+from elasticzero.checkpoint.format.shards import shard_header, shard_specs, write_shard
+from elasticzero.checkpoint.format.strict_json import check_depth
+from elasticzero.checkpoint.format.validation import check_nesting
+from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.rewrite.sources import OpenSource, Source
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import tidy_by_hand
+from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory, open_storage
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
+from elasticzero.spans import Span
+
+DEFAULT_BUFFER_BYTES = 64 << 20
+LEAST_BUFFER_BYTES = 4 << 20
+"""What one worker needs."""
+_MOST_WORKERS = 8
+_WORKERS_PER_CORE = 2
+"""A rank's file is one job: with as many workers as cores, all but one core would often be idle
+while the last file is written; and on a disk a worker waits most of the time."""
+_PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
+"""What a writer calls a file until it is whole."""
+
+Job = Callable[[Source], None]
+"""Reads what it needs from a source of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of this machine a copy may take."""
+
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    """For all workers together."""
+    workers: int | None = None
+    """Threads; None: two for each core, at most 8."""
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        if self.buffer_bytes < LEAST_BUFFER_BYTES:
+            raise UserError(
+                f"a buffer of {self.buffer_bytes} bytes is too small: give 4 MiB or more"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"{self.workers} workers: give 1 or more")
+
+    def lanes(self, jobs: int) -> int:
+        """How many threads to use for so many jobs."""
+        cores = len(os.sched_getaffinity(0))
+        wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
+        return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
+
+
+class _Stopped(Exception):
+    """Another job failed, or the user wants no more."""
+
+
+class _Watched:
+    """A source whose reading is counted and can be stopped."""
+
+    def __init__(self, inner: Source, progress: Progress, stop: threading.Event) -> None:
+        self._inner = inner
+        self._progress = progress
+        self._stop = stop
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._inner.specs
+
+    def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
+        for chunk in self._inner.chunks(name, span):
+            if self._stop.is_set():
+                raise _Stopped
+            yield chunk
+            self._progress.add(len(chunk))
+
+
+def run_jobs(jobs: Sequence[Job], open_source: OpenSource, effort: Effort) -> None:
+    """Run the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
+    chunk and the failure is raised."""
+    lanes = effort.lanes(len(jobs))
+    stop = threading.Event()
+
+    def run(job: Job) -> None:
+        job(_Watched(open_source(effort.buffer_bytes // lanes), effort.progress, stop))
+
+    if lanes == 1:
+        for job in jobs:
+            run(job)
+        return
+    with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-copy") as pool:
+        running = [pool.submit(run, job) for job in jobs]
+        try:
+            for done in as_completed(running):
+                done.result()
+        except BaseException:
+            stop.set()
+            for future in running:
+                future.cancel()
+            raise
+
+
+@contextmanager
+def new_directory(url: str) -> Iterator[Storage]:
+    """A new or empty directory to write files into; where that fails it is again as it was.
+
+    Half-written files of one that was killed do not count, and go.
+    """
+    storage = open_storage(url)
+    names = storage.names()
+    partial = [name for name in names if _PARTIAL.fullmatch(name)]
+    if len(partial) == len(names):
+        for left in partial:
+            storage.remove(left)
+    else:
+        raise UserError(f"{storage.where} is not empty: give a new directory")
+    parent, _, name = storage.where.rpartition("/")
+    directory = open_directory(parent or "/")
+    is_new = name not in directory.names()
+    directory.make(name)
+    try:
+        yield storage
+    except BaseException:
+        with suppress(ElasticZeroError, OSError):
+            for written in storage.names():
+                storage.remove(written)
+            if is_new:
+                directory.remove(name)
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A step that stands now."""
+
+    where: str
+    step: int
+    world_size: int
+    bytes: int
+    """Of all rank files."""
+    kept: int = 0
+    """Rank files that an earlier, interrupted run had finished."""
+    already: bool = False
+    """All of it stood there before."""
+
+
+def write_step(
+    directory: Directory,
+    draft: Manifest,
+    open_source: OpenSource,
+    effort: Effort,
+    *,
+    resumable: bool = False,
+) -> Copied:
+    """Write every rank's file of a step from a source, then commit it.
+
+    `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: its token
+    says all that the bytes depend on; then finished files stay when the user interrupts. A failure
+    leaves nothing. Raises `UserError` if another checkpoint of that step stands in the directory.
+    """
+    commit.check_writable(directory)
+    try:
+        check_depth(draft.state)
+        check_nesting(draft)
+    except ValueError as error:
+        raise UserError(
+            f"step {draft.step} cannot be written to {directory.where}: {error}"
+        ) from None
+    storage = commit.prepare(directory, draft.step)
+    if commit.stands(storage):
+        return _standing(storage, draft)
+    digest = draft.layout.digest()
+    world = draft.layout.world_size
+    names = set(storage.names())
+    missing = [rank for rank in range(world) if not _finished(storage, names, draft, rank, digest)]
+    kept = set(range(world)).difference(missing)
+    effort.progress.expect(
+        sum(spec.nbytes for spec in draft.layout.tensors.values())
+        - sum(spec.nbytes for rank in kept for spec in shard_specs(draft, rank).values())
+    )
+    try:
+        run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, effort)
+        if not commit.commit(storage, draft, wait_s=0.0):
+            return _standing(storage, draft)
+    except BaseException as error:
+        if not (resumable and isinstance(error, KeyboardInterrupt)):
+            for rank in range(world):
+                if not commit.discard(directory, draft, rank):
+                    break  # storage that does not answer is not asked once for each rank
+        raise
+    _tidy(storage, draft)
+    tidy_by_hand(directory, draft)
+    return _copied(storage, kept=len(kept))
+
+
+def _rank_job(storage: Storage, draft: Manifest, rank: int) -> Job:
+    def job(source: Source) -> None:
+        spans = draft.layout.spans(rank)
+        names = shard_specs(draft, rank)
+        chunks = (chunk for name in names for chunk in source.chunks(name, spans[name]))
+        write_shard(storage, draft, rank, chunks)
+
+    return job
+
+
+def _finished(
+    storage: Storage, names: set[str], draft: Manifest, rank: int, layout_digest: str
+) -> bool:
+    """Whether an earlier run wrote this rank's file, all of it."""
+    name = draft.file_name(rank)
+    if not {name, name + SUMS_SUFFIX} <= names:
+        return False
+    try:
+        sums = read_sums(storage, name)
+    except CheckpointDamaged:
+        return False
+    expected = shard_header(draft, rank)[1]
+    return sums.layout_digest == layout_digest and sums.size == expected == storage.size(name)
+
+
+def _standing(storage: Storage, draft: Manifest) -> Copied:
+    """The step that stands already, if it is the draft's; else `UserError`."""
+    if commit.read_manifest(storage).token != draft.token:
+        raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
+    return _copied(storage, already=True)
+
+
+def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied:
+    if (error := commit.trouble(storage)) is not None:
+        raise error
+    manifest = commit.read_manifest(storage)
+    return Copied(
+        where=storage.where,
+        step=manifest.step,
+        world_size=manifest.layout.world_size,
+        bytes=sum(file.bytes for file in manifest.files),
+        kept=kept,
+        already=already,
+    )
+
+
+def _tidy(storage: Storage, draft: Manifest) -> None:
+    """Remove what runs of this token that were killed left half-written, as far as possible."""
+    files = {draft.file_name(rank) for rank in range(draft.layout.world_size)}
+    with suppress(ElasticZeroError, OSError):
+        for name in storage.names():
+            if draft.token in name and name.removesuffix(SUMS_SUFFIX) not in files:
+                storage.remove(name)

@@ -1,0 +1,1 @@
+"""Which steps a checkpoint directory holds: commit, choice, verification, retention."""

@@ -1,0 +1,264 @@
+"""Which checkpoints stay, and what saves that failed have left behind.
+
+Whoever commits a step tidies up after it. What another save may still be writing stays: files of a
+newer generation, of this one's own next steps, and such as were touched lately. Ages are taken
+between two files of the same storage, by its clock alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory, step_of
+from elasticzero.checkpoint.steps.commit import fault, read_manifest
+from elasticzero.checkpoint.storage.base import Directory, Storage, explain
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+_TOKEN = re.compile(r"g(\d{6,18})-[0-9a-f]{16}")
+_RANK_FILE = re.compile(
+    r"\.?rank-\d{5,9}-of-\d{5,9}-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.safetensors(\.sums)?"
+    r"(\.[0-9a-f-]+\.partial)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which committed steps stay; by default all."""
+
+    last: int | None = None
+    """So many of the newest good ones; None: all."""
+    every: int | None = None
+    """And each step that this number divides."""
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise UserError(f"--keep {self.last}: at least one checkpoint must stay")
+        if self.every is not None and self.every < 1:
+            raise UserError(f"--keep-every {self.every}: 1 or more steps are wanted")
+        if self.every is not None and self.last is None:
+            raise UserError("--keep-every adds to what --keep N keeps, and there is no --keep")
+
+
+@dataclass(slots=True, kw_only=True)
+class Tidied:
+    """What was removed, and what could not be."""
+
+    steps: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Left by saves that failed: the step's directory and the name."""
+    problems: list[str] = field(default_factory=list)
+    """Errors in words; the next call tries again."""
+
+
+class Save(Protocol):
+    """A save, as the names of its files tell it apart from others. A manifest is one."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def token(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveName:
+    """A save of which there is no manifest yet."""
+
+    step: int
+    generation: int
+    token: str
+
+
+def token_generation(token: str) -> int | None:
+    """The generation that a token names; None for a token of a checkpoint saved by hand."""
+    match = _TOKEN.fullmatch(token)
+    return int(match[1]) if match else None
+
+
+def tidy(
+    directory: Directory, committed: Manifest, keep: Keep, *, bad_steps: Collection[int] = ()
+) -> Tidied:
+    """Remove the steps that need not stay and the leftovers of failed saves; never raises.
+
+    `committed`: what the caller has just written, with checksums, and committed: the newest
+    checkpoint that is known to be right in every byte. Nothing goes unless it stands, and it stays.
+    `bad_steps`: known to be damaged though their sizes are right; they do not count as good.
+    """
+    broom = _Broom(directory, committed)
+    with broom.noting():
+        files = directory.files()
+        now_s = files.get(step_directory(committed.step), {}).get(MANIFEST_NAME)
+        if now_s is None or not _stands(directory, committed):
+            return broom.tidied
+        broom.now_s = now_s
+        stay = _staying(directory, committed, keep, files, bad_steps)
+        for name, times in files.items():
+            step = step_of(name)
+            if step is not None and MANIFEST_NAME in times and step not in stay:
+                broom.remove_step(name, step, times)
+            elif step is not None:
+                broom.remove_leftovers(name, step, times)
+    return broom.tidied
+
+
+def tidy_by_hand(directory: Directory, committed: Manifest) -> Tidied:
+    """`tidy` after a save that no job made: every step stays, and a job's files until they are a
+    day old. Its number of a generation, if it has one, is the one that was copied."""
+    return tidy(directory, replace(committed, generation=0), Keep())
+
+
+def make_room(directory: Directory, save: Save) -> Tidied:
+    """Remove the leftovers of failed saves where `save`, not committed yet, finds no space.
+
+    What any save that goes on may still need stays: all files of this one's step, and what is of a
+    newer generation, or was saved by hand within the hour. Never raises.
+    """
+    broom = _Broom(directory, save, committed=False)
+    with broom.noting():
+        files = directory.files()
+        broom.now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
+        for name, times in files.items():
+            if (step := step_of(name)) is not None:
+                broom.remove_leftovers(name, step, times)
+    return broom.tidied
+
+
+class _Broom:
+    """Removes what one save may remove."""
+
+    def __init__(self, directory: Directory, save: Save, *, committed: bool = True) -> None:
+        self.tidied = Tidied()
+        self.now_s = 0.0
+        """When the committed manifest was written; before there is one, when the newest file
+        was."""
+        self._stands = committed
+        self._directory = directory
+        self._committed = save
+
+    def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
+        """Remove a committed step, its manifest first: it is never committed without its files."""
+        storage = self._directory.step(name)
+        with self.noting():
+            named = _token_of_step(storage)
+            if self._is_newer(named, times[MANIFEST_NAME]):
+                return
+            storage.remove(MANIFEST_NAME)
+            self.tidied.steps.append(step)
+            rest = times.keys() - {MANIFEST_NAME}
+            for file in sorted(rest) if named is not None else ():
+                if token_of_file(file) == named:
+                    storage.remove(file)
+                    rest.remove(file)
+            self.remove_leftovers(name, step, {file: times[file] for file in rest})
+
+    def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
+        """Remove files that no manifest names, where nobody can still be writing them."""
+        storage = self._directory.step(name)
+        with self.noting():
+            tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
+            named = None
+            if MANIFEST_NAME in times and (
+                len(set(tokens.values())) > 1 or any(map(_staged, times))
+            ):
+                named = _token_of_step(storage)
+                if named is None:
+                    return
+            elif MANIFEST_NAME in times:
+                return
+            loose = [file for file in tokens if tokens[file] != named or _staged(file)]
+            dead = [file for file in loose if self._is_dead(step, tokens[file], times[file])]
+            # A manifest is staged after its shards: while those live it may be about to stand.
+            alone = len(dead) == len(loose)
+            dead += [file for file in times if _staged(file) and file not in tokens and alone]
+            for file in dead:
+                storage.remove(file)
+                self.tidied.files.append(f"{name}/{file}")
+            # By hand, several steps may be begun at once: an empty directory may be such a one.
+            begun_before = self._committed.generation > 0 and step < self._committed.step
+            if len(dead) == len(times) and (dead or begun_before):
+                self._directory.remove(name)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """An error becomes a line: what could not be removed now is tried after the next save."""
+        try:
+            yield
+        except ElasticZeroError as error:
+            self.tidied.problems.append(str(error))
+        except OSError as error:
+            self.tidied.problems.append(f"{self._directory.where}: {explain(error)}")
+
+    def _is_dead(self, step: int, token: str, written_s: float) -> bool:
+        """Whether a file of this token belongs to a save that is over."""
+        if token == self._committed.token:
+            return step < self._committed.step
+        generation = token_generation(token)
+        if generation is None:  # by hand: it never replaces what stands
+            beaten = self._stands and step == self._committed.step
+            return beaten or self.now_s - written_s > HOUR_S
+        return generation < self._committed.generation or self.now_s - written_s > DAY_S
+
+    def _is_newer(self, token: str | None, written_s: float) -> bool:
+        """Whether a newer generation of this job wrote it; what is a day old is another job's."""
+        generation = token_generation(token) if token is not None else None
+        newer = generation is not None and generation > self._committed.generation
+        return newer and self.now_s - written_s <= DAY_S
+
+
+def _stands(directory: Directory, committed: Manifest) -> bool:
+    storage = directory.step(step_directory(committed.step))
+    return read_manifest(storage).token == committed.token and fault(storage) is None
+
+
+def _staying(
+    directory: Directory,
+    committed: Manifest,
+    keep: Keep,
+    files: Mapping[str, Mapping[str, float]],
+    bad_steps: Collection[int],
+) -> set[int]:
+    """The committed steps that are not to be removed.
+
+    Only what is older than the last of the newest good ones goes: a damaged step that is newer
+    stays for a person to look at.
+    """
+    names = {
+        step: n for n in files if MANIFEST_NAME in files[n] and (step := step_of(n)) is not None
+    }
+    if keep.last is None:
+        return set(names)
+    good = 0
+    stay = {committed.step}
+    for step in sorted(names, reverse=True):
+        if good < keep.last or (keep.every is not None and step % keep.every == 0):
+            stay.add(step)
+        if step not in bad_steps and good < keep.last:
+            good += fault(directory.step(names[step])) is None
+    return stay if good == keep.last else set(names)
+
+
+def _token_of_step(storage: Storage) -> str | None:
+    """The token in a step's manifest; none where it cannot be read."""
+    try:
+        return read_manifest(storage).token
+    except CheckpointDamaged:
+        return None
+
+
+def token_of_file(name: str) -> str | None:
+    match = _RANK_FILE.fullmatch(name)
+    return match[1] if match else None
+
+
+def _staged(name: str) -> bool:
+    """Whether a writer gave the file this name until it would be whole."""
+    return name.startswith(".") and name.endswith(".partial")

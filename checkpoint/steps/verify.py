@@ -1,0 +1,94 @@
+"""Reading every byte of a step to see whether it is what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from elasticzero.checkpoint.format.checksums import BlockReader
+from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, ShardFile
+from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
+from elasticzero.checkpoint.steps.commit import read_manifest, trouble
+from elasticzero.checkpoint.storage.base import Readable, out_of_reach
+from elasticzero.errors import ElasticZeroError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing wrong with a step."""
+
+    file: str
+    start: int | None = None
+    """The first bad byte; None: the file as a whole."""
+    stop: int | None = None
+    reason: str
+
+
+def faults(storage: Readable) -> Iterator[Fault]:
+    """Everything wrong with a step: its manifest, and every block of every file it names.
+
+    Of a file that says itself that it is another, the reason tells which. Raises `StorageError`
+    where nothing can be said of the bytes: no permission, or no answer.
+    """
+    try:
+        manifest = read_manifest(storage)
+    except ElasticZeroError as error:
+        yield _fault(MANIFEST_NAME, error)
+        return
+    good = True
+    for rank, file in enumerate(manifest.files):
+        found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
+        instead = _another(storage, manifest, rank) if found else None
+        for fault in found:
+            good = False
+            yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
+    if good and (seen_at_a_look := trouble(storage)) is not None:
+        yield _fault(MANIFEST_NAME, seen_at_a_look)
+
+
+def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:
+    try:
+        for start, stop in BlockReader(storage, file).bad_ranges():
+            past = start >= file.bytes
+            reason = "more bytes than were written" if past else "not what was written, or missing"
+            yield Fault(file=file.name, start=start, stop=stop, reason=reason)
+    except ElasticZeroError as error:
+        yield _fault(file.name, error)
+
+
+def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterator[Fault]:
+    try:
+        open_shard(storage, manifest, rank)
+    except ElasticZeroError as error:
+        yield _fault(manifest.files[rank].name, error)
+
+
+def _fault(name: str, error: ElasticZeroError) -> Fault:
+    """An error as a fault of a file; raised anew where it says nothing about the file's bytes."""
+    if out_of_reach(error):
+        raise error
+    return Fault(file=name, reason=str(error))
+
+
+def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:
+    """Which file stands in the place of a rank's, as its header says without proof; None if that
+    cannot be read, or says that it is the right one."""
+    name = manifest.files[rank].name
+    try:
+        size = storage.size(name)
+        length = int.from_bytes(_bytes(storage, name, 0, 8), "little")
+        if length > min(size, HEADER_LIMIT_BYTES):
+            return None
+        said, _ = parse_header(_bytes(storage, name, 8, length), size, name)
+    except (ElasticZeroError, FileNotFoundError):
+        return None
+    right = {"step": str(manifest.step), "rank": str(rank), "token": manifest.token}
+    wrong = [f"{key} {said.get(key)!r:.70}" for key in right if said.get(key) != right[key]]
+    if not wrong:
+        return None
+    return f"it is the file of {' and '.join(wrong)}, from another place or save"
+
+
+def _bytes(storage: Readable, name: str, start: int, count: int) -> bytes:
+    data = bytearray(count)
+    return bytes(data[: storage.read_into(name, start, memoryview(data))])

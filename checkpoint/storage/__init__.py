@@ -1,0 +1,1 @@
+"""Where the bytes of checkpoints lie: disks, object stores, HTTP."""

@@ -1,0 +1,266 @@
+"""Where bytes live: what reads and writes the files of a step, and how a URL becomes one.
+
+Names are relative to one step's directory. A file that is not there raises `FileNotFoundError`;
+anything else that goes wrong raises `StorageError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from elasticzero.errors import StorageError, UserError
+
+T = TypeVar("T")
+
+Bytes = bytes | bytearray | memoryview
+
+_URL_OF_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|$)")
+"""A URL that lost a slash, as `pathlib.Path("s3://bucket")` has it."""
+_WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+
+
+class Readable(Protocol):
+    """The files of one step, to read."""
+
+    @property
+    def where(self) -> str:
+        """The place in messages: a directory or a URL."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes of the file."""
+        ...
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        """Fill the buffers, one after the other, from byte `start` on; returns how many bytes came:
+        fewer than they hold only at the file's end."""
+        ...
+
+
+class Storage(Readable, Protocol):
+    """The files of one step, to read and write."""
+
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
+        """Create or replace the file; it has its name only once it is whole and durable.
+
+        `size`: how many bytes `chunks` will give, where that is known. A chunk may be reused once
+        the next is asked for. `cached=False`: the file is not read soon, and need not go through
+        the page cache.
+        """
+        ...
+
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """Create the file whole and durable; False if one of that name with other bytes stands.
+
+        Where one with just these bytes stands already this is a success: an answer was lost.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """The names of all files, sorted; none where the step is not there at all."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove the file if it is there."""
+        ...
+
+
+class Directory(Protocol):
+    """A checkpoint directory: the steps in it."""
+
+    @property
+    def where(self) -> str:
+        """The place in messages: a path or a URL."""
+        ...
+
+    def names(self) -> list[str]:
+        """The names of all steps and of whatever else is there, sorted; none if it is not there."""
+        ...
+
+    def files(self) -> dict[str, dict[str, float]]:
+        """When each file of each step was last written, in seconds by the storage's own clock: by
+        the step's name, then the file's."""
+        ...
+
+    def step(self, name: str) -> Storage:
+        """The files of one step, there or not."""
+        ...
+
+    def make(self, name: str) -> Storage:
+        """The files of a step about to be written; what that needs is made, durably."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a step that holds no file; nothing to do where it holds some or is not there."""
+        ...
+
+    def check_writable(self) -> None:
+        """Make the directory if need be and try that it can be written, or raise `StorageError`."""
+        ...
+
+
+class Views:
+    """Buffers, filled from front to back as if they were one."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._rest = [buffer for buffer in reversed(buffers) if len(buffer)]
+
+    def rest(self) -> list[memoryview]:
+        """What is not taken yet."""
+        return self._rest[::-1]
+
+    def take(self, size: int) -> list[memoryview]:
+        """The next `size` bytes."""
+        taken = []
+        while size:
+            view = self._rest.pop()
+            if len(view) > size:
+                self._rest.append(view[size:])
+                view = view[:size]
+            taken.append(view)
+            size -= len(view)
+        return taken
+
+
+def holds(storage: Readable, name: str, data: bytes) -> bool:
+    """Whether there is a file with exactly these bytes."""
+    found = bytearray(len(data) + 1)
+    try:
+        return found[: storage.read_into(name, 0, memoryview(found))] == data
+    except FileNotFoundError:
+        return False
+    except StorageError as error:
+        if out_of_reach(error):
+            raise
+        return False
+
+
+def open_directory(url: str | os.PathLike[str]) -> Directory:
+    """The checkpoint directory at a path, a `file://` URL or any URL that fsspec knows.
+
+    Raises `UserError` for a URL that means none, or whose package is not installed.
+    """
+    path = _disk_path(url)
+    if path is not None:
+        from elasticzero.checkpoint.storage.disk import DiskDirectory
+
+        return DiskDirectory(path)
+    from elasticzero.checkpoint.storage.object_store import ObjectDirectory, file_system
+
+    text = _remote_url(os.fspath(url))
+    return ObjectDirectory(*file_system(text), text)
+
+
+def open_storage(url: str | os.PathLike[str]) -> Storage:
+    """The files that lie directly at a path or URL; as `open_directory` otherwise."""
+    path = _disk_path(url)
+    if path is not None:
+        from elasticzero.checkpoint.storage.disk import DiskStorage
+
+        return DiskStorage(path)
+    from elasticzero.checkpoint.storage.object_store import ObjectStorage, file_system
+
+    text = _remote_url(os.fspath(url))
+    return ObjectStorage(*file_system(text), text)
+
+
+def _disk_path(url: str | os.PathLike[str]) -> Path | None:
+    """The absolute path of a directory on a file system, None for a URL of another kind."""
+    text = os.fspath(url)
+    if not text.strip():
+        raise UserError('the path is empty: give a directory ("." for this one)')
+    scheme, found, rest = text.partition("://")
+    if not found:
+        if match := _URL_OF_ONE_SLASH.match(text):
+            raise UserError(
+                f"{text!r} is neither a path nor a URL: give {match[1]}://..., as text and not as "
+                f"a pathlib.Path, or ./{text} for a directory of that name"
+            )
+        return Path(os.path.abspath(os.path.expanduser(text)))
+    if scheme.lower() not in ("file", "local"):
+        return None
+    host, _, path = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise UserError(f"{text!r} is on another machine: a file:// URL means a path on this one")
+    if not path:
+        raise UserError(f"{text!r} names no directory: give file:///PATH")
+    return Path(os.path.abspath("/" + urllib.parse.unquote(path)))
+
+
+def _remote_url(text: str) -> str:
+    """The URL without slashes at its end; `UserError` for one that names no place."""
+    scheme, _, rest = text.partition("://")
+    if not rest.strip("/") or (scheme.lower() in _WITH_BUCKETS and rest.startswith("/")):
+        example = "BUCKET/DIRECTORY" if scheme.lower() in _WITH_BUCKETS else "DIRECTORY"
+        raise UserError(f"{text!r} names no place: give {scheme}://{example}")
+    return text.rstrip("/")
+
+
+def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
+    """The whole of a small file; `StorageError` for one larger than `limit_bytes`."""
+    size = storage.size(name)
+    if size > limit_bytes:
+        raise StorageError(
+            f"{storage.where}/{name} has {size} bytes, more than the {limit_bytes} allowed for it"
+        )
+    data = bytearray(size)
+    return bytes(data[: storage.read_into(name, 0, memoryview(data))])
+
+
+def out_of_reach(error: BaseException) -> bool:
+    """Whether a `StorageError` says nothing about the bytes: no permission, or no answer."""
+    cause = error.__cause__
+    if not isinstance(error, StorageError) or cause is None:
+        return False
+    if isinstance(cause, StorageError):
+        return out_of_reach(cause)
+    return isinstance(cause, (PermissionError, TimeoutError, ConnectionError)) or not isinstance(
+        cause, OSError
+    )
+
+
+def within(limit_s: float, where: str, work: Callable[[], T]) -> T:
+    """What `work` returns; `StorageError` where storage has not answered within `limit_s`: an open
+    on a network's file system may block for good. The thread that waits there is then left."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="elasticzero-storage", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StorageError(f"{where}: no answer within {limit_s:g} s")
+    return results[0]
+
+
+def out_of_space(error: BaseException) -> bool:
+    """Whether a `StorageError` came of a file system without room, or of a quota."""
+    cause = error.__cause__
+    if isinstance(cause, StorageError):
+        return out_of_space(cause)
+    full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, StorageError) and full
+
+
+def explain(error: BaseException) -> str:
+    """An error's cause in words, without its number and file name."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

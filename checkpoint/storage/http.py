@@ -1,0 +1,215 @@
+"""A snapshot behind an agent's HTTP server, read by byte ranges."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import os
+import select
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from elasticzero.checkpoint.storage.base import Views, explain
+from elasticzero.errors import StorageError, UserError
+
+_GIVEN_UP = "the server is given up"
+
+
+class HttpStorage:
+    """One step's files behind an agent's HTTP server; read only. Each thread that reads has a
+    connection to itself meanwhile."""
+
+    def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
+        """`base_url`: the address of the step, `http://host:port/snapshots/<generation>/<step>`."""
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UserError(f"{base_url!r} is not an http:// address")
+        self.where = base_url.rstrip("/")
+        self._path = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._server = (parts.hostname, parts.port or 80)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._busy: set[_Line] = set()
+        self._idle: list[_Line] = []
+
+    def size(self, name: str) -> int:
+        with self._connected() as connection:
+            response = self._request(connection, "HEAD", name, {})
+            response.read()
+            if response.status != 200:
+                raise self._refusal(name, response)
+            length = response.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                raise StorageError(f"{self.where}/{name}: the server does not say its size")
+            return int(length)
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        size = sum(map(len, buffers))
+        if not size:
+            return 0
+        headers = {"Range": f"bytes={start}-{start + size - 1}"}
+        with self._connected() as connection:
+            response = self._request(connection, "GET", name, headers)
+            if response.status == 416:
+                connection.close()
+                return 0
+            if response.status != 206:
+                raise self._refusal(name, response)
+            try:
+                return self._receive(response, start, buffers)
+            except (OSError, http.client.HTTPException) as error:
+                raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
+
+    def close(self) -> None:
+        """Hang up; the next read connects again."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def abandon(self) -> None:
+        """Give the server up for good; callable from any thread. Reads under way raise at once,
+        whatever they wait for, and so does every later one."""
+        with self._lock:
+            self._abandoned = True
+            busy = list(self._busy)
+        for connection in busy:
+            connection.cut()
+
+    @contextmanager
+    def _connected(self) -> Iterator[_Line]:
+        """A connection for one request; kept for the next if all goes well."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = _Line(*self._server, self._timeout_s)
+        try:
+            with self._lock:
+                if self._abandoned:
+                    raise StorageError(f"{self.where}: {_GIVEN_UP}")
+                self._busy.add(connection)
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+        self._idle.append(connection)
+
+    def _request(
+        self,
+        connection: _Line,
+        method: str,
+        name: str,
+        headers: dict[str, str],
+    ) -> http.client.HTTPResponse:
+        path = f"{self._path}/{urllib.parse.quote(name, safe='')}"
+        for last_try in (connection.sock is None, True):
+            try:
+                connection.request(method, path, headers=self._headers | headers)
+                return connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if last_try:
+                    raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _receive(
+        response: http.client.HTTPResponse, start: int, buffers: Sequence[memoryview]
+    ) -> int:
+        length = response.length
+        given = response.headers.get("Content-Range", "")
+        most = sum(map(len, buffers))
+        if length is None or length > most or not given.startswith(f"bytes {start}-"):
+            raise http.client.HTTPException("the answer is not the range that was asked for")
+        done = 0
+        for view in Views(buffers).take(length):
+            filled = 0
+            while filled < len(view):
+                count = response.readinto(view[filled:])
+                if not count:
+                    raise http.client.HTTPException(f"the answer broke off after {done} bytes")
+                filled += count
+                done += count
+        return done
+
+    def _refusal(self, name: str, response: http.client.HTTPResponse) -> Exception:
+        if response.status == 404:
+            return FileNotFoundError(errno.ENOENT, "no such file", f"{self.where}/{name}")
+        return StorageError(
+            f"{self.where}/{name}: the server answered {response.status} {response.reason}"
+        )
+
+
+class _Line(http.client.HTTPConnection):
+    """A connection that another thread can cut at any moment, also while it is being set up."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._end: socket.socket | None = None
+        """A descriptor for `cut` alone: the connection's own may be closed at any moment, and its
+        number be another file's by then."""
+
+    def cut(self) -> None:
+        """Have whatever waits for this connection fail at once, and never connect again."""
+        with self._lock:
+            self._is_cut = True
+            if self._end is not None:
+                with suppress(OSError):
+                    self._end.shutdown(socket.SHUT_RDWR)
+
+    def connect(self) -> None:
+        lost: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._dial(sock, address)
+            except OSError as error:
+                sock.close()
+                lost = error
+            else:
+                self.sock = sock
+                return
+        assert lost is not None  # a name without any address is an error of its own
+        raise lost
+
+    def _dial(self, sock: socket.socket, address: Any) -> None:
+        """Connect; from the moment on that this may wait, `cut` ends it."""
+        sock.setblocking(False)
+        with self._lock:
+            if self._is_cut:
+                raise ConnectionAbortedError(errno.ECONNABORTED, _GIVEN_UP)
+            self._drop_end()
+            self._end = sock.dup()
+            code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            poll = select.poll()  # not select: a training process may have thousands of files open
+            poll.register(sock, select.POLLOUT)
+            if not poll.poll(1000 * self._timeout_s):
+                raise TimeoutError("timed out")
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock.settimeout(self._timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._drop_end()
+
+    def _drop_end(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None

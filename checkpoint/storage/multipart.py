@@ -1,0 +1,106 @@
+"""An upload in parts to S3: several at a time, bounded memory, and all of it or nothing."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+from tenacity import Retrying, stop_after_attempt
+
+from elasticzero.checkpoint.storage.base import Bytes
+from elasticzero.errors import StorageError
+
+PART_BYTES = 16 << 20
+PARTS_IN_FLIGHT = 4
+PART_S = 60.0
+"""How long sending one part may take."""
+_ABORT_S = 5.0
+_MOST_PARTS = 10_000
+"""What S3 allows."""
+
+
+def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry: Retrying) -> None:
+    """Put the bytes of `chunks` at `path` (bucket/key) of an s3fs file system.
+
+    `size`: theirs, if known: above 160 GB it must be. The object appears whole or not at all; an
+    upload that fails is aborted. That of a killed process stays in the bucket, unseen, until the
+    bucket's own rule removes it (`AbortIncompleteMultipartUpload`).
+    """
+    part_bytes = max(PART_BYTES, -(-(size or 0) // _MOST_PARTS))
+    parts = _cut(chunks, part_bytes)
+    first = next(parts, b"")
+    bucket, key, _ = fs.split_path(path)
+    target: dict[str, Any] = {"Bucket": bucket, "Key": key}
+    if len(first) < part_bytes:
+        retry(lambda: fs.call_s3("put_object", Body=io.BytesIO(first), timeout=PART_S, **target))
+        return
+    target["UploadId"] = retry(fs.call_s3, "create_multipart_upload", **target)["UploadId"]
+    try:
+        sent, total = _send(fs, target, chain([first], parts), retry)
+        try:
+            done = {"Parts": sent}
+            retry(fs.call_s3, "complete_multipart_upload", MultipartUpload=done, **target)
+        except FileNotFoundError:
+            # Where only the answer was lost, the second try finds no upload but the object.
+            if retry(fs.info, path)["size"] != total:
+                raise
+    except BaseException:
+        with suppress(Exception):
+            few = retry.copy(stop=stop_after_attempt(3))
+            few(fs.call_s3, "abort_multipart_upload", timeout=_ABORT_S, **target)
+        raise
+
+
+def _send(
+    fs: Any, target: dict[str, Any], parts: Iterable[bytes], retry: Retrying
+) -> tuple[list[dict[str, Any]], int]:
+    """(what S3 wants to hear of the parts, their bytes)."""
+
+    def send(number: int, part: bytes) -> dict[str, Any]:
+        named = target | {"PartNumber": number}
+        try:
+            answer = retry(
+                lambda: fs.call_s3("upload_part", Body=io.BytesIO(part), timeout=PART_S, **named)
+            )
+        except FileNotFoundError as error:
+            raise StorageError(f"the upload was aborted by another: {error}") from error
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    sent: list[dict[str, Any]] = []
+    flying: deque[Future[dict[str, Any]]] = deque()
+    total = 0
+    with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="upload") as pool:
+        try:
+            for number, part in enumerate(parts, 1):
+                if len(flying) == PARTS_IN_FLIGHT:
+                    sent.append(flying.popleft().result())
+                flying.append(pool.submit(send, number, part))
+                total += len(part)
+            sent.extend(future.result() for future in flying)
+        except BaseException:
+            for future in flying:
+                future.cancel()
+            raise
+    return sent, total
+
+
+def _cut(chunks: Iterable[Bytes], part_bytes: int) -> Iterator[bytes]:
+    """The same bytes in parts of one size; the last is smaller."""
+    part = bytearray()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        start = 0
+        while start < len(view):
+            stop = min(len(view), start + part_bytes - len(part))
+            part += view[start:stop]
+            start = stop
+            if len(part) == part_bytes:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)

@@ -1,0 +1,348 @@
+"""Checkpoints in object stores and other places that fsspec reaches by URL.
+
+Each package behind fsspec finds its credentials and its server as it always does: for S3 in the
+environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), AWS's own files or fsspec's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+from tenacity.stop import stop_base
+
+from elasticzero.checkpoint.storage import multipart
+from elasticzero.checkpoint.storage.base import Bytes, Views, explain, holds
+from elasticzero.errors import ElasticZeroError, StorageError, UserError
+
+_READ_BYTES = 16 << 20
+_FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
+"""Where directories are only parts of names."""
+_WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+"""Where a file that is opened to be written appears whole, when it is closed."""
+_TRANSIENT_NAMES = frozenset(
+    {"HTTPClientError", "ConnectionError", "ClientError", "ResponseParserError", "IncompleteRead"}
+)
+"""Of botocore's, aiohttp's and http.client's exceptions, which are no `OSError`."""
+_UNANSWERED_NAMES = frozenset({"ReadTimeoutError", "ConnectTimeoutError"})
+"""Of botocore's."""
+_ANSWER_S = 10.0
+"""How long S3 may take to accept a connection, and to say anything."""
+_REQUEST_S = 30.0
+_SILENT_S = 1.5 * _ANSWER_S
+"""A server that has not answered for so long is asked no more."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a moment later: throttled, timed out, broken off."""
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    status = _status(error)
+    if status is not None:
+        return status in (408, 409, 429) or status >= 500
+    return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    return isinstance(error, TimeoutError) or type(error).__name__ in _UNANSWERED_NAMES
+
+
+class _StopWhereSilent(stop_base):
+    """Whether the server has had its time, and the last request got no answer again."""
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        outcome = retry_state.outcome
+        error = outcome.exception() if outcome is not None else None
+        return _is_unanswered(error) and (retry_state.seconds_since_start or 0.0) >= _SILENT_S
+
+
+RETRY = Retrying(
+    retry=retry_if_exception(is_transient),
+    stop=stop_after_attempt(8) | stop_after_delay(60) | _StopWhereSilent(),
+    wait=wait_random_exponential(multiplier=0.2, max=10),
+    sleep=time.sleep,
+    reraise=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """One of fsspec's file systems, asked again where that may help."""
+
+    fs: Any
+    retry: Retrying = RETRY
+
+    def call(self, method: str, *arguments: object, **options: object) -> Any:
+        return self.retry(getattr(self.fs, method), *arguments, **self.limit(method), **options)
+
+    def limit(self, method: str) -> dict[str, float]:
+        """How long one request to S3 may take as a whole: what is sent to a server that reads
+        nothing has no other limit, and what is received has its own."""
+        limited = method != "cat_file" and self.speaks(frozenset({"s3", "s3a"}))
+        return {"timeout": _REQUEST_S} if limited else {}
+
+    def speaks(self, protocols: frozenset[str]) -> bool:
+        own = self.fs.protocol
+        return not protocols.isdisjoint({own} if isinstance(own, str) else own)
+
+
+class ObjectStorage:
+    """One step's files under a URL."""
+
+    def __init__(self, remote: Remote, root: str, where: str) -> None:
+        """`root`: the step's path in `remote`."""
+        self.where = where
+        self._remote = remote
+        self._root = root
+
+    def size(self, name: str) -> int:
+        with self._complaining("look at", name):
+            found = self._remote.call("info", self._path(name))
+        if found["type"] != "file":
+            raise FileNotFoundError(f"{self.where}/{name}")
+        return int(found["size"])
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        done, size, views = 0, sum(map(len, buffers)), Views(buffers)
+        while done < size:
+            stop = min(size, done + _READ_BYTES)
+            data = self._range(name, start + done, start + stop)
+            at = 0
+            for view in views.take(len(data)):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
+            done += len(data)
+            if done < stop:
+                break
+        return done
+
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
+        remote, path = self._remote, self._path(name)
+        with self._complaining("write", name, or_missing=True):
+            if remote.speaks(frozenset({"s3", "s3a"})):
+                multipart.upload(remote.fs, path, chunks, size, remote.retry)
+            elif remote.speaks(_WHOLE_AT_CLOSE):
+                self._stream(path, chunks)
+            else:
+                staged = self._path(f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial")
+                try:
+                    self._stream(staged, chunks)
+                    remote.fs.mv(staged, path)
+                finally:
+                    with suppress(FileNotFoundError):
+                        remote.fs.rm_file(staged)
+
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """As the protocol says where the store has a conditional put: S3 by `If-None-Match`, Google
+        by generation, `memory://` within its one process.
+
+        Elsewhere it is a look and then a write: of two that create the same file within that
+        moment the later wins, and both believe they did.
+        """
+        path = self._path(name)
+
+        def create() -> None:
+            remote = self._remote
+            if remote.fs.exists(path, **remote.limit("exists")):
+                raise FileExistsError(path)
+            remote.fs.pipe_file(path, data, mode="create", **remote.limit("pipe_file"))
+
+        with self._complaining("create", name, or_missing=True):
+            try:
+                self._remote.retry(create)
+                return True
+            except FileExistsError:
+                pass
+            except Exception as error:
+                if _status(error) != 412:
+                    raise
+        return holds(self, name, data)
+
+    def names(self) -> list[str]:
+        with self._complaining("list", "its files"):
+            return _listed(self._remote, self._root, ("file",))
+
+    def remove(self, name: str) -> None:
+        with self._complaining("remove", name), suppress(FileNotFoundError):
+            self._remote.call("rm_file", self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _range(self, name: str, start: int, stop: int) -> bytes:
+        with self._complaining("read", name):
+            try:
+                data: bytes = self._remote.call("cat_file", self._path(name), start=start, end=stop)
+            except Exception as error:
+                if _status(error) != 416:  # the file ends before `start`
+                    raise
+                return b""
+        return data
+
+    def _stream(self, path: str, chunks: Iterable[Bytes]) -> None:
+        file = self._remote.fs.open(path, "wb", block_size=multipart.PART_BYTES)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+                file.closed = True  # or else fsspec sends what it has when the object goes
+            raise
+        file.close()
+
+    @contextmanager
+    def _complaining(self, verb: str, name: str, *, or_missing: bool = False) -> Iterator[None]:
+        with _complaining(f"cannot {verb} {name} in {self.where}", or_missing=or_missing):
+            yield
+
+
+class ObjectDirectory:
+    """A checkpoint directory under a URL."""
+
+    def __init__(self, remote: Remote, root: str, where: str) -> None:
+        """`root`: the directory's path in `remote`."""
+        self.where = where
+        self._remote = remote
+        self._root = root
+
+    def names(self) -> list[str]:
+        with _complaining(f"cannot list {self.where}"):
+            return _listed(self._remote, self._root, ("file", "directory"))
+
+    def files(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        with _complaining(f"cannot list {self.where}"), suppress(FileNotFoundError):
+            for path, entry in self._remote.call("find", self._root, detail=True).items():
+                step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
+                if slash and "/" not in name:
+                    found.setdefault(step, {})[name] = _written_s(entry)
+        return found
+
+    def step(self, name: str) -> ObjectStorage:
+        return ObjectStorage(self._remote, f"{self._root}/{name}", f"{self.where}/{name}")
+
+    def make(self, name: str) -> ObjectStorage:
+        if not self._remote.speaks(_FLAT):
+            with _complaining(f"cannot make the directory {self.where}/{name}"):
+                self._remote.call("makedirs", f"{self._root}/{name}", exist_ok=True)
+        return self.step(name)
+
+    def remove(self, name: str) -> None:
+        if not self._remote.speaks(_FLAT):
+            with suppress(OSError):
+                self._remote.fs.rmdir(f"{self._root}/{name}")
+
+    def check_writable(self) -> None:
+        probe = f"{self._root}/.writable-{os.getpid()}-{os.urandom(4).hex()}"
+        problem = f"the checkpoint directory {self.where} cannot be written"
+        with _complaining(problem, or_missing=True):
+            if not self._remote.speaks(_FLAT):
+                self._remote.call("makedirs", self._root, exist_ok=True)
+            self._remote.call("pipe_file", probe, b"-")
+            self._remote.call("rm_file", probe)
+
+
+def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
+    """(fsspec's file system, the path in it) of a URL; raises `UserError`."""
+    scheme = url.split("://")[0]
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        fs, root = fsspec.core.url_to_fs(url, **_options(scheme, fsspec.config.conf))
+    except ImportError as error:
+        raise UserError(f"{url!r} cannot be used: {error}") from None
+    except ValueError as error:
+        raise UserError(
+            f"{url!r} is no place that fsspec knows ({error}): give a path, file://, s3://, gs://, "
+            f"or install the package for {scheme}://"
+        ) from None
+    if Remote(fs, retry).speaks(frozenset({"file", "local"})):
+        raise UserError(f"{url!r} is no URL: give a path, file:///PATH or SCHEME://PLACE")
+    if scheme in ("s3", "s3a"):
+        fs.retries = 1  # `retry` does that, here and in botocore below
+    return Remote(fs, retry), root.rstrip("/")
+
+
+def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """What we want of a file system; it also keeps our instance apart from the script's own."""
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        own = configured.get(scheme, {}).get("config_kwargs", {})
+        limits = {"connect_timeout": _ANSWER_S, "read_timeout": _ANSWER_S}
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **limits, **own}
+    return options
+
+
+def _listed(remote: Remote, root: str, kinds: Iterable[str]) -> list[str]:
+    try:
+        entries = remote.call("ls", root, detail=True, refresh=True)
+    except FileNotFoundError:
+        return []
+    paths = (str(entry["name"]).rstrip("/") for entry in entries if entry["type"] in kinds)
+    return sorted(path.rsplit("/", 1)[-1] for path in paths if path.strip("/") != root.strip("/"))
+
+
+def _written_s(entry: Mapping[str, Any]) -> float:
+    """When a file was last written, in seconds; packages spell it in several ways.
+
+    0 where none is known: then no file is older than another.
+    """
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, or None; packages keep it in several places."""
+    for link in (error, error.__cause__):
+        response = getattr(link, "response", None)
+        if isinstance(response, Mapping):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status if isinstance(status, int) else None
+        for name in ("status", "status_code", "code"):
+            if isinstance(value := getattr(link, name, None), int):
+                return value
+    return None
+
+
+@contextmanager
+def _complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
+    """Errors of the system and of the packages as `StorageError`.
+
+    Python's own, but for `OSError`, are somebody's mistake and stay. `or_missing`: what is not
+    there is a `StorageError` too.
+    """
+    try:
+        yield
+    except ElasticZeroError:
+        raise
+    except FileNotFoundError as error:
+        if not or_missing:
+            raise
+        raise StorageError(f"{what}: {explain(error)}") from error
+    except Exception as error:
+        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+            raise
+        raise StorageError(f"{what}: {explain(error)}") from error

@@ -1,0 +1,1 @@
+"""How the ranks of a generation find each other, agree and exchange tensors."""

@@ -1,0 +1,320 @@
+"""How the ranks of a generation agree on a few numbers: the greatest that any of them gives, by a
+tree of TCP connections.
+
+A rank sends one message up and gets one down. Gloo's all_reduce is a ring, 2 (N-1) messages a rank,
+and on cores that training fills its threads cost more than all else between two steps
+(docs/performance.md). A rank with others below it passes messages on in a thread, so that nobody
+waits for one that computes; a rank without needs none.
+
+What breaks a connection (a death, `Groups.shut`) is an error for every rank, from then on and at
+the latest when it waits for what was agreed. There is no limit of time here: who is late and who
+hangs is for the agents to say, which shut the groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from elasticzero.comm.rendezvous import Place
+
+ARITY = 16
+"""So many ranks are below one at most: 6,400 ranks are four levels."""
+WIDTH = 15
+"""Numbers in a message."""
+LEAST = -(1 << 63)
+"""Says nothing: any number is greater."""
+SHARE = 0.5
+"""Of the time to connect, the rest of which the process group has."""
+STRANGER = -1
+STRANGERS = 64
+"""Of so many who have not said who they are, the first is sent away."""
+
+_Numbers = tuple[int, ...]
+_MESSAGE = struct.Struct(f"!{WIDTH}q")
+_HELLO = struct.Struct("!32sI")
+
+
+def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
+    """Who is above this rank in the tree (None: nobody, it is the top), and who below. Pure."""
+    above = (rank - 1) // ARITY if rank else None
+    first = rank * ARITY + 1
+    return above, range(min(first, world_size), min(first + ARITY, world_size))
+
+
+class Agreement:
+    """One rank's part in the tree. Every rank gives and takes equally often, in one thread."""
+
+    def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
+        self._up = up
+        self._down = tuple(down)
+        self._given: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
+        self._taken: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
+        self._open = 0
+        """Given, and not received."""
+        self._early: deque[_Numbers] = deque()
+        """Received before it was asked for."""
+        self._thread: threading.Thread | None = None
+        if down:
+            thread = threading.Thread(target=self._pass_on, name="elasticzero-agree", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """This rank's numbers, `WIDTH` of them at most, of 64 bits; does not wait for others."""
+        own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
+        message = _MESSAGE.pack(*own)
+        self._open += 1
+        if self._thread is not None or self._up is None:
+            self._given.put(own)
+            return
+        try:
+            _send(self._up, message)
+        except OSError as error:
+            raise _broken(error) from None
+
+    def take(self) -> _Numbers:
+        """Of each number the greatest that the ranks gave, of what was given first and is not taken
+        yet; waits for all of them.
+
+        Raises `DistNetworkError` when a connection is broken.
+        """
+        return self._early.popleft() if self._early else self._next()
+
+    def greatest(self, number: int) -> int:
+        """The greatest of the numbers that the ranks give; what they gave before can be taken
+        after it."""
+        return self.greatest_of([number])[0]
+
+    def greatest_of(self, numbers: Sequence[int]) -> _Numbers:
+        """`greatest` of each of several numbers."""
+        self.give(numbers)
+        while self._open > 1:
+            self._early.append(self._next())
+        return self._next()
+
+    def _next(self) -> _Numbers:
+        self._open -= 1
+        if self._thread is not None:
+            found = self._taken.get()
+            if isinstance(found, OSError):
+                self._taken.put(found)  # it stays so
+                raise _broken(found)
+            return found
+        if self._up is None:
+            return self._given.get() or ()
+        try:
+            return _receive(self._up)
+        except OSError as error:
+            raise _broken(error) from None
+
+    def shut(self) -> None:
+        """Break the connections, in any state; from any thread."""
+        for connection in self._connections():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nothing runs on it any more when this returns."""
+        self._given.put(None)
+        self.shut()
+        if self._thread is not None:
+            self._thread.join()
+        for connection in self._connections():
+            connection.close()
+
+    def _pass_on(self) -> None:
+        """What comes from below and this rank's own goes up, what comes from above down."""
+        try:
+            while True:
+                below = list(self._from_below())
+                own = self._given.get()
+                if own is None:
+                    raise ConnectionAbortedError("closed")
+                most: _Numbers = tuple(map(max, own, *below))
+                if self._up is not None:
+                    _send(self._up, _MESSAGE.pack(*most))
+                    most = _receive(self._up)
+                message = _MESSAGE.pack(*most)
+                for connection in self._down:
+                    _send(connection, message)
+                self._taken.put(most)  # last: this process may end when it has it
+        except Exception as error:  # noqa: BLE001 - the top of a thread: whoever takes has it
+            self.shut()
+            self._taken.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    def _from_below(self) -> Iterator[_Numbers]:
+        """A message of each rank below, whichever is the first to have one."""
+        missing = {connection.fileno(): connection for connection in self._down}
+        ready = select.poll()
+        for fd in missing:
+            ready.register(fd, select.POLLIN)
+        while missing:
+            for fd, _ in ready.poll():
+                ready.unregister(fd)
+                yield _receive(missing.pop(fd))
+
+    def _connections(self) -> Iterable[socket.socket]:
+        return self._down if self._up is None else (self._up, *self._down)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    """An error where nobody is at the other end, whatever the script does with SIGPIPE."""
+    connection.sendall(message, socket.MSG_NOSIGNAL)
+
+
+def _receive(connection: socket.socket) -> _Numbers:
+    data = b""
+    while len(data) < _MESSAGE.size:
+        more = connection.recv(_MESSAGE.size - len(data))
+        if not more:
+            raise ConnectionResetError("the other end was closed")
+        data += more
+    return _MESSAGE.unpack(data)
+
+
+def _broken(error: OSError) -> dist.DistNetworkError:
+    return dist.DistNetworkError(f"the ranks could not agree: {error}")
+
+
+def join(place: Place, store: Store) -> Agreement:
+    """Connect to the rank above and to those below; all that have met at this store call it.
+
+    Raises `DistNetworkError` when one of them is not reached, or does not come, in time: half of
+    `place.connect_timeout_s`.
+    """
+    above, below = relatives(place.rank, place.world_size)
+    limit_s = place.connect_timeout_s * SHARE
+    tree = PrefixStore(f"{place.token}/tree", store)
+    with ExitStack() as listening, ExitStack() as connections:
+        if below:
+            listener = listening.enter_context(_listen(len(below) + STRANGERS))
+            tree.set(str(place.rank), f"{place.host} {listener.getsockname()[1]}")
+        up = None
+        if above is not None:
+            up = _connect(place, above, tree.get(str(above)).decode(), limit_s)
+            connections.enter_context(up)
+        down: list[socket.socket] = []
+        if below:
+            for connection in _accept(place, listener, set(below), limit_s):
+                down.append(connections.enter_context(connection))
+        connections.pop_all()  # all are there: they stay open
+    return Agreement(up, down)
+
+
+def _listen(backlog: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+        return socket.create_server(("", 0), backlog=backlog)
+    except OSError as error:
+        raise _broken(error) from None
+
+
+def _connect(place: Place, above: int, address: str, limit_s: float) -> socket.socket:
+    host, port = address.split()
+    try:
+        up = socket.create_connection((host, int(port)), limit_s)
+        up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send(up, _HELLO.pack(_proof(place), place.rank))
+        up.settimeout(None)
+    except OSError as error:
+        raise dist.DistNetworkError(
+            f"rank {above} is not reached at {host}:{port}: {error}; if {host} is not its node, "
+            "give that one --host"
+        ) from None
+    return up
+
+
+def _accept(
+    place: Place, listener: socket.socket, missing: set[int], limit_s: float
+) -> Iterator[socket.socket]:
+    """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
+    one that says nothing keeps nobody waiting."""
+    deadline_s = time.monotonic() + limit_s
+    with closing(_Door(listener, _proof(place))) as door:
+        while missing:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(map(str, sorted(missing)))
+                raise dist.DistNetworkError(f"rank {names} did not connect in {limit_s:g} s")
+            for rank, connection in door.look(left_s):
+                if rank not in missing:
+                    connection.close()
+                    continue
+                missing.remove(rank)
+                connection.setblocking(True)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield connection
+
+
+class _Door:
+    """Those who have connected and have not yet said who they are."""
+
+    def __init__(self, listener: socket.socket, proof: bytes) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._proof = proof
+        self._unknown: dict[int, tuple[socket.socket, bytearray]] = {}
+        """By descriptor, in the order in which they came, and what has come of their hello."""
+        self._ready = select.poll()
+        self._ready.register(listener, select.POLLIN)
+
+    def look(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
+        """Who has said meanwhile which rank it is, or (STRANGER) is none."""
+        for fd, _ in self._ready.poll(limit_s * 1000):
+            if fd == self._listener.fileno():
+                self._let_in()
+            elif fd in self._unknown and (rank := self._hello(*self._unknown[fd])) is not None:
+                yield rank, self._forget(fd)
+
+    def _let_in(self) -> None:
+        if len(self._unknown) >= STRANGERS:
+            self._forget(next(iter(self._unknown))).close()
+        with suppress(OSError):  # it is gone again
+            connection = self._listener.accept()[0]
+            connection.setblocking(False)
+            self._unknown[connection.fileno()] = connection, bytearray()
+            self._ready.register(connection, select.POLLIN)
+
+    def _forget(self, fd: int) -> socket.socket:
+        self._ready.unregister(fd)
+        return self._unknown.pop(fd)[0]
+
+    def _hello(self, connection: socket.socket, data: bytearray) -> int | None:
+        """None: not all of it has come."""
+        try:
+            more = connection.recv(_HELLO.size - len(data))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return STRANGER
+        data += more
+        if not more:
+            return STRANGER
+        if len(data) < _HELLO.size:
+            return None
+        proof, rank = _HELLO.unpack(data)
+        return int(rank) if hmac.compare_digest(proof, self._proof) else STRANGER
+
+    def close(self) -> None:
+        for connection, _ in self._unknown.values():
+            connection.close()
+
+
+def _proof(place: Place) -> bytes:
+    return hashlib.sha256(f"{place.token} {place.password}".encode()).digest()

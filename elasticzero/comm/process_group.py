@@ -1,0 +1,418 @@
+"""The process group of one generation: set up under a deadline, torn down at once, and what all
+ranks take over from rank 0 or agree on.
+
+Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
+noticed only by the ranks that are connected to it in the running collective. Shutting the group's
+own TCP connections does both, so whoever notices first shuts them and all others notice within
+milliseconds. NCCL has an abort, after which its collectives end with any values: what they gave
+counts only once it is confirmed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from elasticzero.comm import barriers, nccl
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.control_tree import LEAST, WIDTH, Agreement, join
+from elasticzero.comm.gloo import destroy_process_group
+from elasticzero.comm.rendezvous import Place
+from elasticzero.data.sampling import mixed
+from elasticzero.errors import OperatorError
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
+from elasticzero.snapshots.schedule import Word
+
+RELEASE_S = 0.5
+"""A group that is not gone by then hangs."""
+CLOSED = "nccl: the connections to the other ranks are closed"
+LOOK_S = 0.1
+"""So often NCCL is asked for errors."""
+
+_kept: list[dist.ProcessGroup] = []
+"""Groups that were closed. Gloo's destructor joins its threads while it holds Python's global lock,
+and such a thread may wait for that lock to drop a finished operation: destroying a group can hang
+(seen with torch 2.13, one time in six). So none is, until the process ends."""
+
+CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
+MAX_TEXT_BYTES = 512
+"""Maximum length of a text that one rank gives to all; the rest is cut off."""
+
+
+class Groups:
+    """What connects the ranks of one generation: the default group, for tensors, and the tree by
+    which they agree."""
+
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        agreement: Agreement,
+        sockets: frozenset[str],
+    ) -> None:
+        self.place = place
+        self.agreement = agreement
+        self._sockets = sockets
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._shut = threading.Event()
+        self._shut_lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
+        self._confirmed_to: tuple[int, int] | None = None
+        self._number = zlib.crc32(place.token.encode()) << 32
+        self.awaits_gpu = False
+        """The main thread does."""
+        if self._on_gpu:
+            threading.Thread(target=self._look, name="elasticzero-nccl", daemon=True).start()
+
+    @property
+    def misled(self) -> bool:
+        """Collectives were aborted here, so that they may have given the script any values."""
+        return self._on_gpu and self._shut.is_set()
+
+    def shut(self) -> None:
+        """Break every connection of this generation's groups, in any state; from any thread.
+
+        A collective that runs here or in a peer ends at once: gloo's with an error, NCCL's as if it
+        were done, which `confirm` finds out.
+        """
+        with self._shut_lock:
+            if self._shut.is_set():
+                return
+            self._shut.set()
+            self.agreement.shut()
+            for name, fd in socket_fds():
+                if name in self._sockets:
+                    _shut_down(fd)
+            if self._on_gpu:
+                abort = threading.Thread(target=nccl.abort, name="elasticzero-abort", daemon=True)
+                abort.start()
+                self._aborting = abort
+
+    def _look(self) -> None:
+        """NCCL says nothing to who waits for the GPU."""
+        while not self._shut.wait(LOOK_S):
+            if nccl.failed():
+                self.shut()
+
+    def confirm(self) -> None:
+        """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
+        were shut before. All call this together.
+
+        What collectives gave may be used for good only after this. Gloo's raise by themselves.
+        """
+        if not self._on_gpu or self.place.world_size == 1:
+            return
+        self.awaits_gpu = True
+        try:
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+            done.synchronize()
+            if self._shut.is_set():
+                raise dist.DistBackendError(CLOSED)
+            self.countersign()
+            self._confirmed_to = self._begun()
+        finally:
+            self.awaits_gpu = False
+
+    @property
+    def untouched(self) -> bool:
+        """This rank has begun no collective since `confirm`, so that nothing it has is of one that
+        was aborted. What it has received from one rank alone (`recv`) torch does not count."""
+        return self._confirmed_to is not None and self._confirmed_to == self._begun()
+
+    def _begun(self) -> tuple[int, int] | None:
+        """How many groups and, of the default one, collectives; None: the script has groups of its
+        own, which are not looked at."""
+        default = dist.group.WORLD
+        if default is None or own_groups():
+            return None
+        begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return dist.distributed_c10d._world.group_count, int(begun)
+
+    def countersign(self) -> None:
+        """Raise unless every rank is here, and none aborts meanwhile.
+
+        Each gives the same number, which nobody has given before: where a rank gave none, or its
+        own got lost, what is left in some buffer stands for it, and the sum is another.
+        """
+        self._number += 1
+        number = mixed(self._number) >> 32
+        given = torch.full((1,), number, dtype=torch.int64, device=self._device)
+        dist.all_reduce(given)
+        if int(given.item()) != number * self.place.world_size or self._shut.is_set():
+            raise dist.DistBackendError(CLOSED)
+
+    def part(self) -> None:
+        """Where all have agreed to stop, before this rank goes: what it had still to send to a
+        peer's GPU has come. Gloo's collectives leave nothing behind."""
+        if self._on_gpu:
+            self.agreement.greatest(0)
+
+    def barrier(self, call: Call, number: int = 0, where: str = "") -> int:
+        """Wait until all ranks make this call; returns the greatest of their numbers.
+
+        Raises `UserError` on a rank that is at another call than the rest, `RetryError` on the
+        rest; where: what the error says of this rank's place.
+        """
+        if self.place.world_size == 1:
+            return number
+        rank = self.place.rank
+        fill = [LEAST] * (WIDTH - 3)
+        found = self.agreement.greatest_of([number, *fill, *barriers.marks(call, rank)])
+        barriers.check(found[-2:], call, rank, where)
+        return found[0]
+
+    def alike(self, call: Call, number: int, where: str = "") -> bool:
+        """Whether all ranks give the same number, of 63 bits. Raises as `barrier` does."""
+        if self.place.world_size == 1:
+            return True
+        rank = self.place.rank
+        fill = [LEAST] * (WIDTH - 4)
+        numbers = [number, ~number, *fill, *barriers.marks(call, rank)]
+        found = self.agreement.greatest_of(numbers)
+        barriers.check(found[-2:], call, rank, where)
+        return found[0] == ~found[1]
+
+    def share_text(self, text: str | None) -> str:
+        """The text that one rank gives, the highest where several do; empty where none does. All
+        call this together."""
+        if self.place.world_size == 1:
+            return text or ""
+        source = self.agreement.greatest(-1 if text is None else self.place.rank)
+        table = torch.zeros(MAX_TEXT_BYTES, dtype=torch.int64)
+        if text is not None and source == self.place.rank:
+            data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+            table[: len(data)] = torch.tensor(list(data), dtype=torch.int64)
+        found = bytes(self.sum(table).tolist()).rstrip(bytes(1))
+        return found.decode(errors="ignore")
+
+    def sum(self, table: torch.Tensor) -> torch.Tensor:
+        """The sum of the tensors that the ranks give, on the CPU; all call this together."""
+        if self.place.world_size == 1:
+            return table
+        summed = table.to(self._device)
+        dist.all_reduce(summed)
+        self.confirm()
+        return summed.cpu()
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """What each rank gives, by rank; all call this together. When it returns every rank has
+        that: breaking the connections takes it from none."""
+        found = self._gather(own)
+        with suppress(dist.DistError):
+            self.agreement.greatest(0)
+        return found
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        if self.place.world_size == 1:
+            return [own]
+        longest = self.agreement.greatest(len(own))
+        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
+        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.place.world_size)]
+        dist.all_gather(found, mine)
+        self.confirm()
+        texts = [bytes(tensor.cpu().numpy()) for tensor in found]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
+        these changes."""
+        if self.place.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        with torch.no_grad():
+            flat = {
+                dtype: torch.cat([tensor.detach().reshape(-1) for tensor in same])
+                for dtype, same in by_dtype.items()
+            }
+            for values in flat.values():
+                dist.broadcast(values.view(torch.uint8), 0)
+            self.confirm()
+            for dtype, same in by_dtype.items():
+                parts = flat[dtype].split([tensor.numel() for tensor in same])
+                for tensor, part in zip(same, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def let_go(self) -> None:
+        """Nothing runs on them any more, when this returns."""
+        with self._shut_lock:
+            self._shut.set()
+            aborting = self._aborting
+        if aborting is not None:
+            aborting.join()
+        self.agreement.close()
+
+    def close(self) -> None:
+        """Give the groups up; call once nothing runs on them."""
+        self.let_go()
+        if dist.is_initialized():
+            assert dist.group.WORLD is not None
+            _kept.append(dist.group.WORLD)
+            destroy_process_group()
+
+
+def own_groups() -> int:
+    """How many process groups the script has made besides the default one."""
+    known = dist.distributed_c10d._world.pg_map
+    return sum(group is not dist.group.WORLD for group in known)
+
+
+def release(groups: Groups) -> bool:
+    """Destroy the group of a generation that is over; False: an operation hangs in it.
+
+    Nothing else may refer to it. Gloo's destructor waits for the operations of a group, of which
+    one may hang for good (seen with torch 2.13: a send that a closed connection has swallowed). So
+    the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
+    """
+    last = [dist.group.WORLD]
+    groups.let_go()
+    destroy_process_group()
+    gc.collect()
+    thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
+    thread.start()
+    thread.join(RELEASE_S)
+    return not thread.is_alive()
+
+
+def device_of(place: Place) -> torch.device:
+    """This worker's own GPU where there are any, else the CPU.
+
+    Raises `OperatorError` where there are too few, unless NCCL is told that ranks may share one.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if place.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise OperatorError(
+            f"worker {place.local_rank} of this node has no GPU of its own, for there are {count}: "
+            f"give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
+            "CPU"
+        )
+    return torch.device("cuda", place.local_rank % count)
+
+
+def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
+    """Set up the groups of the ranks that have met at this store.
+
+    A peer that goes away is an error of torch's own. The caller bounds it by a watchdog: torch's
+    store can block far past its timeout.
+    """
+    before = {name for name, _ in socket_fds()}
+    if device.type == "cuda":
+        nccl.leave_aborts_to_us()
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(place.token, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=place.collective_timeout_s),
+    )
+    dist.all_reduce(torch.zeros(1, device=device))
+    agreement = join(place, store)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Groups(place, device, agreement, frozenset(_own_sockets(before, place.master_port)))
+
+
+def socket_fds() -> Iterable[tuple[str, int]]:
+    """(identity, descriptor) of every socket of this process; the identity is its inode."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if target.startswith("socket:"):
+                yield target, int(entry)
+
+
+def _own_sockets(before: set[str], store_port: int) -> Iterable[str]:
+    """The connections made since `before`, without those to and from rank 0's store."""
+    for name, fd in socket_fds():
+        if name in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if store_port not in (copy.getsockname()[1], copy.getpeername()[1]):
+                yield name
+
+
+def _shut_down(fd: int) -> None:
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
+class ControlWord:
+    """What all ranks know alike at the same boundary: given in a step, taken at its end."""
+
+    def __init__(self, groups: Groups | None) -> None:
+        many = groups is not None and groups.place.world_size > 1
+        self._agreement = groups.agreement if groups is not None and many else None
+        self._rank = groups.place.rank if groups is not None else 0
+        self._given = False
+
+    def give(self, mine: Word) -> None:
+        """Give this rank's word of the step that it works on; once a step, later calls do nothing.
+
+        It is given as the step's first backward begins: a rank that leaves its loop before that has
+        not given it, so that what it gives next meets the others' words and tells on it.
+        """
+        if self._agreement is not None and not self._given:
+            self._agreement.give(_numbers(mine, self._rank))
+            self._given = True
+
+    def take(self, mine: Word) -> Word | None:
+        """What counts of all ranks' words of the step that ends; None where none was given. For one
+        rank alone that is its own word of now.
+
+        Raises `RetryError` where another rank has left its loop.
+        """
+        if self._agreement is None:
+            return mine
+        if not self._given:
+            return None
+        self._given = False
+        numbers = self._agreement.take()
+        barriers.check(numbers[-2:], Call.STEP, self._rank, "")
+        return _word(numbers)
+
+
+def _numbers(word: Word, rank: int) -> list[int]:
+    """A word as numbers of which the greatest count: each flag for itself, the least negated."""
+    flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
+    least = [-int(word.ready), -word.kept, -word.saved]
+    most = [word.unkept, word.unsaved, word.every, word.verify_every]
+    digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
+    return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
+
+
+def _word(numbers: Sequence[int]) -> Word:
+    flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
+    ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
+        len(CONTROL_FLAGS) :
+    ]
+    return Word(
+        flags=flags,
+        ready=bool(ready),
+        kept=-kept,
+        saved=-saved,
+        unkept=unkept,
+        unsaved=unsaved,
+        every=every,
+        verify_every=verify_every,
+        digest=None if digest == LEAST else digest,
+        complement=None if complement == LEAST else complement,
+    )

@@ -1,0 +1,1 @@
+"""What must be equal on all ranks, and how they find out that it is not."""

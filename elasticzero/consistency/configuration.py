@@ -1,0 +1,153 @@
+"""What the scripts of all ranks must agree on, compared before anything depends on it.
+
+Each rank describes what its script asks for as text by name. The ranks of a generation compare a
+digest; only where it differs do they exchange the descriptions, and the rank that is unlike those
+that have trained, or unlike rank 0, fails with both values. Nothing is compared with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import Groups
+from elasticzero.consistency.differences import Verdict, by_trained, difference
+from elasticzero.consistency.digests import combined, of_value
+from elasticzero.data.loader import Walk
+from elasticzero.errors import PeerSetAside, UserError
+from elasticzero.ipc.messages import Assignment
+from elasticzero.state.model import NamedModel, Spec, spec_of
+
+Description = Mapping[str, str]
+ADVICE = "start every node with the same script, arguments and data"
+PLAIN = (bool, int, float, str, type(None))
+PACKAGES = ("torch", "numpy", "elasticzero")
+
+
+def of_model(named: NamedModel, strategy: str) -> Description:
+    """Names, shapes and dtypes of what the model keeps, and which parameters are trained."""
+    found = {"strategy": strategy}
+    for name, parameter in named.parameters.items():
+        trained = "" if parameter.requires_grad else ", frozen"
+        found[f"parameter {name!r}"] = _spec(spec_of(parameter)) + trained
+    for name, buffer in named.buffers.items():
+        found[f"buffer {name!r}"] = _spec(spec_of(buffer))
+    return found
+
+
+def of_optimizer(
+    optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]
+) -> Description:
+    """The optimizer's class, and the options and parameters of its groups."""
+    found = {"optimizer": type(optimizer).__name__}
+    for index, (names, group) in enumerate(zip(group_names, optimizer.param_groups, strict=True)):
+        of = f"of optimizer group {index}" if len(group_names) > 1 else "of the optimizer"
+        found[f"number of parameters {of}"] = str(len(names))
+        found[f"digest of the names {of}"] = f"{of_value(list(names)):016x}"
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                found[f"{key} {of}"] = _plain(value)
+    return found
+
+
+def of_loop(walk: Walk, loop: int) -> Description:
+    """The arguments of a call of `session.batches` on which the ranks' batches depend, and the
+    size of micro-batches, since their number is how often ranks communicate. loop: its number."""
+    plan = walk.plan
+    whole = -(-plan.global_batch // walk.world_size)
+    size = walk.micro_batch
+    values = {
+        "loop": loop,
+        "samples": plan.order.samples,
+        "global_batch": plan.global_batch,
+        "micro_batch": None if size is None or size >= whole else size,
+        "epochs": plan.epochs,
+        "steps": plan.steps,
+        "seed": plan.order.seed,
+        "shuffle": plan.order.shuffle,
+        "drop_last": plan.drop_last,
+    }
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+VERSIONS = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+"""Read once, where this is imported: a worker that is forked from there need not look for them."""
+
+
+class Comparison:
+    """Compares what the ranks of one generation say of their scripts."""
+
+    def __init__(self, groups: Groups | None, assignment: Assignment) -> None:
+        self._groups = groups
+        self._assignment = assignment
+
+    def require_equal(self, call: Call, own: Description) -> None:
+        """Raises, where the ranks' descriptions differ: `UserError`, with both values, on a rank
+        that is unlike the accepted one, `PeerSetAside` on the others.
+
+        call: which all ranks make together; `UserError` and `RetryError` where they do not.
+        """
+        found = self._compare(call, own)
+        if found is None:
+            return
+        verdict, told = found
+        if self._assignment.rank in verdict.odd:
+            raise UserError(f"{told[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
+        raise PeerSetAside("; ".join(told))
+
+    def warn_of_versions(self) -> None:
+        """Says on each rank whose versions of packages are not the others' in what they differ, and
+        on rank 0 of which ranks that is so. All ranks call this in `session.prepare`."""
+        found = self._compare(Call.PREPARE, VERSIONS)
+        if found is None:
+            return
+        verdict, told = found
+        for rank, text in zip(verdict.odd, told, strict=True):
+            if self._assignment.rank in (rank, 0):
+                warning = f"warning: {text}; results may depend on the rank"
+                print(warning, file=sys.stderr, flush=True)
+
+    def _compare(self, call: Call, own: Description) -> tuple[Verdict, list[str]] | None:
+        """The verdict, and a sentence for each odd rank; None: all ranks have the same."""
+        groups, assignment = self._groups, self._assignment
+        if groups is None or assignment.world_size == 1:
+            return None
+        if groups.alike(call, combined({name: of_value(own[name]) for name in own})):
+            return None
+        mine = {"node": assignment.node, "trained": assignment.trained, "values": dict(own)}
+        said = [json.loads(text) for text in groups.exchange(json.dumps(mine).encode())]
+        tables, nodes = [each["values"] for each in said], [each["node"] for each in said]
+        verdict = by_trained(tables, [rank for rank, each in enumerate(said) if each["trained"]])
+        assert verdict.accepted is not None
+        told = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
+        return verdict, told
+
+
+def _spec(spec: Spec) -> str:
+    return f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+
+
+def _plain(value: Any) -> str:
+    """A value in words that are the same in every process: no address, no device's number."""
+    if isinstance(value, PLAIN):
+        return str(value)
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else _spec(spec_of(value))
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain, value))})"
+    return type(value).__name__

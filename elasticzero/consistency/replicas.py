@@ -1,0 +1,207 @@
+"""Ranks prove to each other that what must be equal on all of them is equal.
+
+What must be: the strategy's replicas (parameters, optimizer state, the gradient's norm), the
+optimizer's options, tracked objects, and the position in the data.
+
+Rules:
+ C1  A rank signs a boundary's state: it takes the digest of each of these. The digest of all of
+     them rides in the control word, with its complement; the maxima of both are each other's
+     complement exactly if all ranks gave the same number.
+ C2  A boundary is signed `every` steps after the one signed before it, and where a snapshot is
+     captured; the word of the next step has the digest. Where a checkpoint is captured, a
+     generation ends by agreement or training ends, the ranks compare at once: nothing is saved or
+     handed over that was not verified.
+ C3  Without an interval rank 0 chooses one, from what a signature and a step take, so that
+     verifying takes SHARE of the time.
+ C4  Where the digests differ the ranks exchange those of each tensor. A rank that differs from what
+     more than half of the ranks have is set aside. Where there is no such majority, all go back.
+Invariant: a snapshot is replaced only by one that was captured after the former was verified.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import Groups
+from elasticzero.consistency.differences import by_majority, difference, split
+from elasticzero.consistency.digests import combined, digests, of_value
+from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
+from elasticzero.ipc.messages import Assignment
+from elasticzero.serialization import encode
+from elasticzero.snapshots.schedule import Word
+from elasticzero.state.model import TRACKED, BoundaryCopy
+
+SHARE = 0.0003
+"""Of the time, for verifying, where rank 0 chooses the interval."""
+FIRST_EVERY = 3
+"""The interval in steps until rank 0 has chosen one: by then it is known how long a step takes."""
+LONGEST_EVERY = 100_000
+KEPT_TIMES = 9
+OPTIONS, POSITION = "optimizer/options", "position"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The digests of one boundary's state."""
+
+    step: int
+    table: Mapping[str, int]
+    digest: int
+    """Of the table."""
+
+
+@dataclass(slots=True)
+class Interval:
+    """C3: the steps from one signature to the next, chosen from what was measured."""
+
+    wished: int = 0
+    """In steps; 0: nothing is known yet."""
+    _sign_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    _last: tuple[int, float] | None = None
+    """Step and time of the end of the last signature."""
+
+    def signed(self, step: int, began_s: float, ended_s: float) -> None:
+        """The state of `step` was signed in this time."""
+        last, self._last = self._last, (step, ended_s)
+        self._sign_s.append(ended_s - began_s)
+        if last is None or step <= last[0]:
+            return
+        self._step_s.append((began_s - last[1]) / (step - last[0]))
+        step_s = max(median(self._step_s), 1e-9)
+        self.wished = min(LONGEST_EVERY, max(1, math.ceil(fmean(self._sign_s) / (SHARE * step_s))))
+
+
+class Verification:
+    """One rank's part in it, in one generation."""
+
+    def __init__(
+        self,
+        groups: Groups | None,
+        assignment: Assignment,
+        replicas: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """replicas: what every rank has whole now."""
+        self._groups = groups
+        self._assignment = assignment
+        self._replicas = replicas
+        self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
+        self._every = assignment.verify_every
+        self._interval = Interval()
+        self._signed = self.verified = 0
+        self._open: Signature | None = None
+        """Not compared yet: it rides in the next word."""
+        self._heard: Signature | None = None
+        """The one that was compared last."""
+
+    def begin(self, step: int) -> None:
+        """The generation starts from this step; all ranks have read the same state."""
+        self._signed = self.verified = step
+
+    def word(self, word: Word) -> Word:
+        """`word` with what this rank says in it, given in the step after a boundary."""
+        if self._open is None:
+            return word
+        chooses = self._assignment.rank == 0 and self._assignment.verify_every is None
+        wished = self._interval.wished if chooses else 0
+        return replace(word, digest=self._open.digest, verify_every=wished)
+
+    def alike(self, word: Word) -> bool:
+        """Whether all ranks signed the same, according to a word that all have taken."""
+        self._heard, self._open = self._open, None
+        if self._heard is None:
+            return True
+        if self._assignment.verify_every is None:
+            self._every = word.verify_every or self._every
+        if alike := word.alike:
+            self.verified = max(self.verified, self._heard.step)
+        return alike
+
+    def alike_now(self, copy: BoundaryCopy, where: str) -> bool:
+        """Whether all ranks have the same state at this boundary; all call this together. where:
+        what an error says of this rank's place."""
+        if not self._enabled or self.verified == copy.step or self._groups is None:
+            return True
+        self._heard = self._sign(copy)
+        alike = self._groups.alike(Call.VERIFY, self._heard.digest, where)
+        if alike:
+            self.verified = copy.step
+        return alike
+
+    def sign_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
+        """Sign this boundary's state where that is due. captured: a snapshot of it was taken."""
+        if not self._enabled or copy.step in (self.verified, self._signed):
+            return
+        every = FIRST_EVERY if self._every is None else self._every
+        if captured or copy.step - self._signed >= every:
+            self._open = self._sign(copy)
+
+    def resolve(self) -> NoReturn:
+        """C4, after ranks were found to differ; raises the error that is this rank's."""
+        assert self._groups is not None and self._heard is not None
+        signature, mine = self._heard, self._assignment
+        own = {
+            "node": mine.node,
+            "table": {n: f"digest {d:016x}" for n, d in signature.table.items()},
+        }
+        said = [json.loads(text) for text in self._groups.exchange(json.dumps(own).encode())]
+        tables, nodes = [each["table"] for each in said], [each["node"] for each in said]
+        verdict = by_majority(tables)
+        where = f"after step {signature.step}"
+        if verdict.names and all(name.startswith(TRACKED) for name in verdict.names):
+            name = verdict.names[0]
+            raise UserError(
+                f"a tracked object is not the same on all ranks {where}: of {name!r} "
+                f"{split(tables, nodes, name)}. What session.track keeps must be equal on all "
+                "ranks, for a restore gives each of them what rank 0 had; --verify-replicas 0 "
+                "turns this check off"
+            )
+        if verdict.accepted is None:
+            name = verdict.names[0]
+            more = f" (and {len(verdict.names) - 1} more differ)" if verdict.names[1:] else ""
+            raise ReplicaMismatch(
+                f"the ranks differ {where}, and none of their states is that of a majority: of "
+                f"{name!r} {split(tables, nodes, name)}{more}. They were equal at step "
+                f"{self.verified}. Where processors of different kinds round differently, "
+                "--verify-replicas 0 turns this check off",
+                verified=self.verified,
+                odd=False,
+            )
+        told = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
+        if mine.rank in verdict.odd:
+            text = told[verdict.odd.index(mine.rank)]
+            raise ReplicaMismatch(
+                f"a rank differs from the others {where}: {text}. Its state is not used",
+                verified=self.verified,
+                odd=True,
+            )
+        raise PeerSetAside(f"a rank differs from the others {where}: {'; '.join(told)}")
+
+    def _sign(self, copy: BoundaryCopy) -> Signature:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        began_s = time.monotonic()
+        table = {**digests(self._replicas()), **digests(copy.tensors), **_values(copy)}
+        signature = Signature(copy.step, table, combined(table))
+        self._interval.signed(copy.step, began_s, time.monotonic())
+        self._signed = copy.step
+        return signature
+
+
+def _values(copy: BoundaryCopy) -> dict[str, int]:
+    """The digests of what is no tensor."""
+    found = {TRACKED + name: of_value(value) for name, value in copy.json["tracked"].items()}
+    found[OPTIONS] = of_value(copy.json["groups"])
+    found[POSITION] = of_value([copy.step, encode(copy.position)])
+    return found

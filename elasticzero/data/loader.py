@@ -1,0 +1,192 @@
+"""The iterator over a loop's micro-batches: which samples, read and collated, on the device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elasticzero.data.sampling import GlobalBatch, MicroBatch, Order, Plan, Position, micro_batches
+from elasticzero.errors import UserError
+from elasticzero.processes import die_with_parent
+
+_AHEAD_SAMPLES, _AHEAD = 4096, 64
+"""Samples that are looked up at once, and micro-batches, but one of any size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How samples become batches on a device."""
+
+    dataset: Dataset[Any]
+    device: torch.device
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+
+    def batches(self, indices: Iterator[list[int]]) -> Iterator[Any]:
+        """One batch on the device for each list of dataset indices."""
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset,
+            batch_sampler=_Lists(indices),
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_die_with_parent if self.num_workers else None,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for batch in loader:
+            yield to_device(batch, self.device)
+
+
+class _Lists:
+    """A batch sampler that can be walked once."""
+
+    def __init__(self, indices: Iterator[list[int]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices
+
+
+def _die_with_parent(_: int) -> None:
+    """A data worker has copies of the training process's connections: it must not outlive it, or
+    the peers would not notice that it died."""
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor inside on `device`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        items = [to_device(value, device) for value in batch]
+        return tuple(items) if isinstance(batch, tuple) else items
+    return batch
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """The same kind of mapping where it can be made from a dict (transformers' BatchEncoding)."""
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """One rank's way through a loop from a position."""
+
+    plan: Plan
+    rank: int
+    world_size: int
+    micro_batch: int | None
+
+    def steps(self, position: Position) -> Iterator[tuple[GlobalBatch, Position]]:
+        """Each global batch and the position after it."""
+        while (found := self.plan.next(position)) is not None:
+            yield found
+            position = found[1]
+
+    def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """This rank's micro-batches of one global batch."""
+        return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
+
+    def indices(self, position: Position) -> Iterator[list[int]]:
+        """The dataset indices of every micro-batch from `position` to the end."""
+        order: Order = self.plan.order
+        for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
+            spans = (part.positions for batch, _ in batches for part in self.parts(batch))
+            for first in spans:
+                ahead = min(_AHEAD, _AHEAD_SAMPLES // max(1, len(first)))
+                some = [first, *islice(spans, max(0, ahead - 1))]
+                each_P = [np.arange(span.start, span.stop, dtype=np.uint64) for span in some]
+                indices_P = order.at(epoch, np.concatenate(each_P))
+                ends = np.cumsum([len(positions_P) for positions_P in each_P])
+                for part_P in np.split(indices_P, ends[:-1]):
+                    yield part_P.tolist()
+
+
+class Progress:
+    """The global batch and micro-batch that the script works on."""
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan
+        self.batch: GlobalBatch | None = None
+        self.part: MicroBatch | None = None
+        self.backward = False
+        self.stepped = False
+        """Whether `backward` and `step` were called for the micro-batch."""
+        self.weights: float | None = None
+        """Sum of the weights that the script gave for the global batch, if it gave any."""
+        self._weighed = False
+        """A micro-batch of it was weighed, with a weight of the script's or without."""
+        self.began_s = 0.0
+        self.data_wait_s = 0.0
+
+    def begin(self, batch: GlobalBatch) -> None:
+        """A global batch begins."""
+        self.batch, self.weights, self._weighed = batch, None, False
+        self.began_s, self.data_wait_s = time.monotonic(), 0.0
+
+    def present(self, part: MicroBatch, waited_s: float) -> None:
+        """A micro-batch is handed to the script."""
+        self.part, self.backward, self.stepped = part, False, False
+        self.data_wait_s += waited_s
+
+    def excuse(self, since_s: float) -> None:
+        """The time since then was not spent on the global batch's step."""
+        self.began_s += time.monotonic() - max(since_s, self.began_s)
+
+    def weigh(self, weight: float | None) -> None:
+        """The script gave this weight for the micro-batch, or none; raises `UserError` where it is
+        not all or none of a global batch."""
+        if self._weighed and (weight is None) != (self.weights is None):
+            raise UserError(
+                "session.backward was given weight=… for some micro-batches of a global batch and "
+                "not for others: give it for all of them"
+            )
+        self._weighed = True
+        if weight is not None:
+            self.weights = (self.weights or 0.0) + weight
+
+    def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:
+        """What `session.<call>` is about; raises `UserError` out of turn."""
+        if self.batch is None or self.part is None or self.stepped:
+            raise UserError(
+                f"session.{call} is called once for each micro-batch, inside the loop over "
+                "session.batches"
+            )
+        return self.batch, self.part
+
+    @property
+    def is_partial(self) -> bool:
+        """Some of the global batch's gradient is computed, and its step is not applied."""
+        if self.batch is None or self.part is None:
+            return False
+        return not (self.part.last and self.stepped) and (self._weighed or self.backward)
+
+    def indices(self) -> list[int]:
+        """The dataset indices of the whole global batch."""
+        if self.batch is None or self.plan is None:
+            raise UserError("session.batch_indices is there inside the loop over session.batches")
+        batch = self.batch
+        indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
+        return [int(index) for index in indices]
+
+    def total(self, step: int, after: Position) -> int:
+        """Steps of the whole run, if this loop is its last. after: where `step` leaves the data."""
+        return step + self.plan.steps_from(after) if self.plan is not None else 0

@@ -1,0 +1,256 @@
+"""A worker's link to its agent: the channel, what the agent has said, and the process's end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from elasticzero.errors import ExitCode, OperatorError
+from elasticzero.ipc.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.ipc.messages import (
+    Abort,
+    Assignment,
+    Busy,
+    Kept,
+    Locate,
+    Located,
+    Looped,
+    Message,
+    Request,
+    Resume,
+    Save,
+    Saved,
+)
+from elasticzero.ipc.thread_location import main_thread
+
+ALONE = Assignment(
+    job="",
+    node="",
+    generation=1,
+    token="alone",
+    rank=0,
+    local_rank=0,
+    world_size=1,
+    local_world_size=1,
+    group_rank=0,
+    master_address="127.0.0.1",
+    master_port=0,
+    store_fd=None,
+    strategy="ddp",
+    resume=Resume(tier="fresh"),
+    snapshot_root="",
+)
+"""The assignment of a process without an agent."""
+
+
+class GenerationEnded(BaseException):
+    """Leaves the user's loop: not an `Exception`, so that no handler of the script keeps it."""
+
+    def __init__(self, reason: str, *, aborted: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.aborted = aborted
+        """The agent says that the generation is over; else: all ranks agreed at a boundary."""
+
+
+class AgentLink:
+    """The channel to the agent, and a thread that hears what it says; without an agent, a process
+    that trains alone."""
+
+    def __init__(self, channel: Channel | None, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.flags = 0
+        self.aborted: str | None = None
+        self.kept = self.unkept = -1
+        """Newest step whose snapshot this node holds, or could not."""
+        self.saved = self.unsaved = -1
+        """Newest step whose save is over on this node, and over without a checkpoint."""
+        self.save_error: str | None = None
+        """Why the newest of those without a checkpoint has none."""
+        self.not_finite: str | None = None
+        """What the agent has found of a captured state that holds NaN or infinity."""
+        self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._channel = channel
+        self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
+        """Of generations to come."""
+        self._doing: list[str] = []
+        """The busy sections that the main thread is in, the innermost last."""
+        self._on_abort: Callable[[], None] = lambda: None
+        self.awaits = ""
+        """Where the main thread left its loop, while it waits for the other ranks to do so."""
+        self.ending = threading.Event()
+        """A thread is at the stop protocol."""
+        self._end_lock = threading.Lock()
+        if channel is not None:
+            threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> AgentLink:
+        """The link over the inherited socket, with the assignment that the agent sends first."""
+        number = os.environ.get(CHANNEL_FD_VARIABLE)
+        if number is None:
+            return cls(None, ALONE)
+        fd = int(number)
+        os.set_inheritable(fd, False)
+        bell = os.environ.get(BELL_FD_VARIABLE)
+        if bell is not None:
+            os.set_inheritable(int(bell), False)
+        channel = Channel(socket.socket(fileno=fd), int(bell) if bell is not None else None)
+        first = channel.receive()
+        if not isinstance(first, Assignment):
+            raise OperatorError(f"the agent began with {first!r} and not with an assignment")
+        return cls(channel, first)
+
+    @property
+    def alone(self) -> bool:
+        return self._channel is None
+
+    def on_abort(self, act: Callable[[], None]) -> None:
+        """Have `act` called, in the hearing thread, when the agent ends the generation; now, if it
+        has."""
+        self._on_abort = act
+        if self.aborted is not None:
+            act()
+
+    @contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """A section in which an `Abort` ends the process: S0."""
+        before = self._on_abort
+        self.on_abort(lambda: leave(ExitCode.LEFT))
+        try:
+            yield
+        finally:
+            self.on_abort(before)
+
+    def check(self) -> None:
+        """Raise `GenerationEnded` when the agent has ended the generation."""
+        if self.aborted is not None:
+            raise GenerationEnded(self.aborted, aborted=True)
+
+    def take_the_end(self) -> bool:
+        """Whether the stop protocol is the caller's to go through; one thread alone may."""
+        with self._end_lock:
+            mine = not self.ending.is_set()
+            self.ending.set()
+        return mine
+
+    def change(self, begin: Callable[[], None]) -> None:
+        """`begin()`, unless another thread is at the stop protocol: then never return, for the
+        state is being saved."""
+        with self._end_lock:
+            if not self.ending.is_set():
+                return begin()
+        wait_for_the_end()
+
+    def await_assignment(self) -> None:
+        """Wait for a place in another generation; until then the agent may end this process."""
+        self.assignment = self._assignments.get()
+        self.ending.clear()
+
+    def _begin(self, assignment: Assignment) -> None:
+        """The agent gives a place in another generation: what it said before is void."""
+        assert self._channel is not None
+        self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
+        self.kept = self.unkept = self.saved = self.unsaved = -1
+        self.saves = queue.SimpleQueue()
+        self._doing.clear()
+        self.awaits = ""
+        self._on_abort = lambda: None
+        self._assignments.put(replace(assignment, store_fd=self._channel.taken_fd()))
+
+    def send(self, message: Message) -> None:
+        """Without an agent, nothing; a worker whose agent is gone ends here."""
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            os._exit(1)
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """A section that makes no steps and is no hang; sections may lie in each other."""
+        self._doing.append(doing)
+        self.send(Busy(doing=doing))
+        try:
+            yield
+        finally:
+            self._doing.pop()
+            self.send(Busy(doing=self._doing[-1] if self._doing else None))
+
+    @contextmanager
+    def awaiting(self, left_at: str) -> Iterator[None]:
+        """A section that waits for the other ranks, where this one left its loop early."""
+        if not left_at:
+            yield
+            return
+        self.awaits = f", having left its loop at {left_at}"
+        self.send(Looped(awaits=True))
+        yield
+        self.awaits = ""
+        self.send(Looped())
+
+    @property
+    def is_busy(self) -> bool:
+        """Inside such a section."""
+        return bool(self._doing)
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        while True:
+            try:
+                message = self._channel.receive()
+            except (ChannelClosed, OSError, ValueError):
+                os._exit(1)
+            match message:
+                case Assignment():
+                    self._begin(message)
+                case Request(flags=flags):
+                    self.flags = flags
+                case Abort(reason=reason):
+                    self.aborted = reason
+                    self._on_abort()
+                case Locate():
+                    place, waits = main_thread()
+                    waits = waits or torch.cuda.is_initialized()
+                    left = bool(self.awaits)
+                    self.send(Located(place=place + self.awaits, waits=waits, left=left))
+                case Save():
+                    self.saves.put(message)
+                case Kept(step=step, error=None):
+                    self.kept = step
+                case Kept(step=step, error=error, not_finite=not_finite):
+                    self.unkept = step
+                    if not_finite:
+                        self.not_finite = error
+                case Saved(step=step, error=error):
+                    if error is not None:
+                        self.unsaved, self.save_error = step, error
+                    self.saved = step
+                case _:
+                    pass
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now; whatever else runs in it is dropped."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    with suppress(Exception):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for_the_end() -> NoReturn:
+    """Another thread is at the stop protocol, which ends the process."""
+    while True:
+        time.sleep(3600)

@@ -1,0 +1,230 @@
+"""Optimizer state over pieces of parameters: what strategies that partition it have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.parallel import GRADIENT_NORM, Slot
+from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
+from elasticzero.parallel.optimizers import (
+    MASTER,
+    Opened,
+    as_tensor,
+    by_parameter,
+    check_keys,
+    put_state,
+    working_dtype,
+)
+from elasticzero.spans import Rule, Span
+from elasticzero.state.model import OPTIMIZER, Held, Partition, Share, Spec
+
+BLOCKS_DIFFER = (
+    "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
+    "block's parameters on all ranks when it runs: run the same blocks on every rank, or use "
+    "strategy zero2"
+)
+
+
+@dataclass(slots=True)
+class Piece:
+    """The elements of a parameter that this rank optimizes."""
+
+    name: str
+    start: int
+    """Its first element in the flattened parameter."""
+    parameter: nn.Parameter
+    """1-D; what the optimizer sees."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    counts: bool = True
+    """Whether its gradient counts in the global norm here: not in a second copy of it."""
+    values: Tensor | None = None
+    """The model's own elements, in 16 bits, where `parameter` is their 32-bit master."""
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.parameter.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """Parameters whose state is dealt to the ranks together."""
+
+    rule: Rule
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    """The rank that holds the first element of each."""
+
+
+class PiecedOptimizer:
+    """The user's optimizer, working on this rank's pieces instead of whole parameters."""
+
+    def __init__(self, opened: Opened, specs: Mapping[str, Spec], world_size: int) -> None:
+        self.optimizer = opened.optimizer
+        self.group_names = opened.group_names
+        self.schemas = opened.schema_of()
+        self.pieces: dict[str, Piece] = {}
+        self._specs = specs
+        self._ranks = world_size
+        self._norm: Tensor | None = None
+        self.has_state = False
+        self.used: set[str] = set()
+        """The parameters that any rank has used in the global batch, once it is complete."""
+        self._differ = False
+        """Ranks have run different blocks."""
+        self.losses = LossCheck()
+        """Of the global batch, on this rank."""
+
+    def place(self, pieces: Mapping[str, Piece]) -> None:
+        """Give the optimizer these pieces, each in its parameter's group."""
+        self.pieces = dict(pieces)
+        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
+            group["params"] = [pieces[name].parameter for name in names if name in pieces]
+
+    def complete(
+        self, used: Collection[str], factor: float, max_norm: float | None, *, blocks: int = 0
+    ) -> Tensor:
+        """What `Strategy.finish` does, once the pieces have their gradients, summed over the ranks.
+        All ranks call this together.
+
+        used: the parameters that this rank has used; they travel with the norm, in one message.
+        blocks: a number below 2**20 that stands for what has run here; where it is not the same on
+        all ranks the norm is NaN, and `suspects` raises `UserError`.
+        """
+        gradients = {
+            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
+        }
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        counted = [g for n, g in gradients.items() if self.pieces[n].counts]
+        names = list(self.schemas)
+        uses = [float(name in used) for name in names]
+        said = torch.tensor([0, blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
+        said[0] = squared_norm(counted, device)
+        if self.losses.value is not None:
+            said[0] += self.losses.value
+        if self._ranks > 1:
+            dist.all_reduce(said)
+        total, squares, *uses = said[1:].tolist()
+        self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
+        self.used = {n for n, count in zip(names, uses, strict=True) if count}
+        for name in gradients.keys() - self.used:
+            self.pieces[name].parameter.grad = None
+        norm = said[0].sqrt() if not self._differ else said[0] * math.nan
+        self._norm = norm
+        left = [g for n, g in gradients.items() if n in self.used]
+        if max_norm is not None and left:
+            torch._foreach_mul_(left, clipping(norm, max_norm).to(left[0].dtype))
+        return norm
+
+    def suspects(self) -> Suspects:
+        """What is not finite of this rank's pieces and losses."""
+        if self._differ:
+            raise UserError(BLOCKS_DIFFER)
+        gradients = {
+            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
+        }
+        return Suspects(loss=self.losses.bad, gradients=not_finite(gradients))
+
+    def norm(self) -> dict[str, Tensor]:
+        """The norm of the last gradient, by its name."""
+        return {} if self._norm is None else {GRADIENT_NORM: self._norm}
+
+    def step(self) -> None:
+        """Step the optimizer, and round the masters to the model's own elements."""
+        self.optimizer.step()
+        self.losses.clear()
+        self.has_state = self.has_state or bool(self.used)
+        values = [p.values for p in self.pieces.values() if p.values is not None]
+        masters = [p.parameter.detach() for p in self.pieces.values() if p.values is not None]
+        if values:
+            torch._foreach_copy_(values, masters)
+
+    def share(self, share: Share, dealt: Dealt) -> None:
+        """Add the masters and the state of the parameters in `dealt` to `share`."""
+        self._share_masters(share, dealt)
+        if not self.has_state:
+            return
+        schema = dict(self.schemas[dealt.names[0]])
+        for key, entry in schema.items():
+            full = {name: f"{OPTIMIZER}{name}/{key}" for name in dealt.names}
+            scalar = entry.kind != "elementwise"
+            for name in dealt.names:
+                shape = () if scalar else self._specs[name].shape
+                share.specs[full[name]] = Spec(dtype=entry.dtype, shape=shape)
+            names = tuple(full.values())
+            if scalar:
+                share.partitions.append(Partition(rule="whole", names=names, ranks=dealt.owners))
+            else:
+                share.partitions.append(Partition(rule=dealt.rule, names=names))
+            for name in dealt.names:
+                if (piece := self.pieces.get(name)) is not None:
+                    tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
+                    share.held[full[name]] = Held(tensor, 0 if scalar else piece.start)
+
+    def _share_masters(self, share: Share, dealt: Dealt) -> None:
+        full: dict[str, str] = {}
+        for name in dealt.names:
+            spec = self._specs[name]
+            if (dtype := working_dtype(spec.dtype)) != spec.dtype:
+                full[name] = f"{OPTIMIZER}{name}/{MASTER}"
+                share.specs[full[name]] = Spec(dtype=dtype, shape=spec.shape)
+                if (piece := self.pieces.get(name)) is not None:
+                    share.held[full[name]] = Held(piece.parameter.detach(), piece.start)
+        if full:
+            share.partitions.append(Partition(rule=dealt.rule, names=tuple(full.values())))
+
+    def _state(self, piece: Piece, key: str, dtype: torch.dtype, *, scalar: bool) -> Tensor:
+        value = as_tensor(self.optimizer.state.get(piece.parameter, {}).get(key))
+        if value is not None:
+            return value
+        return torch.zeros((() if scalar else piece.parameter.shape), dtype=dtype)
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
+        """Slots for the stored state of this rank's pieces; installed when the context ends.
+
+        Masters that are not stored are made anew from the model's own elements, which must be in
+        place by then.
+        """
+        slots: list[Slot] = []
+        states: list[tuple[Piece, dict[str, Tensor]]] = []
+        index = by_parameter(stored)
+        for name, piece in self.pieces.items():
+            schema, keys = self.schemas[name], index.get(name, {})
+            check_keys(name, keys, schema)
+            tensors: dict[str, Tensor] = {}
+            if piece.values is not None and MASTER in keys:
+                full = f"{OPTIMIZER}{name}/{MASTER}"
+                slots.append(Slot(full, piece.span, piece.parameter.data))
+            for key, spec in keys.items():
+                if key == MASTER:
+                    continue
+                scalar = key in schema and schema[key].kind != "elementwise"
+                if not scalar and spec.shape != piece.shape:
+                    raise CheckpointMismatch(
+                        f"the checkpoint has {key!r} of parameter {name!r} with shape "
+                        f"{spec.shape}, which cannot be partitioned like the parameter's own "
+                        f"{piece.shape}"
+                    )
+                span = Span(0, 1) if scalar else piece.span
+                tensors[key] = torch.empty(() if scalar else len(span), dtype=spec.dtype)
+                slots.append(Slot(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
+            states.append((piece, tensors))
+        yield slots
+        for piece, tensors in states:
+            if piece.values is not None and MASTER not in index.get(piece.name, {}):
+                piece.parameter.data.copy_(piece.values)
+            put_state(self.optimizer, piece.parameter, tensors, self.schemas[piece.name])
+        self.has_state = any(keys.keys() - {MASTER} for keys in index.values())

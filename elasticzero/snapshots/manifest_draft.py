@@ -1,0 +1,75 @@
+"""The training state as a manifest and pieces: what this rank writes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from elasticzero.checkpoint.format.dtypes import spelling_of
+from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.serialization import encode
+from elasticzero.spans import Span
+from elasticzero.state.model import RNG, BoundaryCopy, Share, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Author:
+    """Who writes: what names a checkpoint's files and stands in its manifest."""
+
+    rank: int
+    world_size: int
+    generation: int
+    token: str
+    strategy: str
+
+
+def draft(
+    share: Share, copy: BoundaryCopy, author: Author, before: Layout | None = None
+) -> tuple[Manifest, list[Piece]]:
+    """The manifest of the state at a boundary and this rank's pieces of it.
+
+    before: a layout that is likely to be this one's too, and then serves again.
+
+    Parameters and optimizer state are as `share` has them now, all else as in `copy`. Buffers are
+    rank 0's, which all ranks take over at each boundary: so they are right also where a peer was
+    lost before they did.
+    """
+    rank, world_size = author.rank, author.world_size
+    share.add_whole(copy.buffers, (0,) * len(copy.buffers))
+    share.add_whole(copy.tensors, (0,) * len(copy.tensors))
+    kinds = copy.rng.tensors()
+    for other in range(world_size):
+        named = {f"{RNG}{kind}/{other}": tensor for kind, tensor in kinds.items()}
+        share.add_whole(named, (other,) * len(named))
+    layout = Layout(
+        world_size=world_size,
+        tensors={name: stored(spec) for name, spec in share.specs.items()},
+        groups=tuple(
+            Group(p.rule, p.names, tuple(min(r, world_size - 1) for r in p.ranks))
+            for p in share.partitions
+        ),
+    )
+    if before == layout:
+        layout = before
+    manifest = Manifest(
+        step=copy.step,
+        generation=author.generation,
+        token=author.token,
+        strategy=author.strategy,
+        layout=layout,
+        state={"step": copy.step, "position": encode(copy.position), **copy.json},
+    )
+    return manifest, list(_pieces(layout.spans(rank), share))
+
+
+def _pieces(spans: Mapping[str, Span], share: Share) -> Iterator[Piece]:
+    for name, span in spans.items():
+        held = share.held[name]
+        flat = held.tensor.reshape(-1)
+        yield Piece(name, flat[span.start - held.start : span.stop - held.start])
+
+
+def stored(spec: Spec) -> TensorSpec:
+    """A tensor's description as a checkpoint has it."""
+    return TensorSpec(spelling_of(spec.dtype), spec.shape)

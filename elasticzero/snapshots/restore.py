@@ -1,0 +1,106 @@
+"""What a generation starts from: a snapshot in memory, a checkpoint, or nothing, put in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from elasticzero.checkpoint.format.dtypes import spec_of as stored_spec_of
+from elasticzero.checkpoint.format.dtypes import torch_dtype
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.storage.base import Readable, open_directory
+from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.data.sampling import Position
+from elasticzero.errors import CheckpointMismatch
+from elasticzero.ipc.messages import Assignment, Resume, Source
+from elasticzero.nested import tensor_names
+from elasticzero.parallel import Strategy
+from elasticzero.serialization import decode
+from elasticzero.snapshots.manifest_draft import stored
+from elasticzero.spans import Span
+from elasticzero.state.model import MODEL, RNG, RngState, Share, SmallState, Spec, seed_all
+
+
+def open_source(assignment: Assignment) -> Checkpoint:
+    """The checkpoint or snapshot that the assignment says to go on from."""
+    resume = assignment.resume
+    if resume.tier == "storage":
+        assert assignment.checkpoint_dir is not None
+        directory = open_directory(assignment.checkpoint_dir)
+        return open_step(directory.step(step_directory(resume.step)))
+    own_first = sorted(resume.sources, key=lambda source: source.node != assignment.node)
+    places: dict[int, list[Readable]] = {}
+    for source in own_first:
+        places.setdefault(source.rank, []).append(_place(source, resume, assignment))
+    return open_snapshot(places, resume.generation, resume.step)
+
+
+def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
+    generation, step = resume.generation, resume.step
+    if source.node == assignment.node:
+        world_size = len({source.rank for source in resume.sources})
+        shard = ShardName(generation, step, source.rank, world_size)
+        return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
+    url = f"http://{source.address}/snapshots/{generation}/{step}"
+    return HttpStorage(url, assignment.password)
+
+
+def snapshots_of(assignment: Assignment) -> SnapshotStore:
+    """The node's snapshots."""
+    overflow = Path(assignment.overflow_root) if assignment.overflow_root else None
+    return SnapshotStore(Path(assignment.snapshot_root), overflow)
+
+
+def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: int) -> Position:
+    """Put a checkpoint in place, and return where its data stands.
+
+    Raises `CheckpointMismatch` before anything is changed when it does not fit.
+    """
+    manifest = checkpoint.manifest
+    tensors, json = manifest.layout.tensors, manifest.state
+    where = f"the checkpoint of step {manifest.step}"
+    _check_model(checkpoint, strategy.share(), small)
+    small.check(json, where)
+    specs = {
+        name: Spec(dtype=torch_dtype(spec.dtype), shape=spec.shape)
+        for name, spec in tensors.items()
+    }
+    extra: dict[str, torch.Tensor] = {
+        name: torch.empty(specs[name].shape, dtype=specs[name].dtype)
+        for name in [*tensor_names(json.get("tracked")), *tensor_names(json.get("groups"))]
+    }
+    kinds = {n.split("/")[1]: n for n in tensors if n.startswith(RNG) and n.endswith(f"/{rank}")}
+    generators = {
+        kind: torch.empty(tensors[name].shape, dtype=torch.uint8) for kind, name in kinds.items()
+    }
+    whole = {MODEL + name: buffer.data for name, buffer in small.buffers.items()} | extra
+    whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
+    with strategy.filling(specs) as slots:
+        targets = [Target(slot.name, slot.span, slot.tensor) for slot in slots]
+        targets += [Target(name, Span(0, t.numel()), t) for name, t in whole.items()]
+        checkpoint.load(targets)
+    small.apply(json, extra)
+    position = decode(Position, json.get("position", {}), f"{where}: position")
+    if generators:
+        RngState.from_tensors(generators).apply(small.device)
+    else:
+        seed_all(0, rank, manifest.step)
+    return position
+
+
+def _check_model(checkpoint: Checkpoint, share: Share, small: SmallState) -> None:
+    expected = {n: stored(spec) for n, spec in share.specs.items() if n.startswith(MODEL)}
+    expected |= {MODEL + name: stored_spec_of(b) for name, b in small.buffers.items()}
+    checkpoint.check(expected, allow_more=True)
+    names = checkpoint.manifest.layout.tensors
+    unknown = [name for name in names if name.startswith(MODEL) and name not in expected]
+    if unknown:
+        raise CheckpointMismatch(
+            f"the checkpoint of step {checkpoint.manifest.step} does not fit the model, which has "
+            f"no {', '.join(name.removeprefix(MODEL) for name in unknown[:5])}"
+            + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        )

@@ -1,0 +1,479 @@
+"""A worker's captures of its state: when they are taken, and what the ranks know of them.
+
+Training waits only while its state is copied into shared memory that the agent owns; all else is
+done there. When to capture is decided by `pacing`, from words that all ranks read alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from elasticzero.checkpoint.format.finite import not_finite
+from elasticzero.checkpoint.format.manifest import Layout, Manifest, to_json, with_own_file
+from elasticzero.checkpoint.format.shards import shard_header, write_shard
+from elasticzero.checkpoint.io.writer import Piece, shard_bytes
+from elasticzero.checkpoint.ram.slots import SlotsInUse, allocated_bytes, free_bytes
+from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import make_room
+from elasticzero.checkpoint.storage.base import open_directory, out_of_space
+from elasticzero.errors import (
+    ElasticZeroError,
+    LastSaveFailed,
+    NotFinite,
+    StorageError,
+    one_line,
+)
+from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.messages import Assignment, Captured, GiveUp, MemoryShort, Paced
+from elasticzero.snapshots.interval import SnapshotCost
+from elasticzero.snapshots.manifest_draft import Author, draft
+from elasticzero.snapshots.schedule import Due, Ledger, Sizes, Word, node_bytes
+from elasticzero.state.model import BoundaryCopy, Share
+
+_POLL_S = 0.002
+_JOIN_S = 0.05
+_TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
+"""Pause before the second try of the last save, and at most."""
+
+
+class Captures:
+    """Snapshots and checkpoints of one generation on one rank."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        strategy: str,
+        share: Callable[[], Share],
+        *,
+        replicated: bool,
+        saving: bool,
+        save: Callable[[Manifest, list[Piece]], None] | None = None,
+    ) -> None:
+        """replicated: each rank alone holds the whole state. saving: checkpoints are written.
+        save: without an agent: writes one, at once; raises `ElasticZeroError`."""
+        self._save = save
+        self._link = link
+        self._assignment = a = link.assignment
+        self.strategy = strategy
+        self._share = share
+        self._replicated = replicated
+        self._saving = saving and a.checkpoint_dir is not None
+        overflow = Path(a.overflow_root) if a.overflow_root else None
+        self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank, overflow)
+        self._snapshots = (
+            not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
+        )
+        self._ledger = Ledger(start=0)
+        self._layout: Layout | None = None
+        self._trained: Collection[str] = ()
+        self._reserving: threading.Thread | None = None
+        self._reserved = False
+        self._looked = link.alone or a.local_rank > 0
+        """Whether shared memory is large enough was looked at, or is another rank's to look at."""
+        self._saved_step: int | None = None
+        """Newest step that was captured to be saved, or was read from storage."""
+        self._handed: int | None = None
+        """Newest step that the agent was asked to save."""
+        self._owed: int | None = None
+        """A step at which a checkpoint was due while another was being saved."""
+        self._unkept = self._unsaved = -1
+        self._save_error = ""
+        self._agreed = False
+        self._cost = SnapshotCost()
+
+    def begin(self, copy: BoundaryCopy) -> None:
+        """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
+        a = self._assignment
+        self._ledger = Ledger(start=copy.step, every=a.snapshot_every or 0)
+        if a.resume.tier == "storage":
+            self._saved_step = copy.step
+        if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
+            self._reserve(copy)
+
+    def _draft(self, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
+        share = self._share()
+        self._trained = share.trained()
+        manifest, pieces = draft(share, copy, author, self._layout)
+        self._layout = manifest.layout
+        return manifest, pieces
+
+    def _reserve(self, copy: BoundaryCopy) -> None:
+        """Allocate and map memory for captures of this size, while training goes on."""
+        if not self._looked:
+            self._looked = True
+            self._look_at_memory(copy)
+        if self._save is not None or not (self._snapshots or self._saving):
+            return
+        manifest, _ = self._draft(copy, self._author(complete=False))
+        size = shard_header(manifest, self._assignment.rank)[1]
+
+        def reserve() -> None:
+            try:
+                self._writer.reserve(size)
+                self._reserved = True
+            except ElasticZeroError as error:
+                self._say(f"no snapshots, and training waits for saves: {one_line(error)}")
+
+        self._reserving = threading.Thread(target=reserve, name="elasticzero-reserve", daemon=True)
+        self._reserving.start()
+
+    def _look_at_memory(self, copy: BoundaryCopy) -> None:
+        """Tell the agent if shared memory is too small for this node's snapshots."""
+        a = self._assignment
+        manifest, _ = self._draft(copy, self._author(complete=False))
+        shard = shard_header(manifest, a.rank)[1]
+        whole = 0
+        if self._replicated:
+            manifest, _ = draft(self._share(), copy, self._author(complete=True))
+            whole = shard_header(manifest, 0)[1]
+        needed = node_bytes(
+            Sizes(shard=shard, whole=whole),
+            workers=a.local_world_size,
+            captures=self._snapshots or self._saving,
+            replicas=self._snapshots and a.world_size > a.local_world_size,
+        )
+        root = Path(a.snapshot_root)
+        with suppress(OSError):  # what cannot be looked at is not said
+            free = free_bytes(root) + allocated_bytes(root)
+            if needed > free:
+                self._link.send(MemoryShort(needed_bytes=needed, free_bytes=free))
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        ledger = self._ledger
+        if ledger.saving is None and ledger.copying == self._cost.measuring:  # beside no checkpoint
+            self._cost.stepped(seconds)
+
+    def word(self, flags: int) -> Word:
+        """What this rank tells the others at this boundary."""
+        link, start = self._link, self._ledger.start
+        given = self._assignment
+        chooses = self._snapshots and given.rank == 0 and given.snapshot_every is None
+        return Word(
+            flags=flags,
+            ready=self._reserved,
+            kept=max(link.kept, start - 1),
+            saved=max(link.saved, self._unsaved, start - 1),
+            unkept=max(link.unkept, self._unkept),
+            unsaved=max(link.unsaved, self._unsaved),
+            every=self._cost.wished() if chooses else 0,
+        )
+
+    def heard(self, word: Word) -> None:
+        """All ranks have read this word."""
+        before, self._ledger = self._ledger, self._ledger.heard(word)
+        if not self._ledger.copying:
+            self._cost.landed()
+        if before.every != self._ledger.every and self._assignment.rank == 0:
+            cost = self._cost
+            self._link.send(Paced(every=self._ledger.every, cost_s=cost.cost_s, step_s=cost.step_s))
+        saving = before.saving
+        if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
+            self._link.send(GiveUp(step=saving, generation=self._assignment.generation))
+
+    def at_boundary(
+        self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
+    ) -> Due:
+        """Capture what is due, and say what was. checkpoint: this boundary's state is to become
+        one. verify: raises where the ranks' states differ; called before a checkpoint."""
+        if self._reserving is None and copy.step > self._ledger.start:
+            self._reserve(copy)
+        if checkpoint and self._unsaved_state(copy):
+            if self._owed is not None:
+                self._tell_late(f"no checkpoint of step {self._owed}")
+            self._owed = copy.step
+        owed = self._owed
+        due = self._ledger.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
+        if due == "checkpoint":
+            verify()
+            self._owed = None
+            if owed != copy.step:
+                self._tell_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
+        if due != "nothing":
+            self._capture(copy, checkpoint=due == "checkpoint")
+        return due
+
+    def _tell_late(self, text: str) -> None:
+        if self._assignment.rank == 0:
+            self._say(f"{text}: storage had not done with that of step {self._saved_step}")
+
+    def finish(self, copy: BoundaryCopy) -> None:
+        """The end of training: its state becomes a checkpoint, and no save is left unfinished.
+
+        Where this process alone has the state, saves are tried again for as long as the assignment
+        says; what memory holds the agents save. Raises `LastSaveFailed`.
+        """
+        self._await_save()
+        if self._unsaved_state(copy):
+            self._capture(copy, checkpoint=True)
+        deadline_s = time.monotonic() + self._assignment.save_timeout_s
+        pause_s = _TRY_AGAIN_S
+        while self._unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
+            self._unsaved = -1
+            self._capture(copy, checkpoint=True)
+        self._await_save()
+        self.check()
+        if self.newest_save == "lost" or self._unsaved_state(copy):
+            raise LastSaveFailed(
+                f"the last checkpoint, of step {copy.step}, was not saved: {self.save_error}"
+            )
+
+    def check(self) -> None:
+        """Raise `NotFinite` where the agent has found the state that was captured to be so."""
+        if (why := self._link.not_finite) is not None:
+            raise NotFinite(f"{why}; {self.where_to_go_on()}")
+
+    def where_to_go_on(self) -> str:
+        """The newest good checkpoint, in words."""
+        directory = self._assignment.checkpoint_dir
+        if not self._saving or directory is None:
+            return "there is no --checkpoint-dir, so the state of no step is kept"
+        try:
+            step = commit.newest_good(open_directory(directory))
+        except (ElasticZeroError, OSError) as error:
+            return f"{directory} cannot be read: {one_line(error)}"
+        if step is None:
+            return f"there is no good checkpoint in {directory}"
+        return f"the newest good checkpoint is that of step {step} in {directory}"
+
+    @property
+    def newest_save(self) -> Literal["none", "pending", "lost"]:
+        """The newest save of this rank: over, or none; under way; or over without a checkpoint."""
+        if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
+            return "lost"
+        return "pending" if self._handed is not None and self._link.saved < self._handed else "none"
+
+    def give_up(self) -> None:
+        """The newest save has failed on some rank: it ends here too."""
+        if self.newest_save == "pending" and self._handed is not None:
+            self._link.send(GiveUp(step=self._handed, generation=self._assignment.generation))
+
+    def save_last(self, copy: BoundaryCopy) -> bool:
+        """Begin to save this state, where it is not saved and no save is under way; whether it was
+        begun."""
+        self._ledger = replace(self._ledger, saving=None)
+        unsaved = self._unsaved_state(copy)
+        if unsaved:
+            self._capture(copy, checkpoint=True)
+        return unsaved
+
+    @property
+    def save_error(self) -> str:
+        """Why the newest lost save was lost."""
+        return self._link.save_error or self._save_error
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, unless the generation ends meanwhile."""
+        until_s = time.monotonic() + pause_s
+        while time.monotonic() < until_s:
+            self._link.check()
+            time.sleep(_JOIN_S)
+
+    def _unsaved_state(self, copy: BoundaryCopy) -> bool:
+        return self._saving and (self._saved_step is None or copy.step > self._saved_step)
+
+    def _await_save(self) -> None:
+        """Wait until this node's save in flight is over."""
+        while self._handed is not None and self._link.saved < self._handed:
+            self._link.check()
+            time.sleep(_POLL_S)
+        self._ledger = replace(self._ledger, saving=None)
+
+    def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
+        author = self._author(complete=False)
+        if self._save is not None:
+            self._save_at_once(self._save, copy)
+            return
+        if self._reserving is not None:
+            self._reserving.join()
+        began_s = time.monotonic()
+        manifest, pieces = self._draft(copy, author)
+        captured = self._captured(manifest, author)
+        try:
+            size = self._writer.write(
+                manifest, author.rank, pieces, self._kept_states(), trained=self._trained
+            )
+        except StorageError as error:
+            if checkpoint or not isinstance(error, SlotsInUse):
+                self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
+            if checkpoint:
+                self._save_error = one_line(error)
+            short = checkpoint and not isinstance(error, SlotsInUse)
+            written = self._write_directly(manifest, pieces) if short else None
+            if written is None:
+                self._failed(copy.step, checkpoint=checkpoint)
+                return
+            self._unkept = copy.step
+            captured, size = replace(captured, direct=True, manifest=written), 0
+        seconds = time.monotonic() - began_s
+        self._cost.captured(None if checkpoint else seconds)
+        self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
+        if checkpoint:
+            self._saved_step = self._handed = copy.step
+        message = replace(captured, checkpoint=checkpoint, seconds=seconds, bytes=size)
+        self._link.send(message)
+
+    def _save_at_once(
+        self, save: Callable[[Manifest, list[Piece]], None], copy: BoundaryCopy
+    ) -> None:
+        """Write a checkpoint in this process; where that fails, say so and go on."""
+        manifest, pieces = self._draft(copy, self._author(complete=False))
+        self._check_pieces(manifest, pieces)
+        try:
+            save(manifest, pieces)
+        except (ElasticZeroError, OSError) as error:
+            self._save_error = one_line(error)
+            self._say(f"the checkpoint of step {copy.step} was not saved: {self._save_error}")
+        else:
+            self._saved_step = copy.step
+
+    def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> str | None:
+        """Without memory for a snapshot: write the shard to storage while training waits.
+
+        Returns its own manifest, which rank 0's agent commits by; None where it failed.
+        """
+        a = self._assignment
+        assert a.checkpoint_dir is not None
+        directory = open_directory(a.checkpoint_dir)
+
+        def write() -> str:
+            self._check_pieces(manifest, pieces)
+            storage = commit.prepare(directory, manifest.step)
+            file = write_shard(storage, manifest, a.rank, shard_bytes(manifest, a.rank, pieces))
+            return to_json(with_own_file(manifest, a.rank, file)).decode()
+
+        def write_with_room() -> str:
+            try:
+                return write()
+            except StorageError as error:
+                if not out_of_space(error) or not make_room(directory, manifest).files:
+                    raise
+                return write()
+
+        try:
+            with self._link.busy("writing a checkpoint"):
+                return _interruptibly(write_with_room, self._link.check)
+        except NotFinite:
+            raise
+        except (ElasticZeroError, OSError) as error:
+            self._save_error = one_line(error)
+            self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
+            return None
+
+    def _check_pieces(self, manifest: Manifest, pieces: list[Piece]) -> None:
+        """Raise `NotFinite` where what is trained is not; for what no agent seals."""
+        trained = (piece for piece in pieces if piece.name in self._trained)
+        bad = [piece.name for piece in trained if not bool(torch.isfinite(piece.data).all())]
+        if bad:
+            found = not_finite(f"step {manifest.step} on rank {self._assignment.rank}", bad)
+            raise NotFinite(f"{found}; {self.where_to_go_on()}")
+
+    def _failed(self, step: int, *, checkpoint: bool) -> None:
+        """This rank could not do what all others do now; the next word says so."""
+        self._ledger = self._ledger.captured(step, checkpoint=checkpoint)
+        self._unkept = step
+        if checkpoint:
+            self._unsaved = self._saved_step = step
+
+    def agreed_to_stop(self) -> None:
+        """All ranks leave at this boundary, each with its state."""
+        self._agreed = True
+
+    def can_stop_with_state(self) -> bool:
+        """Whether memory is free for the state as it is now.
+
+        Where peers were lost a divided state is of little use: a snapshot in flight, which may be
+        whole elsewhere, does not give way to it.
+        """
+        return self._agreed or self._replicated or not self._ledger.copying
+
+    def at_stop(self, copy: BoundaryCopy) -> Captured:
+        """The stop protocol's snapshot: of all state where this rank has it."""
+        began_s = time.monotonic()
+        author = self._author(complete=self._replicated)
+        if self._reserving is not None:
+            self._reserving.join()
+        manifest, pieces = self._draft(copy, author)
+        keep = self._kept_states()
+        if not self._agreed and self._ledger.taken is not None:
+            keep = {*keep, (author.generation, self._ledger.taken)}
+        size = self._writer.write(
+            manifest, author.rank, pieces, keep, extra=True, trained=self._trained
+        )
+        seconds = time.monotonic() - began_s
+        return replace(self._captured(manifest, author), seconds=seconds, bytes=size)
+
+    def close(self) -> None:
+        """Give this process's hold on the memory of captures back; what stands there stays."""
+        if self._reserving is not None:
+            self._reserving.join()
+        self._writer.close()
+
+    def _captured(self, manifest: Manifest, author: Author) -> Captured:
+        return Captured(
+            step=manifest.step,
+            generation=author.generation,
+            rank=author.rank,
+            world_size=author.world_size,
+            replicate=self._snapshots,
+        )
+
+    def _kept_states(self) -> Collection[tuple[int, int]]:
+        """The snapshots that a capture must leave: the newest held everywhere, and what is being
+        saved."""
+        generation, resume, ledger = (
+            self._assignment.generation,
+            self._assignment.resume,
+            self._ledger,
+        )
+        keep = {(generation, ledger.saving)} if ledger.saving is not None else set()
+        if ledger.held is not None:
+            return keep | {(generation, ledger.held)}
+        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _author(self, *, complete: bool) -> Author:
+        a: Assignment = self._assignment
+        return Author(
+            rank=0 if complete else a.rank,
+            world_size=1 if complete else a.world_size,
+            generation=a.generation,
+            token=a.token,
+            strategy=self.strategy,
+        )
+
+
+def _interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
+    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
+    result: list[str] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="elasticzero-checkpoint", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_JOIN_S)
+        if thread.is_alive():
+            check()
+    if errors:
+        raise errors[0]
+    return result[0]

@@ -1,0 +1,1 @@
+"""What the training state is: named tensors, and what else a script tracks."""

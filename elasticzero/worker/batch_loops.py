@@ -1,0 +1,199 @@
+"""The loops over batches of one generation: which of them runs, and how far each dataset is used.
+
+Rules:
+ D1  Loops are numbered in the order in which they begin, dataset objects in the order in which
+     loops first use them. A script that is entered again comes by the same numbers: loops that
+     training has passed give nothing, and the one it stands in goes on there.
+ D2  A loop goes on where the last loop over the same dataset object ended, be that by its end, by
+     `steps=` or by `break`. So every sample is used once in each epoch of a dataset, over all loops
+     and generations; a loop with `epochs=N` ends at the Nth end of an epoch after its beginning.
+ D3  An epoch's end is taken at the boundary after its last step, in this order: the ranks agree
+     whether the generation ends there; `on_epoch_end` runs; the position moves to the next epoch;
+     what is due is captured. A state from before the function ran says so by its position, and the
+     next generation runs it first. So its effect on the training state counts exactly once; what it
+     does outside (prints, files) is done again where a process was lost before the next capture.
+ D4  One loop runs at a time: one that another has followed cannot be gone on with.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elasticzero.comm.barriers import Call
+from elasticzero.consistency.configuration import Comparison, of_loop
+from elasticzero.data.loader import Progress, Reading, Walk
+from elasticzero.errors import UserError
+from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.messages import Looped
+from elasticzero.ipc.thread_location import place_of
+from elasticzero.worker.training_state import Boundary, EpochEnd
+
+AGAIN_NEW = (
+    "this loop goes over a new dataset object, of the same kind and length as the one before it: "
+    "its epochs begin at 0, in the same order; to have them go on, make the dataset once, before "
+    "the loop over epochs"
+)
+
+
+class Datasets:
+    """Numbers dataset objects in the order in which they are first used; keeps none alive that can
+    be referred to weakly."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._count = 0
+        self._last: tuple[Any, Callable[[], Any]] | None = None
+        self.told = False
+
+    def number(self, dataset: Any) -> int:
+        found = self._known.get(id(dataset))
+        if found is not None and found[0]() is dataset:
+            return found[1]
+        self._known[id(dataset)] = _reference(dataset), self._count
+        self._count += 1
+        return self._count - 1
+
+    def looks_made_anew(self, dataset: Any, alike: tuple[Any, ...]) -> bool:
+        """Whether the loop before this one went over another object that was like this one and is
+        gone. alike: what both must have in common."""
+        kind = (type(dataset), *alike)
+        before, self._last = self._last, (kind, _reference(dataset))
+        return before is not None and before[0] == kind and before[1]() is None
+
+
+def _reference(dataset: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(dataset)
+    except TypeError:  # a list, say
+        return lambda: dataset
+
+
+class Loops:
+    """The loops of one generation on one rank."""
+
+    def __init__(self, link: AgentLink, comparison: Comparison) -> None:
+        """comparison: of the ranks' scripts."""
+        self._comparison = comparison
+        self.progress = Progress()
+        self._link = link
+        self._count = 0
+        self._datasets = Datasets()
+        self._epoch: int | None = None
+        self._open: object | None = None
+        """Of the loop that runs."""
+
+    @property
+    def epoch(self) -> int:
+        """See `Session.epoch`."""
+        if self._epoch is None:
+            raise UserError(
+                "session.epoch is there once a loop over session.batches has begun; `for epoch in "
+                "range(N)` around it always begins at 0, for loops that training has passed give "
+                "nothing"
+            )
+        return self._epoch
+
+    def walk(
+        self, at: Boundary, walk: Walk, reading: Reading, on_epoch_end: Callable[[], object] | None
+    ) -> Iterator[Any]:
+        """The micro-batches of the next loop, from where training stands to the loop's end."""
+        self._check_batch_was_whole()
+        at.settle()
+        self._open = mine = object()
+        self.progress = Progress()
+        loop, self._count = self._count, self._count + 1
+        dataset = self._datasets.number(reading.dataset)
+        order = walk.plan.order
+        renewed = self._datasets.looks_made_anew(reading.dataset, (order.samples, order.seed))
+        if self._epoch is None:
+            self._epoch = at.position.epoch
+        if loop < at.position.loop:
+            self._epoch = at.position.epoch
+            return
+        if renewed and order.shuffle and self._link.assignment.rank == 0:
+            self._tell_once(AGAIN_NEW)
+        if at.stopped is None:
+            at.agree_to_stop(Call.LOOP)
+        if at.stopped is not None:
+            return
+        at.left_at = ""
+        self._comparison.require_equal(Call.LOOP, of_loop(walk, loop))
+        position = walk.plan.start(at.position, loop, dataset)
+        at.begin_loop(position)
+        if walk.plan.ends_epoch(position):
+            self._epoch = position.epoch
+            at.end_epoch(EpochEnd(on_epoch_end, walk.plan.wrapped(position)))
+        if at.stopped is None:
+            yield from self._batches(at, walk, reading, on_epoch_end, mine)
+
+    def _batches(
+        self,
+        at: Boundary,
+        walk: Walk,
+        reading: Reading,
+        on_epoch_end: Callable[[], object] | None,
+        mine: object,
+    ) -> Iterator[Any]:
+        progress = self.progress = Progress(walk.plan)
+        data = reading.batches(walk.indices(at.position))
+        plan, at.in_loop = walk.plan, True
+        try:
+            for batch, after in walk.steps(at.position):
+                at.reach()
+                if at.stopped is not None:
+                    break
+                self._epoch = batch.epoch
+                ends = (
+                    EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
+                )
+                at.begin_step(after, ends)
+                progress.begin(batch)
+                for part in walk.parts(batch):
+                    began_s = time.monotonic()
+                    samples = next(data)
+                    progress.present(part, time.monotonic() - began_s)
+                    at.strategy.expect(last=part.last)
+                    yield samples
+                    self._check_part(mine)
+            else:
+                at.reach(last=True)
+        except GeneratorExit:
+            if self._open is mine:
+                at.left_at = place_of(sys._getframe())
+            raise
+        finally:
+            at.in_loop = False
+            self._link.send(Looped())
+        self.progress = Progress()
+
+    def _check_part(self, mine: object) -> None:
+        """The script asks for the next micro-batch: it is done with this one."""
+        if self._open is not mine:
+            raise UserError(
+                "this loop over session.batches was followed by another, so it cannot be gone on "
+                "with: one loop runs at a time; session.evaluate goes over a second dataset inside "
+                "a loop"
+            )
+        if not self.progress.stepped:
+            raise UserError(
+                "session.step() was not called for this micro-batch; call "
+                "session.backward(loss) and session.step() for each, also for those "
+                "where step() returns False"
+            )
+
+    def _check_batch_was_whole(self) -> None:
+        """Raise `UserError` where a loop was left with half a global batch's gradient added up."""
+        if self.progress.is_partial:
+            raise UserError(
+                "the loop over session.batches before this one was left in the middle of a global "
+                "batch, after session.backward: leave it where session.step() has returned True"
+            )
+
+    def _tell_once(self, text: str) -> None:
+        if not self._datasets.told:
+            self._datasets.told = True
+            print(text, file=sys.stderr, flush=True)

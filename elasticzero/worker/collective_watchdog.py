@@ -1,0 +1,55 @@
+"""The way out of a collective that never returns.
+
+Gloo can lose an operation when its connection closes (seen with torch 2.13: a survivor of a killed
+peer, one time in some dozens, waits in a send though no socket of its group is left). In a group of
+the script's own, which nobody shuts, an operation waits too. The main thread cannot be reached
+there, but the state is whole. So when the agent has ended the generation, and the main thread stays
+in a collective while the process does nothing, another thread goes through the stop protocol in its
+place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elasticzero.ipc.agent_client import AgentLink, GenerationEnded
+from elasticzero.ipc.thread_location import main_thread
+from elasticzero.worker.stop_protocol import Standing, stop
+
+STUCK_S = 1.0
+"""So long in a collective, and idle, after all its connections were shut."""
+POLL_S = 0.1
+IDLE_SHARE = 0.2
+"""Of a core. Less than that is no computation: a backward that still computes comes to its
+collective, which then raises."""
+
+
+def rescue_if_stuck(
+    link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]
+) -> None:
+    """Begin to watch the main thread: the agent has just ended the generation.
+
+    standing: what there is to say and to save, once the main thread may change it no more.
+    excused: whether it waits for a GPU, which NCCL's abort lets go on.
+    """
+    thread = threading.Thread(target=_watch, args=(link, standing, excused), daemon=True)
+    thread.name = "elasticzero-rescue"
+    thread.start()
+
+
+def _watch(link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]) -> None:
+    since_s, cpu_s = time.monotonic(), time.process_time()
+    while time.monotonic() - since_s < STUCK_S:
+        began_s = time.monotonic()
+        if link.ending.wait(POLL_S):
+            return
+        now_s, used_s = time.monotonic(), time.process_time()
+        _, waits = main_thread()
+        if not waits or excused() or used_s - cpu_s > IDLE_SHARE * (now_s - began_s):
+            since_s = now_s
+        cpu_s = used_s
+    if link.take_the_end():
+        ended = GenerationEnded(link.aborted or "the generation is over", aborted=True)
+        stop(link, ended, standing(), may_keep=False)

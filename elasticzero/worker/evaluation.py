@@ -1,0 +1,100 @@
+"""Evaluation of a model on a dataset, with a result that does not depend on the world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.comm.process_group import Groups
+from elasticzero.data.loader import Reading
+from elasticzero.data.sampling import dealt
+from elasticzero.errors import UserError
+from elasticzero.state.model import generators_kept
+from elasticzero.worker.argument_checks import length_of
+
+Result = float | dict[str, float]
+EvaluationFn = Callable[[Any], Any]
+
+
+def evaluate(
+    reading: Reading,
+    fn: EvaluationFn,
+    batch_size: int,
+    groups: Groups | None,
+    check: Callable[[], None],
+) -> Result:
+    """The mean over all samples of what `fn` gives as the mean of a batch.
+
+    Batches follow from the dataset and `batch_size` alone; each is computed by one rank, and the
+    sums are made in their order in float64. groups: None for one process alone. check: raises when
+    the generation is over.
+    """
+    rank, world_size = (0, 1) if groups is None else (groups.place.rank, groups.place.world_size)
+    samples = length_of(reading.dataset)
+    if samples < 1 or batch_size < 1:
+        raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
+    count = -(-samples // batch_size)
+    hand = list(dealt(count, rank, world_size))
+    spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in hand]
+    batches = reading.batches(list(range(*span)) for span in spans)
+    names: list[str] | None = None
+    table: Tensor | None = None
+    scalar = False
+    for (index, counts), batch in zip(hand, batches, strict=True):
+        check()
+        value = fn(batch)
+        scalar = not isinstance(value, Mapping)
+        values = {"": value} if scalar else dict(value)
+        if table is None or names is None:
+            names = sorted(values)
+            table = torch.zeros(count, len(names), dtype=torch.float64)
+        elif sorted(values) != names:
+            raise UserError(f"session.evaluate: fn gave {sorted(values)} after {names}")
+        if counts:
+            table[index] = torch.tensor([_number(values[name]) for name in names]).double()
+    assert table is not None and names is not None
+    if groups is not None:
+        table = groups.sum(table)  # every entry from the rank that has it: zero for all others
+    sizes = [min((i + 1) * batch_size, samples) - i * batch_size for i in range(count)]
+    means = {
+        name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True)) / samples
+        for k, name in enumerate(names)
+    }
+    return means[""] if scalar else means
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UserError(
+            f"session.evaluate: fn gave a tensor of shape {tuple(value.shape)}; it must give the "
+            "batch's mean, one number or a dict of them"
+        )
+    return float(value)
+
+
+@contextmanager
+def evaluating(
+    model: nn.Module, buffers: Mapping[str, Tensor], groups: Groups | None
+) -> Iterator[None]:
+    """Eval mode without gradients; rank 0's buffers for all; everything put back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(generators_kept(device))
+        stack.enter_context(torch.no_grad())
+        try:
+            model.eval()
+            if groups is not None:
+                groups.broadcast(buffers)
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            for name, buffer in buffers.items():
+                buffer.copy_(own[name])

@@ -1,0 +1,98 @@
+"""One generation in a worker's process, from the meeting of its ranks to its end."""
+
+from __future__ import annotations
+
+import time
+import traceback
+
+import torch
+
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import Groups
+from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.messages import Finished
+from elasticzero.worker.collective_watchdog import rescue_if_stuck
+from elasticzero.worker.join import agree_on_saving, enter_world
+from elasticzero.worker.process_reuse import Over
+from elasticzero.worker.stop_protocol import Standing, end
+from elasticzero.worker.training_state import Boundary
+
+
+class Generation:
+    """What this process has of a generation: its link, its groups, and the state once there is one.
+
+    The life of it: `enter`, then the training function, which makes `boundary`, then `finish` and
+    `close`; or, after an error anywhere, `end`.
+    """
+
+    def __init__(self, link: AgentLink) -> None:
+        self.link = link
+        self.device = torch.device("cpu")
+        self.saving = True
+        """Checkpoints are written, where there is a directory for them."""
+        self.boundary: Boundary | None = None
+        """None before `session.prepare`."""
+        self.began_s = self.entered_s = time.monotonic()
+        self.groups: Groups | None = None
+        """None without an agent."""
+
+    def enter(self) -> None:
+        """Meet the other ranks."""
+        self.device, groups = enter_world(self.link)
+        if groups is not None:
+            self.groups = groups
+            self.link.on_abort(lambda: self._give_up(groups))
+            self.saving = agree_on_saving(self.link, groups)
+        self.entered_s = time.monotonic()
+
+    def finish(self) -> None:
+        """The training function has returned: save what is not saved, and wait until all ranks
+        have."""
+        at = self.boundary
+        if at is not None and at.copy is not None:
+            at.settle()
+            at.agree_to_stop(Call.FINISH)
+            with self.link.busy("writing the last checkpoint"):
+                at.captures.finish(at.copied())
+        elif self.groups is not None:
+            self.groups.barrier(Call.FINISH)
+        if self.groups is not None:
+            self.groups.agreement.greatest(0)
+        self.link.check()
+        step, reason = (at.step, at.stopped) if at is not None else (0, None)
+        self.link.send(Finished(step=step, reason=reason or ""))
+
+    def close(self) -> None:
+        """All ranks have finished; the script goes on alone."""
+        if self.groups is not None:
+            self.groups.close()
+
+    def end(self, error: BaseException) -> Over:
+        """Go through the stop protocol; returns where the process may be kept."""
+        code = end(self.link, error, self._standing)
+        traceback.clear_frames(error.__traceback__)  # what the script held in them
+        if self.boundary is not None:
+            self.boundary.captures.close()
+        return Over(code, self.groups)
+
+    def _give_up(self, groups: Groups) -> None:
+        """The agent has ended the generation."""
+        groups.shut()
+        rescue_if_stuck(self.link, self._standing, lambda: groups.awaits_gpu)
+
+    def _standing(self) -> Standing:
+        """What the stop protocol is to say and save."""
+        shut = self.groups.shut if self.groups is not None else lambda: None
+        resume, at = self.link.assignment.resume, self.boundary
+        if at is None or at.copy is None:
+            bad_step = resume.step if resume.tier == "storage" else None
+            return Standing(bad_step=bad_step, shut=shut)
+        clean = at.clean and at.captures.can_stop_with_state()
+        return Standing(
+            step=at.step,
+            clean=clean,
+            complete=at.strategy.replicated,
+            misled=self.groups is not None and self.groups.misled,
+            save=at.snapshot if clean else None,
+            shut=shut,
+        )

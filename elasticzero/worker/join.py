@@ -1,0 +1,208 @@
+"""The beginning of a generation: a worker meets the other ranks, and all agree when to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import FrameType
+
+import torch
+
+from elasticzero.checkpoint.storage.base import Storage, open_directory, open_storage, within
+from elasticzero.comm.process_group import Groups, connect, device_of
+from elasticzero.comm.rendezvous import Place, meet
+from elasticzero.errors import ExitCode, StorageError, UserError
+from elasticzero.ipc.agent_client import AgentLink, leave
+from elasticzero.ipc.messages import Assignment, Attached, Failed
+
+STORAGE_LIMIT_S = 10.0
+"""Storage that has not answered by then is not waited for: see `_check_shared`."""
+SHARED_WAIT_S = 3.0
+"""A file system of a network may take so long to show a file that another node has written."""
+
+
+def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
+    """This worker's device, and the process groups of its world; None without an agent.
+
+    While it connects there is no state yet, so an `Abort` ends the process at once; the caller says
+    what it does from then on.
+    """
+    a = link.assignment
+    place = Place(
+        rank=a.rank,
+        world_size=a.world_size,
+        local_rank=a.visible_local_rank,
+        master_address=a.master_address,
+        master_port=a.master_port,
+        store_fd=a.store_fd,
+        token=a.token,
+        password=a.password,
+        host=a.host,
+        connect_timeout_s=a.connect_timeout_s,
+        start_timeout_s=a.start_timeout_s,
+        collective_timeout_s=a.collective_timeout_s,
+    )
+    if link.alone:
+        return device_of(place), None
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # for scripts that meet by themselves
+    if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // a.local_world_size))
+    _leave_sigterm_to_the_agent()
+    link.send(Attached(pid=os.getpid()))
+    link.on_abort(lambda: leave(ExitCode.LEFT))
+    watchdog = Watchdog(link)
+    watchdog.allow(place.connect_timeout_s)
+    try:
+        device = device_of(place)
+        with link.busy("meeting the other ranks"):
+            store = meet(place, watchdog.allow)
+        return device, connect(place, device, store)
+    finally:
+        watchdog.cancel()
+
+
+def _leave_sigterm_to_the_agent() -> None:
+    """What stops a machine often sends SIGTERM to every process on it: the agent then has its
+    workers leave at a boundary, unless they are dead by then.
+
+    A script's own handler stays; processes that the script starts heed the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    worker = os.getpid()
+
+    def pass_over(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, pass_over)
+
+
+class Watchdog:
+    """Ends this process when something takes longer than it may: torch's store can block for
+    ever."""
+
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
+        self._timer: threading.Timer | None = None
+
+    def allow(self, limit_s: float) -> None:
+        """From now on the process has so many seconds, whatever it was allowed before."""
+        self.cancel()
+        self._timer = threading.Timer(limit_s, self._give_up, [limit_s])
+        self._timer.name, self._timer.daemon = "elasticzero-connect", True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self, limit_s: float) -> None:
+        text = f"the other ranks were not met, or no process group set up, within {limit_s:g} s"
+        self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
+        print(text, file=sys.stderr, flush=True)
+        os._exit(ExitCode.LEFT)
+
+
+def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
+    """All ranks save and verify at the same steps or none does, whatever each node was told.
+
+    Returns whether checkpoints are written: not where rank 0's node has no directory. Raises
+    `UserError` on a rank that has none where rank 0 has: a node that joins must not end the saves.
+    """
+    given = link.assignment
+    every = groups.agreement.greatest(given.checkpoint_every if given.rank == 0 else 0)
+    wished = -1 if given.snapshot_every is None else given.snapshot_every
+    snapshots = groups.agreement.greatest(wished if given.rank == 0 else -1)
+    wished = -1 if given.verify_every is None else given.verify_every
+    verify = groups.agreement.greatest(wished if given.rank == 0 else -1)
+    link.assignment = replace(
+        given,
+        checkpoint_every=every,
+        snapshot_every=None if snapshots < 0 else snapshots,
+        verify_every=None if verify < 0 else verify,
+    )
+    wanted = groups.agreement.greatest(int(given.rank == 0 and given.checkpoint_dir is not None))
+    if wanted and given.checkpoint_dir is None:
+        raise UserError(
+            f"{given.node} has no --checkpoint-dir, and rank 0's node has one; give the same "
+            "directory on all nodes"
+        )
+    saving = not groups.agreement.greatest(int(given.checkpoint_dir is None))
+    if saving:
+        _check_shared(given, groups.agreement.greatest)
+    elif given.checkpoint_dir is not None:
+        print("no checkpoints: rank 0's node has no --checkpoint-dir", file=sys.stderr)
+    return saving
+
+
+def _check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None:
+    """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
+    puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
+
+    Storage that cannot be written, or does not answer, is nobody's fault here: that is said, and
+    training goes on; but a job that has no state yet does not begin without it, and rank 0 raises
+    `StorageError`. greatest: gives all ranks the greatest of their numbers; all call this together.
+    """
+    a = assignment
+    if a.checkpoint_dir is None or a.local_world_size == a.world_size:
+        return
+    if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
+        return  # the same everywhere
+    where, url = f"the checkpoint directory {a.checkpoint_dir}", a.checkpoint_dir
+    name = f".shared-{a.token}"
+    trouble = ""
+    if a.rank == 0:
+        try:
+            within(STORAGE_LIMIT_S, where, lambda: _put(url, name, a.node))
+        except StorageError as error:
+            if a.resume.tier == "fresh":
+                raise
+            trouble = str(error)
+    seen = True
+    if not greatest(int(bool(trouble))):
+        try:
+            seen = within(STORAGE_LIMIT_S, where, lambda: _appears(open_storage(url), name))
+        except StorageError as error:
+            trouble = str(error)
+        greatest(0)
+        if a.rank == 0:
+            with suppress(StorageError):
+                within(STORAGE_LIMIT_S, where, lambda: open_storage(url).remove(name))
+    if trouble:
+        text = (
+            f"{trouble}; training goes on from step {a.resume.step}, and saves are tried when due"
+        )
+        print(text, file=sys.stderr, flush=True)
+    if not seen:
+        raise UserError(
+            f"{where} on {a.node} is not the one of rank 0's node: a file that was written there "
+            "is not here; give a directory that all nodes share"
+        )
+
+
+def _put(url: str, name: str, node: str) -> None:
+    open_directory(url).check_writable()
+    open_storage(url).write(name, [node.encode()])
+
+
+def _appears(storage: Storage, name: str) -> bool:
+    deadline_s = time.monotonic() + SHARED_WAIT_S
+    while True:
+        try:
+            storage.size(name)
+            return True
+        except FileNotFoundError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.05)

@@ -1,0 +1,127 @@
+"""A worker's process between two generations: it drops all that the old one has left, says
+`Waiting`, and takes its part in the next. What speaks against it is decided by `doubts`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from elasticzero.comm.process_group import Groups, own_groups, release
+from elasticzero.ipc.agent_client import AgentLink, leave
+from elasticzero.ipc.messages import Waiting, torchrun_environment
+from elasticzero.processes import children_of
+from elasticzero.state.model import RngState
+from elasticzero.worker.reuse_rules import Remains, doubt
+
+CLEAR_S = 3.0
+"""Who is not done with the old generation by then ends: a destructor of torch may hang, with
+Python's lock held."""
+LINGER_S = 0.2
+"""Threads and children that are about to end get so long."""
+POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A generation that has ended, in a process that may be kept."""
+
+    code: int
+    """The exit code where it is not."""
+    groups: Groups | None
+    """None: the world never came together."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """What the process was like before its first generation."""
+
+    threads: set[int | None] = field(default_factory=lambda: set(_threads()))
+    children: set[int] = field(default_factory=lambda: set(children_of(os.getpid())))
+    rng: RngState = field(default_factory=lambda: RngState.capture(torch.device("cpu")))
+    resident_bytes: int | None = None
+    """After the first generation."""
+
+
+def survive(link: AgentLink, over: Over, origin: Origin) -> None:
+    """Go over to the next generation's assignment; at any doubt the process ends here.
+
+    Nothing may refer to the old generation any more but `over`.
+    """
+    if over.groups is None:
+        leave(over.code)
+    faulthandler.dump_traceback_later(CLEAR_S, exit=True, file=2)  # it needs no lock
+    link.on_abort(lambda: None)
+    remains = _clear(over.groups, origin)
+    faulthandler.cancel_dump_traceback_later()
+    why = doubt(remains)
+    if why is not None:
+        print(f"this worker's process is not kept: {why}", file=sys.stderr)
+        leave(over.code)
+    if origin.resident_bytes is None:
+        origin.resident_bytes = remains.resident_bytes
+    link.send(Waiting())
+    link.await_assignment()
+    os.environ.update(torchrun_environment(link.assignment))
+    origin.rng.apply(torch.device("cpu"))  # as in a process that begins
+
+
+def _clear(groups: Groups, origin: Origin) -> Remains:
+    """Drop what the generation has left, and look for what cannot be dropped."""
+    script_groups = own_groups()
+    gc.collect()
+    released = not script_groups and release(groups)
+    cuda_error = _empty_gpu()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    deadline_s = time.monotonic() + LINGER_S
+    while True:
+        threads = [name for ident, name in _threads().items() if ident not in origin.threads]
+        children = set(children_of(os.getpid())) - origin.children
+        if not (threads or children) or time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    return Remains(
+        own_groups=script_groups,
+        released=released,
+        threads=tuple(threads),
+        children=tuple(sorted(children)),
+        cuda_error=cuda_error,
+        resident_bytes=_resident_bytes(),
+        first_resident_bytes=origin.resident_bytes,
+    )
+
+
+def _threads() -> dict[int | None, str]:
+    """Those that Python knows, but for torch's own that have run a line of it at some time."""
+    return {
+        thread.ident: thread.name
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+    }
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _empty_gpu() -> str | None:
+    """Wait for the GPU and give its memory back; an error is said, for it stays."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,297 @@
+"""Training on one process, without an agent: `python train.py`.
+
+The process reads the options that concern it from the environment, as `elasticzero run` does, goes
+on from the newest good checkpoint, writes checkpoints itself while training waits, and prints how
+it gets on. Ctrl-C and SIGTERM end training at the next boundary, with the state saved; a second
+Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, NoReturn
+
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.io.writer import Piece, write_checkpoint
+from elasticzero.checkpoint.steps.commit import check_writable, fault, steps
+from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.errors import (
+    CheckpointDamaged,
+    ElasticZeroError,
+    ExitCode,
+    UserError,
+    one_line,
+)
+from elasticzero.ipc.agent_client import ALONE, AgentLink, GenerationEnded
+from elasticzero.ipc.messages import (
+    FLAG_LEAVE,
+    FLAG_STOP,
+    Finished,
+    Logged,
+    Looped,
+    Message,
+    Restored,
+    Resume,
+    Stepped,
+)
+from elasticzero.spans import STRATEGIES
+from elasticzero.worker.training_state import Boundary
+
+PROGRESS_EVERY_S = 2.0
+PREFIX = "ELASTICZERO_"
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options of `elasticzero run` that concern a process alone."""
+
+    strategy: str = "ddp"
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 0
+    keep: Keep = field(default_factory=Keep)
+    strict: bool = False
+    """Do not go on behind a damaged checkpoint."""
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Raises `UserError` where a variable's value makes no sense; an empty one is none."""
+
+    def given(name: str) -> str | None:
+        return environment.get(PREFIX + name) or None
+
+    def one_of(name: str, values: tuple[str, ...], default: str) -> str:
+        value = (given(name) or default).lower() if values == _YES + _NO else given(name) or default
+        if value not in values:
+            raise UserError(f"{PREFIX}{name}={value}: must be one of {', '.join(values)}")
+        return value
+
+    def whole(name: str) -> int | None:
+        value = given(name)
+        if value is not None and not value.isdecimal():
+            raise UserError(f"{PREFIX}{name}={value}: must be a whole number")
+        return None if value is None else int(value)
+
+    strict = one_of("STRICT_CHECKPOINT", _YES + _NO, "no")
+    return Settings(
+        strategy=one_of("STRATEGY", STRATEGIES, "ddp"),
+        checkpoint_dir=given("CHECKPOINT_DIR"),
+        checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
+        keep=Keep(last=whole("KEEP"), every=whole("KEEP_EVERY")),
+        strict=strict in _YES,
+    )
+
+
+class Console:
+    """Prints how training gets on, a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._shown_s = 0.0
+        self._loss: float | None = None
+        self._due: Stepped | None = None
+
+    def say(self, text: str) -> None:
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+    def told(self, message: Message) -> None:
+        """Take note of what a worker would say to its agent."""
+        match message:
+            case Stepped():
+                self._show()
+                if message.at_s - self._shown_s >= PROGRESS_EVERY_S:
+                    self._due = message
+            case Logged(step=step, scalars=scalars):
+                self._loss = scalars.get("loss", self._loss)
+                if "loss" in scalars and self._due is not None and step >= self._due.step:
+                    self._show()
+            case Looped():
+                self._show()
+            case Finished(step=step, reason=reason):
+                why = f": {reason}" if reason else ""
+                took_s = time.monotonic() - self._began_s
+                loss = "" if self._loss is None else f"  loss {self._loss:.4f}"
+                self.say(f"finished after step {step} in {took_s:.1f} s{loss}{why}")
+            case _:
+                pass
+
+    def _show(self) -> None:
+        """The line that is due, if one is."""
+        if (step := self._due) is None:
+            return
+        self._due, self._shown_s = None, time.monotonic()
+        of = f"/{step.total}" if step.total else ""
+        loss = "" if self._loss is None else f"  loss {self._loss:.4f}"
+        self.say(f"step {step.step}{of}{loss}")
+
+
+class LocalLink(AgentLink):
+    """In the place of the link to an agent."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.console = Console()
+        self._bad: set[int] = set()
+        where = settings.checkpoint_dir
+        if where is not None:
+            check_writable(open_directory(where))
+        assignment = replace(
+            ALONE,
+            token=f"g{ALONE.generation:06d}-{secrets.token_hex(8)}",
+            strategy=settings.strategy,
+            checkpoint_dir=where,
+            checkpoint_every=settings.checkpoint_every,
+            resume=self._newest(),
+        )
+        super().__init__(None, assignment)
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Restored):
+            self._say_begin(message)
+        self.console.told(message)
+
+    def _say_begin(self, restored: Restored) -> None:
+        settings, step = self._settings, restored.step
+        origin = f"the checkpoint of step {step}" if restored.tier == "storage" else "the beginning"
+        saved = "nothing is saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"
+        if settings.checkpoint_dir is not None:
+            every = settings.checkpoint_every
+            how = f"every {every} step{'s' * (every > 1)} and " if every else ""
+            saved = f"checkpoints {how}at the end in {settings.checkpoint_dir}"
+        self.console.say(f"training on one process, from {origin}; {saved}")
+
+    def _newest(self) -> Resume:
+        """Where training begins: at the newest good checkpoint.
+
+        Raises `CheckpointDamaged` where none of several is good, or one is passed over that must
+        not be.
+        """
+        where, damage = self._settings.checkpoint_dir, ""
+        for info in steps(open_directory(where)) if where is not None else []:
+            why = "it was found damaged" if info.step in self._bad else fault(info.storage)
+            if why is not None:
+                damage = damage or f"the checkpoint of step {info.step} is damaged: {why}"
+                continue
+            if damage and self._settings.strict:
+                raise CheckpointDamaged(
+                    f"{damage}; ELASTICZERO_STRICT_CHECKPOINT forbids going on from step "
+                    f"{info.step}"
+                )
+            if damage:
+                self.console.say(f"{damage}; the one of step {info.step} is used")
+            return Resume(tier="storage", step=info.step)
+        if damage:
+            raise CheckpointDamaged(
+                f"{damage}; no other is good; mend it, or give an empty directory to begin anew"
+            )
+        return Resume(tier="fresh")
+
+    def fall_back(self, error: CheckpointDamaged) -> None:
+        """Begin at an older checkpoint than the one that was read and found damaged."""
+        resume = self.assignment.resume
+        if resume.tier != "storage":
+            raise error
+        self.console.say(one_line(error))
+        self._bad.add(resume.step)
+        self.assignment = replace(self.assignment, resume=self._newest())
+
+    def save(self, manifest: Manifest, pieces: list[Piece]) -> None:
+        """Write a checkpoint, while training waits; raises `ElasticZeroError`."""
+        assert self._settings.checkpoint_dir is not None
+        directory = open_directory(self._settings.checkpoint_dir)
+        written = write_checkpoint(directory, manifest, 0, pieces)
+        if not written.committed:
+            return
+        text = f"checkpoint of step {manifest.step} written in {written.seconds:.2f} s"
+        self.console.say(text)
+        tidied = tidy(directory, manifest, self._settings.keep, bad_steps=self._bad)
+        for problem in tidied.problems[:3]:
+            self.console.say(f"not removed: {problem}")
+
+    @contextmanager
+    def interruptions(self, boundary: Callable[[], Boundary | None]) -> Iterator[None]:
+        """Take Ctrl-C and SIGTERM as a wish to end at the next boundary, where there is something
+        to be saved by then; a script's own handlers stay."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wishes: dict[int, int] = {signal.SIGINT: FLAG_STOP, signal.SIGTERM: FLAG_LEAVE}
+        usual: dict[int, Any] = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+        }
+        process = os.getpid()
+
+        def note(number: int, frame: FrameType | None) -> None:
+            at, wish = boundary(), wishes[number]
+            in_loop = at is not None and at.in_loop and self._settings.checkpoint_dir is not None
+            if os.getpid() != process or not in_loop or self.flags & wish:
+                signal.signal(number, usual[number])
+                os.kill(os.getpid(), number)
+                return
+            self.flags |= wish
+            again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+            self.console.say(f"training ends after this step, and is saved{again}")
+
+        taken = [number for number in wishes if signal.getsignal(number) == usual[number]]
+        for number in taken:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number in taken:
+                signal.signal(number, usual[number])
+
+    def end(self, error: BaseException, at: Boundary | None) -> NoReturn:
+        """End the process after an error left the training function: by `SystemExit` where it is
+        no error of the script's own."""
+        if isinstance(error, (GenerationEnded, KeyboardInterrupt)):
+            asked = isinstance(error, GenerationEnded)
+            left = asked and not self.flags & FLAG_STOP
+            code = ExitCode.LEFT if left else ExitCode.INTERRUPTED
+            try:
+                if asked and at is not None:
+                    at.captures.finish(at.copied())
+            except ElasticZeroError as failed:
+                self.console.say(f"error: {one_line(failed)}")
+            step = at.step if at is not None else 0
+            self.console.say(f"interrupted after step {step}; {self._then()}")
+            raise SystemExit(int(code)) from error
+        if isinstance(error, ElasticZeroError):
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(int(error.exit_code)) from error
+        raise error
+
+    def _then(self) -> str:
+        """What becomes of it."""
+        where = self._settings.checkpoint_dir
+        if where is None:
+            return "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"
+        try:
+            newest = self._newest()
+        except ElasticZeroError as error:
+            return one_line(error)
+        if newest.tier == "fresh":
+            return f"there is no checkpoint in {where}"
+        return f"the same command goes on from the checkpoint of step {newest.step}"
+
+
+def begin(environment: Mapping[str, str]) -> LocalLink:
+    """The link of a process that was not started by an agent; raises `ElasticZeroError`."""
+    if environment.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in environment:
+        raise UserError(
+            f"this is one of {environment['WORLD_SIZE']} processes that torchrun or another "
+            "launcher has started, and each would train alone: start the script by `elasticzero "
+            "run` with the same options"
+        )
+    return LocalLink(read_settings(environment))

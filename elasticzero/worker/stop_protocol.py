@@ -1,0 +1,177 @@
+"""The end of a generation in a worker, whatever its cause: the stop protocol.
+
+Rules:
+ S0  A worker that is told to stop while it connects or restores has nothing to hand over: it exits
+     at once, for what it reads from may be gone and never answer.
+ S1  An exception, of this rank or through a peer: first shut the group's sockets, so that the
+     peers notice at once; then say `Failed`, and whose fault it is. An interrupt is said first. A
+     boundary with a raised flag needs neither.
+ S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
+ S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
+     `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
+ S4  Exit at once; nothing of the script runs any more. But where the agent keeps processes, and
+     this generation ended by a boundary or by a peer, go on as `survival` says.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticzero.errors import (
+    CheckpointDamaged,
+    ElasticZeroError,
+    ExitCode,
+    LastSaveFailed,
+    OperatorError,
+    PeerSetAside,
+    ReplicaMismatch,
+    StorageError,
+    UserError,
+    is_final,
+    is_peer_error,
+    one_line,
+    same_error,
+)
+from elasticzero.ipc.agent_client import AgentLink, GenerationEnded, leave, wait_for_the_end
+from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
+
+SAVE_WAIT_S = 30.0
+ADVICE = "; use another step"
+"""What a damaged checkpoint asks of a person: here the job does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a worker has when its generation ends."""
+
+    step: int = 0
+    clean: bool = False
+    complete: bool = False
+    """This worker alone holds the whole state."""
+    misled: bool = False
+    """See `Groups.misled`."""
+    bad_step: int | None = None
+    """The checkpoint it was to go on from, on storage."""
+    save: Callable[[], Captured] | None = None
+    """Writes the snapshot."""
+    shut: Callable[[], None] = lambda: None
+    """Breaks the group's connections."""
+
+
+def end(link: AgentLink, error: BaseException, standing: Callable[[], Standing]) -> int:
+    """`stop`, of the main thread: never returns where another thread is at it already."""
+    if not link.take_the_end():
+        wait_for_the_end()
+    return stop(link, error, standing())
+
+
+def stop(
+    link: AgentLink, error: BaseException, standing: Standing, *, may_keep: bool = True
+) -> int:
+    """The stop protocol; ends the process, or returns its exit code where it may be kept."""
+    code, own = _explain(link, error, standing)
+    kept = False
+    try:
+        answered = _hand_over(link, str(error) or type(error).__name__, standing)
+        kept = may_keep and answered and not own and link.assignment.keep
+    except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
+        code = _not_kept(link, lost, standing.step)
+    finally:
+        if not kept:
+            leave(code)
+    return code
+
+
+def _not_kept(link: AgentLink, error: BaseException, step: int) -> int:
+    """Say that the snapshot could not be written; returns the exit code."""
+    text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
+    trace = "" if isinstance(error, OperatorError) else _trace(error)
+    print(f"error: {text}\n{trace}", end="", file=sys.stderr)
+    link.send(Failed(step=step, blame="environment", message=text, traceback=trace))
+    return 1
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple[int, bool]:
+    """S1; returns the exit code, and whether the failure is this rank's own."""
+    if isinstance(error, GenerationEnded):
+        if error.aborted:
+            standing.shut()
+        return ExitCode.LEFT if error.aborted else 0, False
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted by SIGINT (KeyboardInterrupt)"
+        link.send(Failed(step=standing.step, blame="killed", message=text, traceback=_trace(error)))
+        standing.shut()
+        print(_trace(error), end="", file=sys.stderr)
+        return ExitCode.INTERRUPTED, True
+    standing.shut()
+    from_agent = link.aborted is not None
+    unread = (CheckpointDamaged, StorageError)
+    message = Failed(
+        step=standing.step,
+        blame=_blame(error, from_agent=from_agent, misled=standing.misled),
+        message=one_line(error).removesuffix(ADVICE),
+        traceback="" if isinstance(error, OperatorError) else _trace(error),
+        final=is_final(error),
+        bad_step=standing.bad_step if isinstance(error, unread) else None,
+        odd=isinstance(error, ReplicaMismatch) and error.odd,
+        verified=error.verified if isinstance(error, ReplicaMismatch) else None,
+    )
+    link.send(message)
+    if message.blame == "checkpoint" and message.bad_step is not None:
+        return 1, True  # the agent says so, once for all ranks
+    if message.blame == "peer":
+        text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
+        print(f"{text}; this worker stops at step {standing.step}", file=sys.stderr)
+        return ExitCode.LEFT, False
+    if isinstance(error, ElasticZeroError):
+        print(f"error: {error}", file=sys.stderr)
+        return 1, True
+    known = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
+    if known:
+        where = f"generation {known[-1].generation} on {known[-1].node}"
+        print(f"error: {message.message}; the same as in {where}", file=sys.stderr)
+    else:
+        print(message.traceback, end="", file=sys.stderr)
+    return 1, True
+
+
+def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
+    if isinstance(error, CheckpointDamaged):
+        return "checkpoint"
+    if isinstance(error, LastSaveFailed):
+        return "storage"
+    if isinstance(error, UserError):
+        return "user"
+    if is_peer_error(error) or (from_agent and isinstance(error, RuntimeError)):
+        return "peer"
+    if isinstance(error, OperatorError):
+        return "environment"
+    return "peer" if misled else "user"
+
+
+def _hand_over(link: AgentLink, reason: str, standing: Standing) -> bool:
+    """S2 and S3; False: no answer came."""
+    clean = standing.clean and standing.save is not None
+    link.send(
+        Stopping(
+            step=standing.step,
+            clean=clean,
+            complete=clean and standing.complete,
+            reason=reason.splitlines()[0],
+        )
+    )
+    try:
+        wanted = link.saves.get(timeout=SAVE_WAIT_S).wanted
+    except queue.Empty:
+        return False
+    if wanted and clean and standing.save is not None:
+        link.send(standing.save())
+    return True

@@ -1,0 +1,345 @@
+"""The boundary between two steps: the state is whole, small state is copied, words are exchanged,
+what is due is captured; and the end of a generation is found here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import ControlWord, Groups
+from elasticzero.consistency.nonfinite import Findings
+from elasticzero.consistency.replicas import Verification
+from elasticzero.data.sampling import Position
+from elasticzero.errors import NotFinite, PeerSetAside, UserError, is_peer_error
+from elasticzero.ipc.agent_client import AgentLink, GenerationEnded
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
+from elasticzero.parallel import Strategy
+from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.snapshots.restore import load, open_source
+from elasticzero.snapshots.stager import Captures
+from elasticzero.state.model import MODEL, BoundaryCopy, SmallState
+
+FLAG_REASONS = {
+    FLAG_LEAVE: "a node leaves",
+    FLAG_GROW: "the world grows",
+    FLAG_STOP: "the job is stopped",
+}
+SAVE_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """What is to be done at the boundary after an epoch's last step."""
+
+    run: Callable[[], object] | None
+    """The script's `on_epoch_end`."""
+    after: Position
+    """Where the data stands once it has run."""
+
+
+class Boundary:
+    """The training state of one generation on one rank, from boundary to boundary."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        groups: Groups | None,
+        strategy: Strategy,
+        small: SmallState,
+        captures: Captures,
+    ) -> None:
+        self.strategy = strategy
+        self.small = small
+        self.captures = captures
+        self.step = 0
+        """Optimizer steps applied."""
+        self.position = Position()
+        """In the data, at the last boundary."""
+        self.next_position = Position()
+        """After the global batch that is being worked on."""
+        self.copy: BoundaryCopy | None = None
+        """Of the last boundary; None before the state is in place."""
+        self.clean = False
+        """Nothing has changed the state since the last boundary."""
+        self.asked: str | None = None
+        """Why this rank's script wants to end training for all; None: it does not."""
+        self.in_loop = False
+        """The script is in a loop over batches."""
+        self.left_at = ""
+        """Where the script left its last loop early."""
+        self.gradients = HiddenGradients(())
+        """Those of parameters that are partitioned."""
+        self.applying = False
+        """The optimizer takes its step."""
+        self._applied = False
+        """A step was, since the last boundary."""
+        self._epoch_end: EpochEnd | None = None
+        """After the global batch that is being worked on."""
+        self._link = link
+        self._groups = groups
+        self._control = ControlWord(groups)
+        self._verification = Verification(groups, link.assignment, lambda: self.strategy.replicas())
+
+    def restore(self) -> int:
+        """Put the state in place that the assignment says; returns the bytes read."""
+        assignment, bytes_read = self._link.assignment, 0
+        if assignment.resume.tier != "fresh":
+            checkpoint = open_source(assignment)
+            self.position = load(checkpoint, self.strategy, self.small, assignment.rank)
+            self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
+            if assignment.generation == 1:  # a new run may go on where the last one ended itself
+                self.position = replace(self.position, stopped=None)
+        self.copy = self.small.capture(self.step, self.position)
+        self.captures.begin(self.copy)
+        self._verification.begin(self.step)
+        self.clean = True
+        return bytes_read
+
+    @property
+    def stopped(self) -> str | None:
+        """Why all ranks have ended training early; None: they have not."""
+        return self.position.stopped
+
+    def begin_loop(self, position: Position) -> None:
+        """A loop over batches begins here."""
+        self.position = position
+
+    def begin_step(self, after: Position, ends: EpochEnd | None) -> None:
+        """A global batch begins. after: where its step leaves the data; ends: what is to be done
+        where it is an epoch's last."""
+        self._epoch_end = ends
+        self.next_position = after
+        if ends is not None and ends.run is None:
+            self.next_position, self._epoch_end = ends.after, None
+
+    def begin_backward(self) -> None:
+        """The first backward of a global batch begins: the words for its boundary are given."""
+        self._control.give(self._verification.word(self.captures.word(self._flags())))
+
+    def _flags(self) -> int:
+        return self._link.flags | (FLAG_FINISH if self.asked is not None else 0)
+
+    def agree_to_stop(self, call: Call) -> None:
+        """Find out whether any rank's script ends training. All ranks call this together.
+
+        Raises `UserError` where this rank is at another call than the rest.
+        """
+        asks = self.asked is not None
+        if self._groups is not None:
+            with self._link.awaiting(self.left_at):
+                asks = bool(self._groups.barrier(call, int(asks), self._where()))
+        if asks:
+            self._stop()
+
+    def _where(self) -> str:
+        """What an error says of this rank's place."""
+        left = f", having left its loop at {self.left_at}" if self.left_at else ""
+        return f" after step {self.step}{left}"
+
+    def _stop(self) -> None:
+        """All ranks have agreed to end training."""
+        if self.stopped is not None:
+            return
+        groups = self._groups
+        reason = (self.asked or "") if groups is None else groups.share_text(self.asked)
+        self.position = replace(self.position, stopped=reason)
+        self.copy = self.small.capture(self.step, self.position)
+
+    def end_epoch(self, ends: EpochEnd) -> None:
+        """Do what is due at an epoch's end; the state changes to that after it in one go."""
+        if ends.run is not None:
+            with self._link.busy("on_epoch_end"):
+                ends.run()
+        self.position = replace(ends.after, stopped=self.position.stopped)
+        self.copy = self.small.capture(self.step, self.position)
+        if ends.run is not None:
+            self.agree_to_stop(Call.EPOCH_END)
+
+    def copied(self) -> BoundaryCopy:
+        assert self.copy is not None
+        return self.copy
+
+    def apply(self, norm: Tensor) -> None:
+        """Have the optimizer take its step: the state is torn until the next boundary.
+
+        norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
+        not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
+        """
+        self._confirm()  # the gradients
+        if not math.isfinite(norm):
+            raise self._not_finite()
+        self._link.change(self._tear)
+        self.applying = True
+        self.strategy.apply()
+        self.applying = False
+        self._applied = True
+        self.step += 1
+
+    def _not_finite(self) -> NotFinite:
+        """What is not finite, once the state of the boundary is saved; all ranks call this
+        together."""
+        suspects, share = self.strategy.suspects(), self.strategy.share()
+        names, given = sorted(share.specs), self._link.assignment
+        broken = set(share.not_finite())
+        bad = [suspects.loss]
+        bad += [name.removeprefix(MODEL) in suspects.gradients for name in names]
+        bad += [name in broken for name in names]
+        table = torch.zeros(given.world_size, len(bad), dtype=torch.uint8)
+        table[given.rank] = torch.tensor(bad)
+        if self._groups is not None:
+            table = self._groups.sum(table)
+        first = dict(reversed([(what, rank) for rank, what in table.nonzero().tolist()]))
+        named = [(name.removeprefix(MODEL), first.get(at)) for at, name in enumerate(names, 1)]
+        kept = [(name, first.get(at)) for at, name in enumerate(names, 1 + len(names))]
+        findings = Findings(
+            step=self.step + 1,
+            losses=[rank for rank, row in enumerate(table.tolist()) if row[0]],
+            gradients=[(name, rank) for name, rank in named if rank is not None],
+            state=[(name, rank) for name, rank in kept if rank is not None],
+        )
+        self.clean = not findings.state
+        return NotFinite(f"{findings.sentence()}; {self._save_at_the_end()}")
+
+    def _save_at_the_end(self) -> str:
+        """Make the state of the boundary a checkpoint if it is finite, on all ranks, and let a save
+        that is under way end; returns what came of it."""
+        with self._link.busy(f"saving the state of step {self.step}"):
+            lost = self._await_saves()
+            if self.clean and self.captures.save_last(self.copied()):
+                lost = self._await_saves()
+        text = self.captures.where_to_go_on()
+        if lost and self.clean:
+            why = self.captures.save_error or "it failed on another rank"
+            text = f"the state of step {self.step} could not be saved ({why}); {text}"
+        return text
+
+    def _await_saves(self) -> bool:
+        """Wait until no rank saves any more; whether a save was lost on any of them."""
+        while True:
+            self._link.check()
+            most = ("none", "pending", "lost").index(self.captures.newest_save)
+            if self._groups is not None:
+                most = self._groups.agreement.greatest(most)
+            if most != 1:
+                break
+            time.sleep(SAVE_POLL_S)
+        if most == 2:
+            self.captures.give_up()
+        return most == 2
+
+    def _confirm(self) -> None:
+        """What collectives gave is right; raises, as they do, where a peer is gone."""
+        if self._groups is not None:
+            self._groups.confirm()
+
+    def _confirm_unless_untouched(self) -> RuntimeError | None:
+        """Parameters of other ranks and what the script made of collectives are right; else raises.
+        Where there is none of it, returns the error that tells of a peer's end."""
+        untouched = self._groups is not None and self._groups.untouched
+        try:
+            self._confirm()
+        except RuntimeError as error:
+            if not untouched or not is_peer_error(error):
+                raise
+            return error
+        return None
+
+    def _tear(self) -> None:
+        self.clean = False
+
+    def settle(self) -> None:
+        """Take the boundary of a loop that the script left by `break`."""
+        if self._applied:
+            self.reach(last=True)
+
+    def reach(self, *, last: bool = False) -> None:
+        """Between two steps: copy what a forward may move, exchange words with all ranks, capture
+        what is due.
+
+        last: no boundary of this loop follows. Raises `GenerationEnded` when a flag was raised or
+        the generation is over, and the error that tells of a peer's end; the state is clean then
+        too. Where the script ends training, `stopped` says so from here on.
+        """
+        applied, self._applied = self._applied, False
+        lost = None
+        if applied:
+            if self.small.tracked or not self.strategy.replicated:
+                lost = self._confirm_unless_untouched()
+            self.position = self.next_position
+            lost = lost or self._sync_buffers()
+        self.copy = self.small.capture(self.step, self.position)
+        self.clean = True
+        self._link.check()
+        self.captures.check()
+        if lost is not None:
+            raise lost
+        word = self._control.take(self.captures.word(self._flags()))
+        if word is not None:
+            self._require(self._verification.alike(word))
+            self.captures.heard(word)
+            if word.flags & FLAG_FINISH:
+                self._stop()
+            if word.flags & ~FLAG_FINISH:
+                self._verify()
+                if self._groups is not None:
+                    self._groups.part()
+                self.captures.agreed_to_stop()
+                reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
+                raise GenerationEnded(" and ".join(reasons))
+        ends = self._epoch_end
+        if applied and ends is not None:
+            self._epoch_end = None
+            self.end_epoch(ends)
+        every = self._link.assignment.checkpoint_every
+        due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
+        if last or self.stopped is not None:
+            self._verify()
+        taken = self.captures.at_boundary(self.copy, self._verify, checkpoint=due)
+        self._verification.sign_if_due(self.copy, captured=taken == "snapshot")
+
+    def _verify(self) -> None:
+        """Raise where the ranks' states differ at this boundary; all ranks call this together."""
+        with self._link.awaiting(self.left_at):
+            self._require(self._verification.alike_now(self.copied(), self._where()))
+
+    def _require(self, alike: bool) -> None:
+        """Raise unless the ranks are alike; the state is handed over only as one of a majority."""
+        if alike:
+            return
+        self.clean = False
+        try:
+            self._verification.resolve()
+        except PeerSetAside:
+            self.clean = self.strategy.replicated
+            raise
+        except UserError:
+            self.clean = True
+            raise
+
+    def snapshot(self) -> Captured:
+        """The stop protocol's: the state of the last boundary."""
+        return self.captures.at_stop(self.copied())
+
+    def _sync_buffers(self) -> RuntimeError | None:
+        """Take rank 0's buffers; returns the error that tells of a peer's end.
+
+        This rank's own are then left, and stand for the step as well as any: a snapshot with all
+        state in it keeps one rank's, and of a divided one rank 0's are kept.
+        """
+        buffers = self.small.buffers
+        if self._groups is None or not buffers or self._link.aborted is not None:
+            return None
+        try:
+            self._groups.broadcast(buffers)
+        except RuntimeError as error:
+            if not is_peer_error(error) and self._link.aborted is None:
+                raise
+            return error
+        return None

@@ -1,0 +1,1 @@
+"""The agent of one node: it observes, decides and acts."""

@@ -1,0 +1,92 @@
+"""What a world asks of one of its nodes: of its workers, and of what keeps and saves their state.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elasticzero.ipc.messages import Assignment, KnownError
+from elasticzero.launcher.protocol.documents import World, charge
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.snapshots.checkpoint_saver import Charge, Post
+from elasticzero.launcher.workers.error_file import error_file
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent.agent import AgentOptions
+
+CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
+START_S, START_MAX_S = 300.0, 1200.0
+"""The latter ends before a first step is due: P2 of `hangs`."""
+
+
+def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:
+    """Of the workers of the node at `index` in the world's order. token: the job's."""
+    member = world.members[index]
+    first = world.first_rank(index)
+    connect_s, start_s = patience_s(world.fruitless)
+    known = tuple(
+        KnownError(message=s.message, node=s.node, generation=s.generation)
+        for s in world.setbacks
+        if s.blame == "user"
+    )
+    return [
+        Assignment(
+            job=options.job,
+            node=options.node,
+            generation=world.generation,
+            token=world.token,
+            password=token.reveal,
+            rank=first + local_rank,
+            local_rank=local_rank,
+            world_size=world.world_size,
+            local_world_size=member.nproc,
+            group_rank=index,
+            master_address=world.members[0].host,
+            master_port=world.members[0].store_port,
+            host=member.host,
+            store_fd=None,
+            strategy=world.strategy,
+            resume=world.resume,
+            trained=index < world.trained,
+            snapshot_root=str(options.snapshot_dir),
+            overflow_root=str(options.overflow_dir) if options.overflow_dir is not None else "",
+            checkpoint_dir=options.checkpoint_dir,
+            checkpoint_every=options.checkpoint_every,
+            snapshot_every=options.snapshot_every,
+            verify_every=options.verify_every,
+            bad_steps=world.bad_steps,
+            connect_timeout_s=connect_s,
+            start_timeout_s=start_s,
+            save_timeout_s=options.limits.save_timeout_s,
+            keep=options.keep_workers,
+            known_errors=known,
+            nodes=len(world.members),
+            error_file=str(error_file(options.log_dir, local_rank)),
+            settings=options.workers,
+        )
+        for local_rank in range(member.nproc)
+    ]
+
+
+def patience_s(fruitless: int) -> tuple[float, float]:
+    """How long a worker waits for a host or a process group, and how long for the others' scripts;
+    twice as long after each generation that came to nothing."""
+    return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
+
+
+def post(world: World, index: int, token: Secret) -> Post:
+    """This node's part in keeping and saving the state of a generation."""
+    other = charge(index, len(world.members))
+    return Post(
+        generation=world.generation,
+        token=world.token,
+        password=token.reveal,
+        world_size=world.world_size,
+        ranks=world.ranks(index),
+        charge=None
+        if other is None
+        else Charge(address=world.members[other].address, ranks=world.ranks(other)),
+        bad_steps=frozenset(world.bad_steps),
+    )

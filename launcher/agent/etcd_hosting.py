@@ -1,0 +1,150 @@
+"""The etcd that one node of a run starts for all of them, as torchrun's c10d and static rendezvous
+have one node hold the store."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from elasticzero.errors import OperatorError, StoreUnavailable
+from elasticzero.launcher.options.rendezvous import HostedEtcd
+from elasticzero.launcher.store.api import Store
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.membership import reachable_address
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
+
+EVERYWHERE = "0.0.0.0"
+LINGER_S = 30.0
+"""The node that holds the etcd waits no longer for the others to learn that the job is over."""
+LOOK_EVERY_S = 0.1
+_OUTSIDE = ("192.0.2.1", 9)
+"""An address of no machine (RFC 5737): the route to it starts at this machine's own address."""
+
+
+@contextmanager
+def hosted(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
+    """Runs the etcd where this node is the one to start it; yields whether it does.
+
+    Raises `OperatorError` where this node was told to start it and cannot.
+    """
+    address = listening_address(etcd.host)
+    if etcd.here and address is None:
+        address = EVERYWHERE  # the name leads here by way of a service's address
+    if address is None or etcd.here is False:
+        say(f"waiting for the etcd at {etcd.endpoint}, which that host starts")
+        yield False
+        return
+    if _taken(address, etcd.port):
+        if etcd.here:
+            raise OperatorError(
+                f"port {etcd.port} of {address} is taken, but this node is to start an etcd there: "
+                "end the process that has it, or choose another port on all nodes"
+            )
+        yield from _another_ones(etcd, say)
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(EmbeddedEtcd(address=_bracketed(address), port=etcd.port))
+        except OperatorError:
+            if etcd.here or not _taken(address, etcd.port):
+                raise
+            yield from _another_ones(etcd, say)  # which was a moment faster
+            return
+        say(
+            f"this node started the job's etcd at {etcd.endpoint}: losing this host loses "
+            "coordination; --etcd HOST:PORT names an etcd that outlives nodes"
+        )
+        yield True
+
+
+def _another_ones(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
+    say(f"port {etcd.port} of this machine is taken, probably by the job's etcd: using that")
+    yield False
+
+
+def listening_address(host: str) -> str | None:
+    """The address of this machine that `host` means; None: it is another machine's, or unknown."""
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return host if _is_mine(host) else None
+    if host == "localhost":
+        return "127.0.0.1"
+    if host in (socket.gethostname(), socket.getfqdn()):
+        return EVERYWHERE  # its own name may lead to a loopback address on this machine alone
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM):
+            if _is_mine(str(address[0])):
+                return EVERYWHERE if str(address[0]).startswith("127.") else str(address[0])
+    return None
+
+
+def own_address(etcd: HostedEtcd) -> str:
+    """Where the other nodes reach this one, which starts the etcd."""
+    near = reachable_address(etcd.endpoint)
+    named_near = etcd.host == "localhost" or etcd.host.startswith("127.") or etcd.host == "::1"
+    if named_near or not near.startswith("127."):
+        return near
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(_OUTSIDE)
+        return str(probe.getsockname()[0])
+    return near
+
+
+def wait_for_others(store: Store) -> None:
+    """Return when no node is registered any more, or after LINGER_S: they must learn from this
+    etcd that the job is over."""
+    deadline_s = time.monotonic() + LINGER_S
+    with suppress(StoreUnavailable):
+        while store.read(MEMBERS).entries and time.monotonic() < deadline_s:
+            time.sleep(LOOK_EVERY_S)
+
+
+def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None:
+    """Return when so many nodes are registered, or the job has begun: ranks follow the order in
+    which nodes register, and with --node-rank they are to follow the numbers.
+
+    Raises `OperatorError` after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with suppress(StoreUnavailable):
+            here = len(store.read(MEMBERS).entries)
+            if here >= node_rank or WORLD in store.read(WORLD).entries:
+                return
+        time.sleep(LOOK_EVERY_S)
+    raise OperatorError(
+        f"--node-rank {node_rank}: fewer than {node_rank} nodes with lower ranks came within "
+        f"{timeout_s:g} s (--join-timeout)"
+    )
+
+
+def _is_mine(address: str) -> bool:
+    """Whether a socket of this machine can have the address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return True
+    except OSError:
+        return False
+
+
+def _taken(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.create_server((address, port), family=family).close()
+        return False
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return True
+        raise OperatorError(
+            f"no etcd can listen on port {port} of {address}: {error.strerror}; choose another"
+        ) from None
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

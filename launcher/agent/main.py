@@ -1,0 +1,305 @@
+"""Puts an agent together with its store, registration and HTTP server, and takes all of it down
+again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from elasticzero.errors import (
+    AccessRefused,
+    ExitCode,
+    StorageError,
+    StoreUnavailable,
+    UserError,
+)
+from elasticzero.launcher.agent.agent import Agent, AgentOptions
+from elasticzero.launcher.agent.etcd_hosting import (
+    hosted,
+    own_address,
+    wait_for_lower_ranks,
+    wait_for_others,
+)
+from elasticzero.launcher.agent.interfaces import interface_of
+from elasticzero.launcher.agent.node_claim import serve_on_free_port
+from elasticzero.launcher.agent.reporter import log_to, say
+from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.console import MUTED
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.options.rendezvous import HostedEtcd
+from elasticzero.launcher.preemption.watcher import PreemptionWatch
+from elasticzero.launcher.protocol.documents import Done, Member
+from elasticzero.launcher.protocol.view import Notice
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.snapshots.shared_memory import Claim
+from elasticzero.launcher.store.api import Condition, Store, job_prefix
+from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.job_token import agree
+from elasticzero.launcher.store.membership import (
+    Membership,
+    bound_socket,
+    new_incarnation,
+    reachable_address,
+)
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
+from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.serialization import decode
+
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+TRY_AGAIN_S, MOST_TRY_AGAIN_S = 2.0, 8.0
+"""Pause before the second try to reach the store, and at most; each is drawn, for a thousand nodes
+may wait for the same store."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where this node listens and how others reach it."""
+
+    host: str | None
+    http_host: str
+    http_port: int | None
+    """None: the default, or the next one that is free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordination:
+    """Where and how this node finds the others of its job."""
+
+    endpoints: Sequence[str]
+    """Of etcd; empty: an etcd of our own is started."""
+    access: Access
+    token: Secret | None
+    """The job's, if one was given."""
+    restart: bool
+    """A job that is done begins again."""
+    storage_trouble: StorageError | None = None
+    """Why the checkpoint directory cannot be written now."""
+    hosted: HostedEtcd | None = None
+    """The etcd at `endpoints`, where a node of the run starts it."""
+    node_rank: int | None = None
+    """This node registers once so many others have; None: at once."""
+
+
+def run_agent(
+    options: AgentOptions,
+    coordination: Coordination,
+    network: Network,
+    claim: Claim,
+    signals: Sequence[signal.Signals] = (),
+    lines: Sequence[str] = (),
+) -> ExitCode:
+    """Run this node's agent until the job is done or the node has left.
+
+    claim: of its name. signals: at which this node leaves, besides SIGTERM. lines: what the user
+    is told first.
+    """
+    endpoints = coordination.endpoints
+    metrics = Metrics()
+    for number in (signal.SIGTERM, *signals):
+        signal.signal(number, _leave_early)
+    tell = partial(say, options.node)
+    log_to(tell)
+    for line in lines:
+        tell(line)
+    with ExitStack() as stack:
+        hosts = False
+        if not endpoints:
+            etcd = stack.enter_context(EmbeddedEtcd())
+            endpoints = [etcd.endpoint]
+            tell(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+        elif coordination.hosted is not None:
+            hosts = stack.enter_context(hosted(coordination.hosted, tell))
+        store = EtcdStore(
+            endpoints,
+            job_prefix(options.job),
+            access=coordination.access,
+            observe=metrics.observe_etcd,
+        )
+        stack.callback(store.close)
+        _wait_for_store(store, options, endpoints, restart=coordination.restart)
+        if (trouble := coordination.storage_trouble) is not None:
+            if not _patiently(partial(_has_begun, store), options):
+                raise trouble
+            say(options.node, f"{trouble}; the job has begun, and saves are tried when due")
+        agreed = _patiently(partial(agree, store, coordination.token), options)
+        if hosts and coordination.hosted is not None:
+            stack.callback(wait_for_others, store)
+            host = network.host or own_address(coordination.hosted)
+        else:
+            host = network.host or reachable_address(endpoints[0])
+        options = replace(options, launch=_reached_at(options.launch, host))
+        agent = None
+        serve = partial(
+            AgentServer,
+            network.http_host,
+            metrics=metrics,
+            status=lambda: agent.status() if agent is not None else {},
+            healthy=lambda: (True, "ok"),
+            snapshots=_Snapshots(lambda: agent),
+            token=agreed.secret,
+        )
+        server = serve_on_free_port(network.http_port, serve, partial(say, options.node))
+        stack.enter_context(server)
+        store_socket = bound_socket()
+        me = Member(
+            node=options.node,
+            incarnation=new_incarnation(),
+            host=host,
+            http_port=server.port,
+            store_port=store_socket.getsockname()[1],
+            nproc=options.nproc,
+        )
+        membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
+        agent = Agent(options, store, membership, metrics, agreed)
+        agent.claim = claim
+        agent.adopted = server.use_token
+        agent.telling.note("serving", port=server.port, host=host)
+        for number in (signal.SIGTERM, *signals):
+            signal.signal(number, partial(_terminate, agent))
+        try:
+            stack.enter_context(PreemptionWatch(options.preemption, agent.leave, tell))
+            agent.prepare()
+            if coordination.node_rank:
+                wait_for_lower_ranks(store, coordination.node_rank, options.limits.join_timeout_s)
+            leaving = _join(membership, agent)
+        except BaseException:
+            agent.close()
+            raise
+        if leaving is not None:
+            agent.telling.leaves(f"{leaving.reason}: leaving before the job knew of this node")
+            agent.exit_code = ExitCode.LEFT
+            agent.close()
+            return agent.exit_code
+        agent.telling.note("registered", incarnation=me.incarnation)
+        muted = MUTED if options.console.silent else ""
+        say(options.node, f"registered for job {options.job}; logs: {options.log_dir}{muted}")
+        return agent.run()
+
+
+def _reached_at(launch: Launch, host: str) -> Launch:
+    """The launch of workers whose gloo groups listen where other nodes reach this one.
+
+    Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.
+    """
+    interface = interface_of(host)
+    if interface is None or GLOO_INTERFACE_VARIABLE in launch.environment:
+        return launch
+    environment = {**launch.environment, GLOO_INTERFACE_VARIABLE: interface}
+    return replace(launch, environment=environment)
+
+
+class _Snapshots:
+    """The agent's snapshots, once there is an agent."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def open_file(self, generation: int, step: int, name: str) -> Any:
+        agent = self._agent()
+        if agent is None:
+            raise FileNotFoundError(name)
+        return agent.snapshots.open_file(generation, step, name)
+
+
+def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
+    """What `work` returns, tried for as long as the store may take to answer."""
+    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    for tries in itertools.count():
+        try:
+            return work()
+        except AccessRefused:
+            raise
+        except StoreUnavailable:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(pause_s(tries))
+    raise AssertionError("unreachable")
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait after so many tries before."""
+    return min(MOST_TRY_AGAIN_S, TRY_AGAIN_S * 1.5 ** min(tries, 10)) * random.uniform(0.5, 1.0)
+
+
+def _join(membership: Membership, agent: Agent) -> Notice | None:
+    """Register; if the node is to leave before that, why."""
+
+    def register() -> Notice | None:
+        if agent.notice is None:
+            membership.join(partial(say, agent.options.node))
+            return None
+        return agent.notice
+
+    return _patiently(register, agent.options)
+
+
+def _has_begun(store: Store) -> bool:
+    """Whether the job has a world: storage that cannot be written is then no mistake of this
+    node's."""
+    return WORLD in store.read(WORLD).entries
+
+
+def _leave_early(*_: object) -> None:
+    raise SystemExit(int(ExitCode.LEFT))
+
+
+def _terminate(agent: Agent, number: int, frame: object) -> None:
+    """SIGTERM, or a signal that announces it: SIGKILL is to be expected when the grace is over."""
+    grace_s, name = agent.options.grace_s, signal.Signals(number).name
+    agent.leave(f"{name} ({grace_s:g} s of grace)", time.monotonic() + grace_s)
+
+
+def _wait_for_store(
+    store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
+) -> None:
+    """Wait until etcd answers, and see that the job is not over; raises after `--join-timeout`."""
+    names = ",".join(endpoints)
+    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    told = False
+    for tries in itertools.count():
+        try:
+            done = store.read(DONE).entries.get(DONE)
+            break
+        except AccessRefused:
+            raise
+        except StoreUnavailable as error:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise StoreUnavailable(
+                    f"etcd at {names} did not answer within {options.limits.join_timeout_s:g} s "
+                    "(--join-timeout); check the address, and that etcd runs"
+                ) from None
+            if not told:
+                say(
+                    options.node, f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
+                )
+                told = True
+            del error
+            time.sleep(min(pause_s(tries), max(0.0, left_s)))
+    if done is None:
+        return
+    if not restart:
+        over = decode(Done, json.loads(done.value), DONE)
+        how = {"stopped": "was stopped", "failed": "has failed", "finished": "is already done"}
+        raise UserError(
+            f"job {options.job!r} {how[over.outcome]} ({over.reason}); add --restart to run it "
+            "again, from its newest checkpoint, or take another --job"
+        )
+    if store.read(MEMBERS).entries:
+        raise UserError(f"job {options.job!r} still has nodes; --restart needs them gone first")
+    same = Condition(key=DONE, mod_revision=done.mod_revision)
+    over_and_gone = ["done", "world", "control", "alarm/", "reports/"]
+    store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
+    print(f"job {options.job}: was done, runs again from the newest checkpoint", file=sys.stderr)

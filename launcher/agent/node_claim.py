@@ -1,0 +1,93 @@
+"""Gives each agent on a machine a node name and an HTTP port of its own.
+
+A node's name is held by the lock of its directory in shared memory, which ends with the process. So
+an agent that is started again, after its predecessor has died, takes its own name back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from elasticzero.errors import OperatorError
+from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.reporter import say
+from elasticzero.launcher.http.server import AgentServer, PortTaken
+from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
+from elasticzero.launcher.snapshots.shared_memory import Claim, NameTaken, snapshot_directory, sweep
+
+MOST_AGENTS = 256
+"""Agents of one job, and HTTP ports, that are tried on one machine where none was given."""
+
+
+@contextmanager
+def node_claim(options: AgentOptions, *, named: bool) -> Iterator[tuple[Claim, AgentOptions]]:
+    """This process's claim of a node's name on this machine, and the options with that name.
+
+    named: the user gave the name; otherwise it gets a number where a living agent of the job has it
+    on this machine. Raises `OperatorError` where no name can be had.
+    """
+    for root in (options.snapshot_dir, options.overflow_dir):
+        if root is not None:
+            sweep(root.parent)
+    claim, options = _claimed(options, named=named)
+    overflow = None
+    try:
+        if options.overflow_dir is not None:
+            overflow = Claim(options.overflow_dir)
+        yield claim, options
+    finally:
+        claim.release()
+        if overflow is not None:
+            overflow.release()
+
+
+def _claimed(options: AgentOptions, *, named: bool) -> tuple[Claim, AgentOptions]:
+    name, most = options.node, 1 if named else MOST_AGENTS
+    for number in itertools.count(1):
+        node = name if number == 1 else f"{name}-{number}"
+        root = snapshot_directory(options.job, node, options.snapshot_dir.parent)
+        try:
+            claim = Claim(root)
+        except NameTaken:
+            if number >= most:
+                raise
+            continue
+        if number > 1:
+            say(
+                node,
+                f"another agent of job {options.job} runs on this machine as node {name}: this one "
+                f"is node {node} (--node-name)",
+            )
+        log_dir = options.log_dir.parent / node
+        overflow = options.overflow_dir
+        if overflow is not None:
+            overflow = snapshot_directory(options.job, node, overflow.parent)
+        options = replace(options, node=node, snapshot_dir=root, overflow_dir=overflow)
+        return claim, replace(options, log_dir=log_dir)
+    raise AssertionError("unreachable")
+
+
+def serve_on_free_port(
+    port: int | None, serve: Callable[[int], AgentServer], say: Callable[[str], None]
+) -> AgentServer:
+    """The HTTP server at the port that was given, else at the first free one from the default on.
+
+    say: told the port where it is not the default. Raises `OperatorError` where it cannot listen.
+    """
+    if port is not None:
+        return serve(port)
+    for tried in range(DEFAULT_HTTP_PORT, DEFAULT_HTTP_PORT + MOST_AGENTS):
+        try:
+            server = serve(tried)
+        except PortTaken:
+            continue
+        if tried != DEFAULT_HTTP_PORT:
+            say(f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port {tried} (--http-port)")
+        return server
+    raise OperatorError(
+        f"no port from {DEFAULT_HTTP_PORT} to {tried} is free for /metrics: give --http-port PORT, "
+        "or 0 for any"
+    )

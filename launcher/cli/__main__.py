@@ -1,0 +1,7 @@
+"""`python -m elasticzero.launcher.cli`."""
+
+import sys
+
+from elasticzero.launcher.cli.main import main
+
+sys.exit(main())

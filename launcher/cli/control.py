@@ -1,0 +1,271 @@
+"""What operators ask of a running job: drain a node, scale, stop.
+
+Each command changes the document `control`, which every agent watches, by a transaction on
+condition that it stands as it was read: of two operators at once one is tried again. Asking for
+what has been asked for already changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from elasticzero.errors import (
+    AccessRefused,
+    ExitCode,
+    OperatorError,
+    StoreUnavailable,
+    UserError,
+)
+from elasticzero.launcher.protocol.documents import (
+    Control,
+    Done,
+    Drain,
+    Member,
+    World,
+    to_bytes,
+    world_from_bytes,
+)
+from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER
+from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
+from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
+from elasticzero.serialization import decode
+from elasticzero.text import say
+
+TRIES = 20
+"""So often the document is read and written again when others write it at the same time."""
+LOOK_EVERY_S = 0.2
+NAMES_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the store shows of a job at one time."""
+
+    name: str
+    members: Mapping[str, Member]
+    """Registrations, oldest first."""
+    world: World | None
+    done: Done | None
+    control: Control
+    control_revision: int
+
+    @property
+    def placed(self) -> tuple[Member, ...]:
+        return self.world.members if self.world is not None else ()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Registered nodes without a place."""
+        world = self.world
+        return [n for n, m in self.members.items() if world is None or not world.names(m)]
+
+    @property
+    def nodes(self) -> dict[str, Member]:
+        """Every node of the job, those with a place first; a registration that stands goes before
+        one that has lapsed."""
+        return {member.node: member for member in self.placed} | dict(self.members)
+
+
+@contextmanager
+def opened(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
+    """The job's part of etcd; that it does not answer is said with its address."""
+    store = EtcdStore(endpoints, job_prefix(job), access=access)
+    try:
+        yield store
+    except AccessRefused:
+        raise
+    except StoreUnavailable as error:
+        names = ",".join(endpoints)
+        raise StoreUnavailable(
+            f"etcd at {names} does not answer; check --etcd, and that etcd runs"
+        ) from error
+    finally:
+        store.close()
+
+
+def look(store: Store, name: str) -> Job:
+    """What stands in the store; raises `UserError` when it knows no such job."""
+    members = members_of(store.read(MEMBERS))
+    world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
+    if not members and world is None and done is None:
+        raise UserError(f"etcd knows no job {name!r}; check --job and --etcd")
+    return Job(
+        name=name,
+        members=members,
+        world=world_from_bytes(world.value) if world is not None else None,
+        done=decode(Done, json.loads(done.value), DONE) if done is not None else None,
+        control=decode(Control, json.loads(control.value), CONTROL) if control else Control(),
+        control_revision=control.mod_revision if control is not None else 0,
+    )
+
+
+def _entry(store: Store, key: str) -> Entry | None:
+    return store.read(key).entries.get(key)
+
+
+def steer(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
+    """Write what `change` makes of the document; the job as it was, and whether anything changed.
+
+    Raises what `change` raises, and `OperatorError` when others always were faster.
+    """
+    for _ in range(TRIES):
+        job = look(store, name)
+        wanted = change(job)
+        if wanted == job.control:
+            return job, False
+        conditions = [
+            Condition(key=CONTROL, mod_revision=job.control_revision),
+            Condition(key=DONE, mod_revision=0),
+        ]
+        if store.write({CONTROL: to_bytes(wanted)}, conditions=conditions) is not None:
+            return job, True
+    raise OperatorError(f"others changed what is asked of job {name} {TRIES} times; try again")
+
+
+def _going_on(job: Job, what: str) -> None:
+    if job.done is not None:
+        raise UserError(f"{what}: job {job.name!r} is over: {job.done.reason}")
+
+
+def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
+    """Have a node leave at the next boundary. wait_s: how long to wait for it; None: not at all."""
+    chosen: list[Member] = []
+
+    def change(job: Job) -> Control:
+        _going_on(job, f"drain {node}")
+        member = job.nodes.get(node)
+        if member is None:
+            names = list(job.nodes)
+            more = ", ..." if len(names) > NAMES_SHOWN else ""
+            raise UserError(
+                f"drain {node}: job {name!r} has no such node; its nodes are "
+                f"{', '.join(names[:NAMES_SHOWN])}{more}"
+            )
+        chosen[:] = [member]
+        if job.control.drains(member):
+            return job.control
+        new = Drain(node=node, incarnation=member.incarnation)
+        return replace(job.control, drain=(*standing_drains(job), new))
+
+    job, changed = steer(store, name, change)
+    when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
+    say(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
+    (member,) = chosen
+
+    def gone(now: Job) -> str | None:
+        placed = now.world is not None and now.world.names(member)
+        here = now.members.get(node)
+        if placed or (here is not None and here.incarnation == member.incarnation):
+            return None
+        return f"{node} has left; {_who_trains(now)}"
+
+    return _wait(store, name, wait_s, gone)
+
+
+def standing_drains(job: Job) -> tuple[Drain, ...]:
+    """The drains of those that have not left yet."""
+    present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
+    return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
+
+
+def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:
+    """Change how few and how many nodes the job may have."""
+    least, most = least_most
+
+    def change(job: Job) -> Control:
+        _going_on(job, f"scale {least}:{most}")
+        return replace(job.control, nnodes=least_most)
+
+    job, changed = steer(store, name, change)
+    already = "" if changed else " already"
+    say(f"job {name} has {least}:{most} nodes{already}: {_scaled(job, least, most)}")
+
+    def fits(now: Job) -> str | None:
+        count = len(now.placed)
+        aside = {s.node for s in now.world.strikes if s.count >= ASIDE_AFTER} if now.world else ()
+        free = [node for node in now.waiting if node not in aside]
+        room = count < most and free and now.world is not None
+        return None if count > most or room else _who_trains(now)
+
+    return _wait(store, name, wait_s, fits)
+
+
+def _scaled(job: Job, least: int, most: int) -> str:
+    """What will happen, and when."""
+    count, waiting = len(job.placed), job.waiting
+    if job.world is None:
+        return f"{_count(len(waiting))} here, the first generation is still to come"
+    if count > most:
+        leaving = ", ".join(member.node for member in job.placed[most:])
+        return f"at the next step {leaving} hands its state over and waits as a spare"
+    if count < most and waiting:
+        return f"{', '.join(waiting[: most - count])} joins at the next step"
+    if count < least:
+        return f"{_count(count)} go on; the next change of the world waits for {least}"
+    return "nothing changes now"
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'s' * (nodes != 1)}"
+
+
+def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
+    """End the job at the next boundary, with its state saved."""
+
+    def change(job: Job) -> Control:
+        return job.control if job.done is not None else replace(job.control, stop=True)
+
+    job, changed = steer(store, name, change)
+    if job.done is not None:
+        say(f"job {name} is over already: {job.done.reason}")
+        return ExitCode.DONE
+    if not changed:
+        say(f"job {name} has been asked to stop already")
+    elif not job.members:
+        say(f"job {name} stops when a node of it comes: none is here now")
+    else:
+        say(f"job {name} stops at the next step; its state is saved if there is a directory")
+    return _wait(store, name, wait_s, lambda _: None)
+
+
+def _who_trains(job: Job) -> str:
+    world = job.world
+    if world is None:
+        return "there is no generation yet"
+    names = [member.node for member in world.members[:NAMES_SHOWN]]
+    more = ", ..." if len(world.members) > NAMES_SHOWN else ""
+    waiting = f"; {', '.join(job.waiting)} waiting" if job.waiting else ""
+    return f"generation {world.generation} has {', '.join(names)}{more}{waiting}"
+
+
+def _wait(
+    store: Store, name: str, wait_s: float | None, happened: Callable[[Job], str | None]
+) -> ExitCode:
+    """Look until it has happened, or the job is over; raises `OperatorError` past the deadline."""
+    if wait_s is None:
+        return ExitCode.DONE
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            job = look(store, name)
+        except StoreUnavailable:
+            job = None
+        if job is not None:
+            if job.done is not None:
+                say(f"the job is over: {job.done.reason}")
+                return ExitCode.FAILED if job.done.outcome == "failed" else ExitCode.DONE
+            if (text := happened(job)) is not None:
+                say(text)
+                return ExitCode.DONE
+        if time.monotonic() > deadline_s:
+            raise OperatorError(
+                f"asked for, but it has not happened within {wait_s:g} s (--wait-timeout); "
+                f"see: elasticzero status --job {name}"
+            )
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,88 @@
+"""The command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`.
+
+A command imports what it needs, and no other command's: some run for milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from elasticzero import __version__
+from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.launcher.options.parser import Parser
+from elasticzero.text import complain
+
+COMMANDS = {
+    "run": "run this node's part of a job",
+    "local": "run a whole cluster on this machine, with faults on request",
+    "status": "what a job is doing",
+    "drain": "have a node leave at the next step",
+    "scale": "change the fewest and most nodes of a job",
+    "stop": "end a job at the next step, with its state saved",
+    "checkpoint": "look at checkpoints and change their shape",
+}
+
+
+def build_parser(words: Sequence[str] | None = None) -> Parser:
+    """words: the command line; only the command that it names gets its options, and all do
+    without."""
+    named = next((word for word in words or () if word in COMMANDS), None)
+    parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
+    parser.add_argument("--version", action="version", version=f"elasticzero {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+    )
+    for name, text in COMMANDS.items():
+        with_arguments = name in ("run", "local")
+        command = commands.add_parser(name, help=text, allow_abbrev=not with_arguments)
+        if words is None or name == named:
+            _add_options(command, name, words)
+    return parser
+
+
+def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> None:
+    if name == "checkpoint":
+        from elasticzero.checkpoint.cli.main import add_commands
+
+        add_commands(
+            command.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser),
+            words,
+        )
+    else:
+        from elasticzero.launcher.cli.commands import ADD
+
+        ADD[name](command)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options; a word that a command does not know is that command's error."""
+    parser = build_parser(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.prog = args.prog
+        parser.error(f"unknown option {unknown[0]}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    try:
+        args = parse(words)
+        return int(args.run_command(args))
+    except ElasticZeroError as error:
+        complain(f"error: {error}")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted: everything that was started here is stopped", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

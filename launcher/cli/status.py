@@ -1,0 +1,279 @@
+"""What a job is doing: what the store shows of it, and what its agents say of themselves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.cli.control import Job, look, opened, standing_drains
+from elasticzero.launcher.protocol.documents import Member
+from elasticzero.launcher.protocol.failure_policy import AGAIN, ASIDE_AFTER, why_aside
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.job_token import HOW, of_job
+from elasticzero.launcher.store.watch_cache import reports_of
+from elasticzero.serialization import encode
+from elasticzero.text import say
+
+ASK_S = 2.0
+"""An agent that has not answered by then is silent."""
+ASKED_AT_ONCE = 64
+MOST_BYTES = 1 << 20
+UNKNOWN = "?"
+Said = Mapping[str, Mapping[str, Any]]
+"""By node, what its agent says of itself; a silent one is not there."""
+
+
+def status(
+    name: str, endpoints: Sequence[str], access: Access, given: Secret | None, *, as_json: bool
+) -> ExitCode:
+    """Print what the job does now; raises `UserError` when etcd knows no such job.
+
+    given: the job's token, if the operator has it.
+    """
+    with opened(name, endpoints, access) as store:
+        job = look(store, name)
+        token = of_job(store, given)
+        reports = (
+            store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
+        )
+    phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
+    if token is None and job.done is None:
+        print(f"the nodes keep their token to themselves: to ask them, give {HOW}", file=sys.stderr)
+    said = ask(job.members.values(), token) if job.done is None and token is not None else {}
+    found = gather(job, phases, said)
+    say(json.dumps(found, indent=2) if as_json else table(found))
+    return ExitCode.DONE
+
+
+def ask(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
+    """What each agent serves at `/status`, asked all at once."""
+    waiting = list(members)
+    answers: dict[str, Mapping[str, Any]] = {}
+
+    def loop() -> None:
+        while waiting:
+            try:
+                member = waiting.pop()
+            except IndexError:
+                return
+            answer = _answer(member, token)
+            if answer is not None:
+                answers[member.node] = answer
+
+    threads = [
+        threading.Thread(target=loop, name=f"elasticzero-ask-{i}", daemon=True)
+        for i in range(min(ASKED_AT_ONCE, len(waiting)))
+    ]
+    deadline_s = time.monotonic() + ASK_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return dict(answers)
+
+
+def _answer(member: Member, token: Secret) -> Mapping[str, Any] | None:
+    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=ASK_S)
+    try:
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token.reveal}"})
+        response = connection.getresponse()
+        value = json.loads(response.read(MOST_BYTES)) if response.status == 200 else None
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return value if isinstance(value, dict) else None
+
+
+def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
+    """All that is known, as plain values."""
+    world, leader = job.world, _leader(job)
+    here = [said[node] for node in job.members if node in said]
+    words = said.get(leader or "", here[0] if here else {})
+    placed = {member.node: index for index, member in enumerate(job.placed)}
+    given = job.control.nnodes
+    struck = {s.node: s.count for s in world.strikes} if world is not None else {}
+    row = world.strikes if world is not None else ()
+    aside = {s.node: why_aside(row, s.node) for s in row if s.count >= ASIDE_AFTER}
+    nodes = []
+    for node, member in job.nodes.items():
+        own, index = said.get(node, {}), placed.get(node)
+        nodes.append(
+            {
+                "node": node,
+                "role": "spare" if index is None else "leader" if node == leader else "member",
+                "address": member.address if node in job.members else None,
+                "ranks": _ranks(job, index),
+                "state": _state(job, member, phases.get(node), struck.get(node, 0), own),
+                "strikes": struck.get(node, 0),
+                "set_aside_s": words.get("set_aside_s", {}).get(node),
+                "set_aside_for": aside.get(node),
+                "step": own.get("step") if index is not None else None,
+                "step_age_s": own.get("step_age_s") if index is not None else None,
+                "up_s": own.get("up_s"),
+                "silent": node in job.members and node not in said and job.done is None,
+            }
+        )
+    return {
+        "job": job.name,
+        "generation": world.generation if world is not None else 0,
+        "generation_age_s": words.get("generation_age_s"),
+        "world_size": world.world_size if world is not None else 0,
+        "nnodes": list(given) if given is not None else words.get("nnodes"),
+        "resume_step": world.resume.step if world is not None else 0,
+        "reason": world.reason if world is not None else "waiting for nodes",
+        "leader": leader,
+        "step": _most(here, "step"),
+        "total_steps": words.get("total_steps"),
+        "steps_per_s": words.get("steps_per_s"),
+        "goodput": words.get("goodput"),
+        "plain": bool((words.get("workers") or {}).get("plain")),
+        "checkpoint_step": _most(here, "checkpoint_step"),
+        "loss": words.get("loss"),
+        "control": encode(replace(job.control, drain=standing_drains(job))),
+        "nodes": nodes,
+        "done": encode(job.done) if job.done is not None else None,
+    }
+
+
+def _most(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    return max((own[key] for own in said if own.get(key) is not None), default=None)
+
+
+def _leader(job: Job) -> str | None:
+    """Who acts for the job, as far as the store shows it."""
+    if job.done is not None:
+        return None
+    candidates = [m.node for m in job.placed if m.node in job.members] or list(job.members)
+    return candidates[0] if candidates else None
+
+
+def _ranks(job: Job, index: int | None) -> str:
+    if index is None or job.world is None:
+        return "-"
+    ranks = job.world.ranks(index)
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _state(
+    job: Job, member: Member, phase: str | None, strikes: int, own: Mapping[str, Any]
+) -> str:
+    if job.done is not None:
+        return job.done.outcome
+    if member.node not in job.members:
+        return "gone"
+    if job.control.drains(member) or own.get("leaving"):
+        return "leaving"
+    if job.world is None or job.world.find(member.node, member.incarnation) is None:
+        return "set aside" if strikes >= ASIDE_AFTER else "waiting"
+    if job.control.stop:
+        return "stopping"
+    return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The same for people."""
+    lines = [_headline(found), *_progress(found), *_asked(found)]
+    if found["done"] is not None:
+        lines.append(f"{found['done']['outcome']}: {found['done']['reason']}")
+    head = ("NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST STEP", "UP", "ADDRESS")
+    rows = [head, *(_row(node) for node in found["nodes"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines += [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines += [
+        f"{node['node']} is set aside: {node['set_aside_for']}"
+        for node in found["nodes"]
+        if node["state"] == "set aside" and node["set_aside_for"] not in (None, AGAIN)
+    ]
+    return "\n".join(lines)
+
+
+def _headline(found: Mapping[str, Any]) -> str:
+    size = found["world_size"]
+    if not found["generation"]:
+        return f"job {found['job']}: no generation yet: {found['reason']}"
+    limits = found["nnodes"]
+    of = f" ({limits[0]}:{limits[1]})" if limits else ""
+    nodes = sum(node["role"] != "spare" for node in found["nodes"])
+    age_s = found["generation_age_s"]
+    began = f"began {_span(age_s)} ago" if age_s is not None else "began"
+    at = "" if found["plain"] else f" at step {found['resume_step']}"
+    return (
+        f"job {found['job']}: generation {found['generation']}, {size} rank{'s' * (size != 1)} on "
+        f"{nodes} node{'s' * (nodes != 1)}{of}, {began}{at}: "
+        f"{found['reason']}"
+    )
+
+
+def _progress(found: Mapping[str, Any]) -> list[str]:
+    """A line on how training comes on, where an agent says anything."""
+    step = found["step"]
+    if found["plain"]:
+        return ["no worker has called elasticzero.run: the script's steps are not seen"]
+    if step is None:
+        return []
+    total, speed, goodput = found["total_steps"], found["steps_per_s"], found["goodput"]
+    parts = [f"step {step}{f' of {total}' if total else ''}"]
+    if speed is not None:
+        parts.append(f"{speed:.3g} steps/s")
+        if total:
+            parts.append(f"{_span(max(0, total - step) / speed)} to go")
+    if goodput is not None:
+        parts.append(f"goodput {goodput:.1%}")
+    if found["loss"] is not None:
+        parts.append(f"loss {found['loss']:.4g}")
+    if found["checkpoint_step"] is not None:
+        parts.append(f"last checkpoint of step {found['checkpoint_step']}")
+    return [", ".join(parts)]
+
+
+def _asked(found: Mapping[str, Any]) -> list[str]:
+    """A line on what operators have asked for."""
+    control = found["control"]
+    parts = [f"drain {drain['node']}" for drain in control["drain"]]
+    if control["nnodes"]:
+        parts.append("scale {}:{}".format(*control["nnodes"]))
+    if control["stop"]:
+        parts.append("stop")
+    return [f"asked by operators: {', '.join(parts)}"] if parts else []
+
+
+def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    silent = UNKNOWN if node["silent"] else "-"
+    step, age_s, up_s, aside_s = (node[k] for k in ("step", "step_age_s", "up_s", "set_aside_s"))
+    state = node["state"]
+    if state == "set aside":
+        often = node["set_aside_for"] in (None, AGAIN)
+        state += f" after {node['strikes']} failures" if often else ""
+        state += f", {_span(aside_s)} more" if aside_s is not None else ""
+    return (
+        node["node"],
+        node["role"],
+        node["ranks"],
+        state,
+        silent if step is None else str(step),
+        silent if age_s is None else f"{_span(age_s)} ago",
+        silent if up_s is None else _span(up_s),
+        node["address"] or "-",
+    )
+
+
+def _span(seconds: float) -> str:
+    """`0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < size * most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

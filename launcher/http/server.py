@@ -1,0 +1,334 @@
+"""The agent's HTTP server: metrics, health, status, and the bytes of snapshots by range.
+
+Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
+and HEAD. Who shows no token and says nothing of use gets little: a short time, no body, the first
+connections to be closed when there are too many, and one line in the log a minute for all.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import io
+import json
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, BinaryIO, Protocol, cast
+
+from elasticzero.errors import OperatorError
+from elasticzero.launcher.http.limits import Connections, Incoming, Refusals
+from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
+from elasticzero.launcher.secrets import Secret
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_S = 30.0
+"""A connection that sends or takes nothing for so long is closed."""
+
+_SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
+
+
+class SnapshotSource(Protocol):
+    """Where the server finds the files of snapshots."""
+
+    def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
+        """A real file, open for reading; raises `FileNotFoundError`."""
+
+
+class PortTaken(OperatorError):
+    """Another process listens at the port."""
+
+
+class AgentServer:
+    """Serves until it is closed, from daemon threads; `port` is the real one when 0 was asked."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        metrics: Metrics,
+        status: Callable[[], dict[str, Any]],
+        healthy: Callable[[], tuple[bool, str]],
+        snapshots: SnapshotSource,
+        token: Secret,
+    ) -> None:
+        self.metrics = metrics
+        self.status = status
+        self.healthy = healthy
+        self.snapshots = snapshots
+        self.token = token
+        self.refusals = Refusals()
+        try:
+            self._server = _Server(host, port, self)
+        except OSError as error:
+            kind = PortTaken if error.errno == errno.EADDRINUSE else OperatorError
+            raise kind(
+                f"the agent cannot serve HTTP at {host or '*'}:{port}: {error.strerror or error}; "
+                "give another --http-port (0: any free one) or --http-host"
+            ) from None
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name=f"http {self.port}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def use_token(self, token: Secret) -> None:
+        """From now on requests must show this token."""
+        self.token = token
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        self._server.shutdown()
+        self._thread.join(2.0)
+        self._server.server_close()
+        self._server.connections.end()
+
+    def __enter__(self) -> AgentServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, agent: AgentServer) -> None:
+        family, address = _listen_address(host, port)
+        self.address_family = family
+        self.agent = agent
+        self.connections = Connections()
+        super().__init__(cast("tuple[str, int]", address), _Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if self.allow_reuse_address:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        closed = self.connections.add(request)
+        refused = closed is request
+        if closed is not None:
+            self.agent.refusals.add(client_address[0], "there are too many connections")
+        if refused:
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that goes away, or is slow, is no event of ours."""
+        log.debug("connection from %s ended by an error", client_address, exc_info=True)
+
+
+def _listen_address(host: str, port: int) -> tuple[int, Any]:
+    """Address family and address of `host`; empty means every address, IPv6 included."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.AF_INET6, ("::", port)
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    return family, address
+
+
+class _Refusal(Exception):
+    """A request that gets an error for its answer."""
+
+    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # without it, errors are answered without a status line
+    server_version = "ElasticZero"
+    sys_version = ""
+    timeout = IDLE_TIMEOUT_S
+
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.rfile.close()
+        self._incoming = Incoming(self.connection, self.timeout or IDLE_TIMEOUT_S)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        self._incoming.began_s = None
+        self._shows_token = False
+        super().handle_one_request()
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """What the base class tells of each request."""
+
+    def log_error(self, format: str, *args: Any) -> None:
+        """What the base class tells of a client that was too slow."""
+        if self._incoming.began_s is not None:
+            self._note("its head was not whole in time")
+
+    def _note(self, why: str) -> None:
+        """A request was refused: who may ask is told so by the answer alone."""
+        if not self._shows_token:
+            self.server.agent.refusals.add(self.client_address[0], why)
+
+    def _answer(self, *, body: bool) -> None:
+        agent = self.server.agent
+        path = self.path.partition("?")[0]
+        try:
+            self._refuse_a_body()
+            if path == "/metrics":
+                self._send(HTTPStatus.OK, agent.metrics.text(), CONTENT_TYPE, body=body)
+            elif path == "/healthz":
+                well, why = agent.healthy()
+                status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
+                self._send(status, f"{why}\n".encode(), body=body)
+            elif path == "/status":
+                self._check_token()
+                text = json.dumps(agent.status(), indent=2).encode() + b"\n"
+                self._send(HTTPStatus.OK, text, "application/json", body=body)
+            elif path.startswith("/snapshots/"):
+                self._check_token()
+                self._send_snapshot(path, body=body)
+            else:
+                raise _Refusal(HTTPStatus.NOT_FOUND, "here are /metrics, /healthz and /status")
+        except _Refusal as refusal:
+            self._note(f"{refusal.status.value}, {refusal}")
+            text = f"{refusal}\n".encode()
+            self._send(refusal.status, text, headers=refusal.headers, body=body)
+        except OSError:
+            raise
+        except Exception:
+            log.exception("%s %s could not be answered", self.command, path)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the agent's log")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class answers to a request it cannot read, and to other methods."""
+        status = HTTPStatus(code)
+        headers = {"Connection": "close"}
+        if status is HTTPStatus.NOT_IMPLEMENTED:
+            status, message = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are served"
+            headers["Allow"] = "GET, HEAD"
+        self.close_connection = True
+        self._note(f"{status.value}, {status.phrase}")
+        text = f"{message or status.phrase}\n".encode("utf-8", "replace")
+        self._send(status, text, headers=headers, body=self.command != "HEAD")
+
+    def _refuse_a_body(self) -> None:
+        """A body is never read, so what follows it on the connection cannot be either."""
+        if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0") != "0":
+            self.close_connection = True
+            raise _Refusal(HTTPStatus.BAD_REQUEST, "a request here has no body")
+
+    def _check_token(self) -> None:
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        wanted = self.server.agent.token.reveal.encode()
+        matches = hmac.compare_digest(given.strip().encode("latin-1", "replace"), wanted)
+        if scheme.lower() != "bearer" or not matches:
+            raise _Refusal(
+                HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
+            )
+        self._shows_token = True
+        self.server.connections.know(self.connection)
+
+    def _send_snapshot(self, path: str, *, body: bool) -> None:
+        found = _SNAPSHOT.match(path)
+        if found is None:
+            raise _Refusal(
+                HTTPStatus.NOT_FOUND, "a snapshot's file is /snapshots/GENERATION/STEP/NAME"
+            )
+        generation, step, name = int(found[1]), int(found[2]), found[3]
+        try:
+            file = self.server.agent.snapshots.open_file(generation, step, name)
+        except FileNotFoundError:
+            raise _Refusal(HTTPStatus.NOT_FOUND, f"no file {name} of that snapshot here") from None
+        except OSError as error:
+            why = f"file {name} cannot be opened: {error.strerror}"
+            raise _Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, why) from None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            ranged = self.headers.get("Range")
+            start, stop = (0, size) if ranged is None else _byte_range(ranged, size)
+            self.send_response(HTTPStatus.OK if ranged is None else HTTPStatus.PARTIAL_CONTENT)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Content-Length", str(stop - start))
+            if ranged is not None:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+            self.end_headers()
+            if body:
+                self._send_file(file, start, stop)
+
+    def _send_file(self, file: BinaryIO, start: int, stop: int) -> None:
+        self.wfile.flush()
+        sent = 0
+        if stop > start:
+            sent = self.connection.sendfile(file, start, stop - start)
+        if (
+            sent < stop - start
+        ):  # the file was cut short under us: the client must not wait for more
+            self.close_connection = True
+
+    def _send(
+        self,
+        status: HTTPStatus,
+        content: bytes,
+        kind: str = "text/plain; charset=utf-8",
+        *,
+        headers: dict[str, str] | None = None,
+        body: bool,
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+def _byte_range(header: str, size: int) -> tuple[int, int]:
+    """Start and stop (excluded) of a header `Range: bytes=first-last`, `first-` or `-last_n`."""
+    found = _RANGE.match(header.strip())
+    if found is None or (not found[1] and not found[2]):
+        raise _Refusal(HTTPStatus.BAD_REQUEST, "one range is served, as in bytes=0-99")
+    if found[1]:
+        start = int(found[1])
+        stop = min(int(found[2]) + 1, size) if found[2] else size
+        backwards = bool(found[2]) and int(found[2]) < start
+    else:
+        start, stop, backwards = max(0, size - int(found[2])), size, False
+    if backwards or start >= size or start >= stop:
+        raise _Refusal(
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            f"the file has {size} bytes",
+            Content_Range=f"bytes */{size}",
+        )
+    return start, stop

@@ -1,0 +1,265 @@
+"""Tells a person what happens in a cluster on this machine, from its agents' events."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.observability.lineage import Lineage
+from elasticzero.launcher.protocol.leader import PLAIN_END
+
+PROGRESS_EVERY_S = 2.0
+BAR_EVERY_S = 0.1
+BAR_CELLS = 30
+_SEEN = re.compile(r"(.*?); the checkpoint of step (\d+) is damaged: (.*)", re.DOTALL)
+_FOUND = re.compile(r"(.*rank \d+ on \S+ failed) \((.*)\)(.*)", re.DOTALL)
+"""The ways in which a world's reason tells of a damaged checkpoint: the leader saw it, or a rank
+found it."""
+
+
+MUTED = "; workers' output goes there alone (--tee repeats it here)"
+LARGE_CHANGE = 5
+"""A snapshot interval so many times as long, or as short, as the last one told is told."""
+
+
+def worth_telling(before: int | None, every: int) -> bool:
+    """Whether a person wants to be told the interval between snapshots: the first, and one that
+    is quite another. before: the last one told."""
+    if before is None or min(before, every) < 1:
+        return before != every
+    return max(before, every) >= LARGE_CHANGE * min(before, every)
+
+
+def fresh_start(generation: int, *, session: bool) -> str:
+    """How a generation begins that has no state to go on from. session: a worker has called
+    `elasticzero.run` before; without that nothing is known of the script's own state."""
+    if generation > 1 and not session:
+        return "the script starts anew"
+    return "step 0, from the beginning" if session else "a fresh start"
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def split_damage(
+    reason: str, resume_step: int, bad_steps: Collection[int]
+) -> tuple[str, str | None]:
+    """A world's reason without the damaged checkpoint that it passes over, and a line about that
+    one; None if there is none. bad_steps: the world's."""
+    then = f"; going on from step {resume_step}"
+    if seen := _SEEN.fullmatch(reason):
+        head, step, why = seen.groups()
+        return head, f"the checkpoint of step {step} is damaged: {why}{then}"
+    if found := _FOUND.fullmatch(reason):
+        head, why, rest = found.groups()
+        for bad in bad_steps:
+            if bad > resume_step and f"{step_directory(bad)}/" in why:
+                return head + rest, f"the checkpoint of step {bad} is damaged: {why}{then}"
+    return reason, None
+
+
+class Narrator:
+    """Prints what happens as it happens: lines, and a bar where there is a terminal."""
+
+    def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
+        """muted: the workers' output is in the logs alone."""
+        self.step = 0
+        self.plain = False
+        """No worker has called `elasticzero.run` for so long that the script is taken for a plain
+        one, which makes no steps that could be seen."""
+        self._session = False
+        """A worker has called it."""
+        self._every: int | None = None
+        self._told: set[str] = set()
+        self.training: list[str] = []
+        """Nodes of the current world, in rank order."""
+        self.lineage = Lineage()
+        self._began_s = time.time()
+        self._generation = 0
+        self._loss: float | None = None
+        self._total = 0
+        self._killed_s: float | None = None
+        self._stepped_s: float | None = None
+        self._unsaved: set[int] = set()
+        """Steps of which it was said that they were not saved."""
+        self._shown_s = 0.0
+        self._stopped = False
+        self._early = ""
+        """Why the script ended training early."""
+        self._bar = sys.stdout.isatty()
+        self._log_dir = log_dir
+        self.say(
+            f"{counted(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
+            f"logs in {log_dir}{MUTED if muted else ''}"
+        )
+
+    def say(self, text: str, at_s: float | None = None) -> None:
+        elapsed_s = (at_s or time.time()) - self._began_s
+        start = "\r\x1b[K" if self._bar else ""
+        print(f"{start}{elapsed_s:7.2f} s  {text}", flush=True)
+
+    def take(self, node: str, event: dict[str, Any]) -> None:
+        """One event of one node's log."""
+        at_s = event["time"]
+        match event["event"]:
+            case "registered":
+                self.say(f"{node} is here", at_s)
+            case "world" if event["generation"] > self._generation:
+                self._world(event, at_s)
+            case "attached":
+                self._session, self.plain = True, False
+            case "plain":
+                self.plain = not self._session
+            case "restored" if event["generation"] == self._generation and node == self.training[0]:
+                phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
+                self.say(f"  training goes on from step {event['step']} ({phases})", at_s)
+            case "step":
+                self._stepped(event, at_s)
+            case "log":
+                self._loss = event.get("loss", self._loss)
+            case "checkpoint":
+                self.say(
+                    f"  checkpoint of step {event['step']} written in {event['seconds']:.2f} s",
+                    at_s,
+                )
+            case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
+                self._unsaved.add(event["step"])
+                text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
+                self.say(f"  {text}", at_s)
+            case "paced" if worth_telling(self._every, event["every"]):
+                self._every = event["every"]
+                self.say(
+                    f"  snapshots every {counted(event['every'], 'step')}: one costs "
+                    f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
+                    at_s,
+                )
+            case "failed" if event["blame"] not in ("peer", "checkpoint"):
+                self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
+            case "looked" if event["blame"] == "hung":
+                self.say(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
+            case "exit":
+                self._stopped |= event.get("outcome") == "stopped"
+                if event.get("outcome") == "finished":
+                    self._early = event.get("reason", "").partition(": ")[2]
+                if event["code"] == ExitCode.LEFT:
+                    self.say(f"{node} has left", at_s)
+
+    def _world(self, event: dict[str, Any], at_s: float) -> None:
+        self._generation = event["generation"]
+        self.training = event["members"]
+        self.lineage.world(self._generation, event["resume_step"])
+        place = {
+            "ram": f"step {event['resume_step']} from memory",
+            "storage": f"step {event['resume_step']} from storage",
+            "fresh": fresh_start(self._generation, session=self._session),
+        }
+        lost = self.lineage.lost(self._generation)
+        again = f", {lost} steps are computed again" if lost else ""
+        reason, damage = split_damage(event["reason"], event["resume_step"], event["bad_steps"])
+        if damage is not None:
+            self.say(damage, at_s)
+        self.say(
+            f"generation {self._generation}: {counted(event['world_size'], 'rank')} on "
+            f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
+            at_s,
+        )
+
+    def _stepped(self, event: dict[str, Any], at_s: float) -> None:
+        generation, step = event["generation"], event["step"]
+        first = generation not in self.lineage.reached
+        self.lineage.stepped(generation, step)
+        self.step = max(self.step, step)
+        self._total = max(self._total, event.get("total", 0))
+        if first and generation > 1:
+            self._say_pause(at_s)
+        self._stepped_s = at_s
+        every_s = BAR_EVERY_S if self._bar else PROGRESS_EVERY_S
+        if at_s - self._shown_s >= every_s:
+            self._shown_s = at_s
+            self._progress(step, at_s)
+
+    def _say_pause(self, at_s: float) -> None:
+        """The first step of a new generation is done: how long the last one was ago."""
+        if self._killed_s is not None:
+            self.say(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
+            self._killed_s = None
+        elif self._stepped_s is not None:
+            self.say(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
+
+    def _progress(self, step: int, at_s: float) -> None:
+        loss = f"  loss {self._loss:.4f}" if self._loss is not None else ""
+        of = f"/{self._total}" if self._total else ""
+        if not self._bar:
+            self.say(f"  step {step}{of}{loss}", at_s)
+            return
+        done = int(BAR_CELLS * step / self._total) if self._total else 0
+        bar = f"[{'#' * done}{'.' * (BAR_CELLS - done)}] " if self._total else ""
+        elapsed_s = at_s - self._began_s
+        print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
+
+    def struck(self, what: str, node: str, at_s: float) -> None:
+        """A fault was done to `node`."""
+        words = {
+            "kill-node": f"SIGKILL to every process of {node}",
+            "kill-worker": f"SIGKILL to a worker of {node}",
+            "drain": f"SIGTERM to {node}: it leaves at the next step",
+            "join": f"{node} comes",
+        }
+        self.say(f"step {self.step}: {words[what]}", at_s)
+        if what in ("kill-node", "kill-worker"):
+            self._killed_s = at_s
+
+    def cannot_strike(self, fault: str) -> None:
+        """Say once that a fault waits for a step that this script does not make."""
+        if fault not in self._told:
+            self._told.add(fault)
+            self.say(
+                f"--fault {fault} waits: no worker has called elasticzero.run yet, and without "
+                "that no steps are seen"
+            )
+
+    def never_struck(self, fault: str) -> None:
+        """A fault was still to strike when the job ended."""
+        why = (
+            f"the job ended after step {self.step}"
+            if self._session
+            else "the script never called elasticzero.run, so no steps were seen"
+        )
+        self.say(f"--fault {fault} did not strike: {why}")
+
+    def quote(self, logs: Sequence[Path], *, traced: bool) -> None:
+        """The last error of the first agent, in its own words. traced: the terminal has shown the
+        workers' tracebacks, so an agent that does not repeat one goes first."""
+        texts = [text for log in logs if (text := _last_error(log))]
+        if traced:
+            texts.sort(key=lambda text: "Traceback" in text)
+        if texts:
+            print(texts[0], file=sys.stderr, flush=True)
+
+    def close(self, code: ExitCode) -> None:
+        generations = counted(len(self.lineage.resume_steps), "generation")
+        again = counted(self.lineage.recomputed, "step")
+        if code == ExitCode.DONE:
+            how = "stopped" if self._stopped else "done"
+            if not self._session:
+                self.say(f"{how}: {generations}; {PLAIN_END}")
+                return
+            why = f"; {self._early}" if self._early else ""
+            done = counted(self.step, "step")
+            self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
+        else:
+            self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    return "\n".join(lines[starts[-1] :]) if starts else ""

@@ -1,0 +1,1 @@
+"""The options of the commands: their flags, variables, defaults and checks."""

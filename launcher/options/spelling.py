@@ -1,0 +1,73 @@
+"""The words of a command line, with each option spelled out before a parser reads them.
+
+Pure. torchrun takes `-` and `_`, prefixes that fit one option alone, and a value after `--tee`,
+which without one is a switch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.options.option import Option
+
+STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
+"""What torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""
+_NUMBER = re.compile(r"-\d+(\.\d+)?")
+_TEE, _TEE_STREAMS = "--tee", "--tee-streams"
+_SHORT = {"-t": _TEE}
+
+
+def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """The words up to the script with whole names and `--option=value`, the others as they are.
+
+    Raises `UserError` for a prefix that fits several options of torchrun.
+    """
+    known = {flag: option for option in options for flag in option.flags}
+    known |= {flag: known[long] for flag, long in _SHORT.items() if long in known}
+    taken: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        flag, value = _named(word, known)
+        option = known.get(flag)
+        if option is None:
+            taken.append(word)
+            continue
+        name = option.flags[0]
+        if name == _TEE:
+            if value is None and rest and STREAMS.fullmatch(rest[0]):
+                value = rest.pop(0)
+            taken.append(name if value is None else f"{_TEE_STREAMS}={value}")
+        elif option.is_switch:
+            taken.append(name if value is None else f"{name}={value}")
+        elif value is None and rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
+            taken.append(f"{name}={rest.pop(0)}")
+        else:
+            taken.append(name if value is None else f"{name}={value}")
+    return taken + rest
+
+
+def _named(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
+    """The flag that a word means, as `known` has it, and the value in the word itself."""
+    if not word.startswith("--"):
+        flag, value = word[:2], word[2:]
+        return (flag, value.removeprefix("=") or None) if flag in known else (word, None)
+    text, equals, value = word.partition("=")
+    flag = "--" + text[2:].replace("_", "-")
+    return _whole(flag, known), value if equals else None
+
+
+def _whole(flag: str, known: dict[str, Option]) -> str:
+    """The flag itself, or the only one of torchrun's that begins like it."""
+    if flag in known or flag == "--help":
+        return flag
+    fitting = {
+        option.flags[0]
+        for name, option in known.items()
+        if name.startswith(flag) and name.startswith("--") and (option.pet or not option.own)
+    }
+    if len(fitting) > 1:
+        raise UserError(f"{flag} could be {' or '.join(sorted(fitting))}; write the whole name")
+    return fitting.pop() if fitting else flag

@@ -1,0 +1,120 @@
+"""The options of torchrun that `elasticzero run` takes besides its own, and what each becomes.
+
+`--nnodes`, `--nproc-per-node`, `--max-restarts`, `--standalone`, `--log-dir` and `--tee` are both
+torchrun's and this project's, and are among the own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elasticzero.launcher.options.option import Option
+
+DEFAULT_ROLE = "default"
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def _mapped(flag: str, help: str, metavar: str | None = None, **more: Any) -> Option:
+    flags = (flag, *more.pop("also", ()))
+    return Option(flags, help, metavar=metavar, pet=True, own=False, **more)
+
+
+MAPPED = (
+    _mapped(
+        "--rdzv-backend",
+        "torchrun's: c10d or static: the host of --rdzv-endpoint or --master-addr starts an etcd; "
+        "etcd, etcd-v2 or elasticzero: --rdzv-endpoint is an etcd",
+        "NAME",
+    ),
+    _mapped("--rdzv-endpoint", "torchrun's: as --etcd, unless --rdzv-backend says more", "ADDRESS"),
+    _mapped("--rdzv-id", "torchrun's: as --job", "ID"),
+    _mapped(
+        "--rdzv-conf",
+        "torchrun's: join_timeout, last_call_timeout, lease_ttl, is_host, etcd's certificates",
+        "KEY=VALUE,…",
+    ),
+    _mapped("--node-rank", "torchrun's: 0 starts the etcd of a static rendezvous", "N", type=int),
+    _mapped("--master-addr", "torchrun's: host of the etcd of a static rendezvous", "HOST"),
+    _mapped("--master-port", "torchrun's: its port (default: 29500)", "PORT", type=int),
+    _mapped("--local-addr", "torchrun's: as --host", "ADDRESS"),
+    _mapped("--role", "torchrun's: ROLE_NAME of the workers", "NAME", default=DEFAULT_ROLE),
+    _mapped(
+        "--redirects",
+        "torchrun's: streams that are kept off the terminal: 0 none, 1 stdout, 2 stderr, 3 both, "
+        "or by local rank as 0:3,1:1",
+        "STREAMS",
+        also=("-r",),
+    ),
+    _mapped(
+        "--local-ranks-filter",
+        "torchrun's: local ranks whose output is repeated on the terminal",
+        "RANK,…",
+    ),
+    _mapped(
+        "--no-python",
+        "torchrun's: SCRIPT is a program, run without Python",
+        is_switch=True,
+        default=False,
+    ),
+    _mapped(
+        "--signals-to-handle",
+        "torchrun's: signals at which this node leaves as at SIGTERM",
+        "NAME,…",
+    ),
+    _mapped(
+        "--virtual-local-rank",
+        "torchrun's: each worker has LOCAL_RANK 0 and sees its own GPU only",
+        is_switch=True,
+        default=False,
+    ),
+    _mapped(
+        "--module",
+        "SCRIPT is a module, as with python -m",
+        is_switch=True,
+        default=False,
+        also=("-m",),
+    ),
+)
+"""Options with a meaning here."""
+
+_IDLE = {
+    "--run-path": "scripts always run in the worker's interpreter by runpy.run_path",
+    "--monitor-interval": "the end of a worker is noticed at once",
+    "--start-method": "workers are always forked from a server that has imported torch",
+    "--event-log-handler": "events are always written to LOG_DIR/JOB/NODE/events.jsonl",
+    "--duplicate-stdout-filters": "search the workers' log files instead",
+    "--duplicate-stderr-filters": "search the workers' log files instead",
+    "--logs-specs": "workers' logs always are LOG_DIR/JOB/NODE/LOCAL_RANK.log",
+    "--numa-binding": "workers are not bound to CPUs; use numactl with --no-python",
+    "--shutdown-timeout": "a script that does not end at SIGTERM is killed after 2 s",
+}
+_WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
+"""torchrun itself takes these from the command line alone."""
+SILENT = ("--run-path",)
+"""What the option asks for holds anyway, so nothing is said."""
+
+IDLE = tuple(
+    Option(
+        (flag,),
+        f"torchrun's: accepted without effect: {why}",
+        metavar=None if flag == "--run-path" else "VALUE",
+        is_switch=flag == "--run-path",
+        default=False if flag == "--run-path" else None,
+        pet=flag not in _WITHOUT_VARIABLE,
+        own=False,
+    )
+    for flag, why in _IDLE.items()
+)
+"""Options that are accepted and have no meaning here."""
+
+TORCHRUN_OPTIONS = MAPPED + IDLE
+
+
+def without_effect(given: Mapping[str, Any]) -> list[str]:
+    """A line for each option that was given and does nothing here. given: values by name."""
+    return [
+        f"{option.flags[0]} has no effect: {_IDLE[option.flags[0]]}"
+        for option in IDLE
+        if given.get(option.name) is not None and option.flags[0] not in SILENT
+    ]

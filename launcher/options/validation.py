@@ -1,0 +1,255 @@
+"""What the words of options may say: checked here, each with an error that names the option."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.errors import UserError
+from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
+from elasticzero.launcher.store.etcd.access import (
+    Access,
+    asked_for,
+    parse_endpoint,
+    read_certificates,
+)
+from elasticzero.launcher.store.job_token import check_given
+
+UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def endpoints_of(args: argparse.Namespace) -> list[str]:
+    """The etcd endpoints given, none if none was."""
+    return [part.strip() for part in args.etcd.split(",")] if args.etcd else []
+
+
+def check_access(args: argparse.Namespace) -> Access:
+    """How etcd is approached; raises `UserError` where files, user or password are not in order."""
+    access = asked_for(
+        cacert=args.etcd_cacert,
+        cert=args.etcd_cert,
+        key=args.etcd_key,
+        user=args.etcd_user,
+        password_file=args.etcd_password_file,
+        environment=os.environ,
+    )
+    endpoints = [parse_endpoint(text, access) for text in endpoints_of(args)]
+    if not endpoints and access != Access():
+        raise UserError(
+            "certificates, user and password are for an etcd that is given by --etcd HOST:PORT"
+        )
+    if any(endpoint.tls for endpoint in endpoints):
+        read_certificates(access)
+    return access
+
+
+def given_token(args: argparse.Namespace) -> Secret | None:
+    """The job's token, if one was given; raises `UserError`."""
+    return check_given(read_secret("--token-file", args.token_file, TOKEN, os.environ))
+
+
+def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
+    """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    if not match:
+        raise UserError(f"{what} {text}: a number or MIN:MAX is wanted, such as 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UserError(f"{what} {text}: MIN must be at least 1 and not above MAX")
+    return least, most
+
+
+def parse_nproc(text: str) -> int:
+    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
+    value = str(text)
+    if value in ("auto", "gpu"):
+        devices = [d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()]
+        gpus = count_gpus(len(devices), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if gpus == 0 and value == "gpu":
+            raise UserError(
+                "--nproc-per-node gpu: this node has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides "
+                "them; use cpu or a number"
+            )
+        return gpus or 1
+    if value == "cpu":
+        return os.cpu_count() or 1
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
+    return int(value)
+
+
+def count_gpus(devices: int, visible: str | None) -> int:
+    """The GPUs that CUDA shows a process, of so many. visible: CUDA_VISIBLE_DEVICES, a list of
+    numbers or names that ends at the first that is none; of MIG instances one is shown."""
+    if visible is None or not devices:
+        return devices
+    shown = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        if name.startswith("MIG-"):
+            return 1
+        if not (int(name) < devices if name.isdigit() else name.startswith("GPU-")):
+            break
+        shown += 1
+    return shown
+
+
+def check_script(script: str, *, is_module: bool, is_program: bool = False) -> str:
+    """Absolute path of the script, or of the program, or the module's name; raises `UserError` if
+    there is none."""
+    if is_program and is_module:
+        raise UserError("--no-python and -m exclude each other: a module is run by Python")
+    if is_program:
+        found = shutil.which(script)
+        if found is None:
+            raise UserError(
+                f"--no-python {script}: there is no such program, or it is not executable"
+            )
+        return os.path.abspath(found)
+    if is_module:
+        top = script.partition(".")[0]
+        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if spec is None and top not in sys.builtin_module_names:
+            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
+        return script
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise UserError(f"the training script {path} does not exist")
+    return str(path)
+
+
+def make_log_directory(given: str | None, job: str) -> Path:
+    """Make DIR/JOB, for logs; raises `UserError` where they cannot be written.
+
+    given: --log-dir; None: a directory of its own among the temporary ones.
+    """
+    what = f"--log-dir {given}" if given else "the directory for logs"
+    try:
+        root = Path(given or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+        directory = root / job
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        where = f": {error.filename}" if error.filename and not given else ""
+        raise UserError(
+            f"{what}: logs cannot be written there ({error.strerror}{where}); give another "
+            "--log-dir DIR"
+        ) from None
+    return directory
+
+
+def check_name(text: str, what: str) -> str:
+    """A name that is safe in keys and paths."""
+    if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
+        raise UserError(
+            f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
+        )
+    return text
+
+
+def check_folder(text: str) -> Path:
+    """The folder of --snapshot-dir; raises `UserError` if snapshots cannot lie there."""
+    folder = Path(text).absolute()
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--snapshot-dir {text}: a directory that can be written is expected")
+    return folder
+
+
+def overflow_folder(snapshot_folder: Path) -> Path | None:
+    """Where snapshots go that find no room in that one: the temporary directory; None: it is that
+    one."""
+    folder = Path(tempfile.gettempdir()).absolute()
+    return None if folder.resolve() == snapshot_folder.resolve() else folder
+
+
+def _count(flag: str, text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
+    return None if text is None else int(text)
+
+
+def _spares(text: str | None) -> int | None:
+    if text is not None and not str(text).isdecimal():
+        raise UserError(f"--spares {text}: a number of nodes, 0 or more, is wanted")
+    return None if text is None else int(text)
+
+
+def _steps(flag: str, text: str) -> int | None:
+    """Steps, or None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError(f"{flag} {text}: a number of steps, 0 or auto is wanted")
+    return int(text)
+
+
+def _hang_timeout(text: str) -> float | None:
+    """Seconds, or None for auto."""
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"--hang-timeout {text}: seconds, 0 or auto is wanted")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What options that are more than a number say."""
+
+    spares: int | None
+    """Nodes; None: any number."""
+    keep: Keep
+    snapshot_every: int | None
+    """Steps; None: auto."""
+    verify_every: int | None
+    """Steps; None: auto; 0: never."""
+    hang_timeout_s: float | None
+    """None: auto; 0: never."""
+
+
+def check_numbers(args: argparse.Namespace) -> Numbers:
+    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
+    if not args.grace >= 0:
+        raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
+    if not 0 <= args.exit_timeout < float("inf"):
+        raise UserError(f"--exit-timeout {args.exit_timeout:g} must be 0 or more seconds")
+    if not 0 <= args.save_timeout < float("inf"):
+        raise UserError(f"--save-timeout {args.save_timeout:g}: 0 or more seconds are expected")
+    if args.lease_ttl < 2:
+        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
+    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
+    if args.checkpoint_dir is None:
+        idle = {
+            "--checkpoint-every": args.checkpoint_every > 0,
+            "--keep": keep.last is not None,
+            "--strict-checkpoint": args.strict_checkpoint,
+        }
+        for flag, given in idle.items():
+            if given:
+                raise UserError(
+                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
+                )
+    return Numbers(
+        spares=_spares(args.spares),
+        keep=keep,
+        snapshot_every=_steps("--snapshot-every", args.snapshot_every),
+        verify_every=_steps("--verify-replicas", args.verify_replicas),
+        hang_timeout_s=_hang_timeout(args.hang_timeout),
+    )

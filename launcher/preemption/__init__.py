@@ -1,0 +1,1 @@
+"""Notices that this machine will be taken away."""

@@ -1,0 +1,271 @@
+"""The clouds' notices that this machine will be taken away: one small class a cloud, which asks its
+metadata server.
+
+| cloud | what is asked | notice |
+|---|---|---|
+| AWS | `spot/instance-action`, every 5 s, with a token of IMDSv2; 404 until noticed | 2 min |
+| GCP | `instance/preempted`, a request that is answered when it changes | 30 s |
+| Azure | `scheduledevents`, every second; lists the whole set's machines by name | 30 s or more |
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+from elasticzero.launcher.preemption.metadata import Answer, MetadataError, MetadataServer
+from elasticzero.launcher.protocol.view import Notice
+
+ADDRESS = "http://169.254.169.254"
+"""Where all three answer: link-local, never proxied."""
+AWS_NOTICE_S, GCP_NOTICE_S = 120.0, 30.0
+AZURE_HEED_S = 120.0
+"""An event further away is told of, and heeded when it is so near: a reboot for a failing disk may
+be announced days before."""
+TOKEN_TTL_S = 21600
+TOKEN = re.compile(r"[A-Za-z0-9_+/=.~-]{1,1024}")
+MACHINE = re.compile(r"[\w.-]{1,256}")
+LONG_POLL_S = 60
+FIRST_AZURE_CALL_S = 150.0
+"""Azure begins to watch for events when it is first asked, and says so after up to two minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something of note that is no notice."""
+
+    text: str
+
+
+Seen = Notice | Advice | None
+
+
+class Cloud(Protocol):
+    """One cloud's way to say that this machine will be taken away."""
+
+    name: str
+    every_s: float
+    """From one look to the next."""
+
+    def present(self) -> None:
+        """Return if this is its machine; raises `MetadataError` if not, or if nobody answers."""
+
+    def look(self) -> Seen:
+        """What it says now; raises `MetadataError`."""
+
+    def close(self) -> None:
+        """End a look that waits; from any thread."""
+
+
+class Aws:
+    """EC2: spot interruptions; a rebalance recommendation is only told."""
+
+    name = "AWS"
+    every_s = 5.0
+
+    def __init__(self, url: str) -> None:
+        self._server = MetadataServer(url)
+        self._token: str | None = None
+        self._renew_s = 0.0
+
+    def present(self) -> None:
+        self._fresh_token()
+
+    def look(self) -> Seen:
+        answer = self._get("/latest/meta-data/spot/instance-action")
+        if answer.status == 200:
+            value = answer.json()
+            action = value.get("action")
+            if action not in ("terminate", "stop", "hibernate"):
+                raise MetadataError(f"{answer.url} names no action: {answer.text:.80}")
+            left_s = _left_s(_iso_time(value.get("time")), answer, AWS_NOTICE_S)
+            what = "hibernation" if action == "hibernate" else "interruption"
+            return _notice(f"AWS spot {what}", left_s, answer)
+        answer.expect(404)
+        advice = self._get("/latest/meta-data/events/recommendations/rebalance")
+        if advice.status == 200:
+            return Advice(
+                "AWS recommends to leave this machine, for it may be interrupted soon; training "
+                "goes on until it says that it will be"
+            )
+        advice.expect(404)
+        return None
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _get(self, path: str) -> Answer:
+        token = self._token
+        if token is None or time.monotonic() >= self._renew_s:
+            token = self._fresh_token()
+        answer = self._server.ask(path, {"X-aws-ec2-metadata-token": token})
+        if answer.status == 401:
+            token = self._fresh_token()
+            answer = self._server.ask(path, {"X-aws-ec2-metadata-token": token})
+        return answer
+
+    def _fresh_token(self) -> str:
+        self._token = None
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+        answer = self._server.ask("/latest/api/token", headers, method="PUT").expect(200)
+        token = answer.text.strip()
+        if not TOKEN.fullmatch(token):
+            raise MetadataError(f"{answer.url} gave no token: {token:.80}")
+        granted = answer.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
+        ttl_s = int(granted) if granted.isdecimal() else TOKEN_TTL_S
+        self._token, self._renew_s = token, answer.at_s + ttl_s / 2
+        return token
+
+
+class Gcp:
+    """Compute Engine: the request waits at the server until the answer changes."""
+
+    name = "GCP"
+    every_s = 1.0
+
+    def __init__(self, url: str) -> None:
+        self._server = MetadataServer(url)
+        self._etag: str | None = None
+        """Of the answer FALSE: from then on a change is waited for."""
+
+    def present(self) -> None:
+        answer = self._preempted({})
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise MetadataError(f"{answer.url} is no metadata server of GCP")
+
+    def look(self) -> Seen:
+        query: dict[str, Any] = {}
+        if self._etag is not None:
+            query = {"wait_for_change": "true", "timeout_sec": LONG_POLL_S, "last_etag": self._etag}
+        try:
+            answer = self._preempted(query)
+        except MetadataError:
+            self._etag = None
+            raise
+        text = answer.text.strip().upper()
+        if text == "TRUE":
+            return _notice("GCP preemption", GCP_NOTICE_S, answer)
+        if text != "FALSE":
+            raise MetadataError(f"{answer.url} said neither TRUE nor FALSE: {answer.text:.80}")
+        self._etag = answer.headers.get("etag")
+        return None
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _preempted(self, query: Mapping[str, Any]) -> Answer:
+        path = "/computeMetadata/v1/instance/preempted"
+        if query:
+            path += f"?{urlencode(query)}"
+        timeout_s = LONG_POLL_S + 15.0 if query else 5.0
+        headers = {"Metadata-Flavor": "Google"}
+        return self._server.ask(path, headers, timeout_s=timeout_s).expect(200)
+
+
+class Azure:
+    """Scheduled events of this machine. They are not acknowledged: that would shorten the notice of
+    every machine that the event names."""
+
+    name = "Azure"
+    every_s = 1.0
+    kinds: Mapping[str, str] = {
+        "Preempt": "Azure spot eviction",
+        "Terminate": "Azure termination",
+        "Reboot": "Azure reboot",
+        "Redeploy": "Azure redeployment",
+    }
+    """`Freeze` passes within seconds."""
+
+    def __init__(self, url: str) -> None:
+        self._server = MetadataServer(url)
+        self._machine: str | None = None
+        self._asked = False
+
+    def present(self) -> None:
+        self._machine = self._name()
+
+    def look(self) -> Seen:
+        machine = self._machine = self._machine or self._name()
+        timeout_s = 10.0 if self._asked else FIRST_AZURE_CALL_S
+        answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", timeout_s)
+        self._asked = True
+        events = answer.json().get("Events")
+        if not isinstance(events, list):
+            raise MetadataError(f"{answer.url} lists no events: {answer.text:.80}")
+        seen = [self._event(event, machine, answer) for event in events]
+        notices = [one for one in seen if isinstance(one, Notice)]
+        others = [one for one in seen if isinstance(one, Advice)]
+        return min(notices, key=lambda n: n.by_s or 0.0) if notices else next(iter(others), None)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _event(self, event: Any, machine: str, answer: Answer) -> Seen:
+        if not isinstance(event, dict) or event.get("EventType") not in self.kinds:
+            return None
+        names = event.get("Resources")
+        if not isinstance(names, list) or machine.lower() not in [str(n).lower() for n in names]:
+            return None
+        what = self.kinds[event["EventType"]]
+        begins = event.get("NotBefore")
+        if event.get("EventStatus") == "Started" or not begins:
+            return _notice(what, 0.0, answer)
+        left_s = _left_s(_mail_time(begins), answer, float("inf"))
+        if left_s == float("inf"):
+            return _notice(what, 30.0, answer)  # the shortest that Azure promises
+        if left_s > AZURE_HEED_S:
+            return Advice(f"{what} at {begins}: this node leaves {AZURE_HEED_S:.0f} s before")
+        return _notice(what, left_s, answer)
+
+    def _name(self) -> str:
+        path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        answer = self._ask(path, 5.0)
+        name = answer.text.strip()
+        if not MACHINE.fullmatch(name):
+            raise MetadataError(f"{answer.url} gave no name of this machine: {name:.80}")
+        return name
+
+    def _ask(self, path: str, timeout_s: float) -> Answer:
+        return self._server.ask(path, {"Metadata": "true"}, timeout_s=timeout_s).expect(200)
+
+
+CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+
+
+def _notice(what: str, left_s: float, answer: Answer) -> Notice:
+    """A notice whose time counts from the answer that gave it."""
+    return Notice(
+        reason=f"{what} in {left_s:.0f} s", heard_s=answer.at_s, by_s=answer.at_s + left_s
+    )
+
+
+def _left_s(moment: datetime | None, answer: Answer, most_s: float) -> float:
+    """Seconds from the answer to `moment`, by the server's own clock, from 0 to `most_s`; `most_s`
+    where the moment is not given."""
+    if moment is None:
+        return most_s
+    return min(max(0.0, moment.timestamp() - answer.clock_s), most_s)
+
+
+def _iso_time(text: Any) -> datetime | None:
+    with suppress(ValueError, TypeError):
+        return _in_utc(datetime.fromisoformat(text))
+    return None
+
+
+def _mail_time(text: Any) -> datetime | None:
+    """`Mon, 19 Sep 2016 18:29:47 GMT`."""
+    with suppress(ValueError, TypeError):
+        return _in_utc(parsedate_to_datetime(text))
+    return None
+
+
+def _in_utc(moment: datetime) -> datetime:
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

@@ -1,0 +1,151 @@
+"""Watches for the notice that this machine will be taken away, in a thread of its own.
+
+Whatever a metadata server does, slow, broken or gone, training does not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+
+import tenacity
+
+from elasticzero.errors import one_line
+from elasticzero.launcher.preemption.metadata import MetadataError
+from elasticzero.launcher.preemption.providers import ADDRESS, CLOUDS, Advice, Cloud, Seen
+from elasticzero.launcher.protocol.view import Notice
+
+MOST_PAUSE_S = 5.0
+"""Between two tries at a server that does not answer."""
+PATIENT_TRIES = 3
+"""So many failures in a row are worth a line."""
+CLOSE_S = 2.0
+
+
+def address_variable(choice: str) -> str:
+    """The environment variable that names another address of a cloud's metadata server."""
+    return f"ELASTICZERO_{choice.upper()}_METADATA_URL"
+
+
+def cloud_named(choice: str, environment: Mapping[str, str]) -> Cloud:
+    """The cloud of one of the names in `CLOUDS`; raises `UserError` for a bad address."""
+    return CLOUDS[choice](environment.get(address_variable(choice)) or ADDRESS)
+
+
+class PreemptionWatch:
+    """Watches for the notices of one cloud, in a thread of its own, until it is closed.
+
+    choice: a name in `CLOUDS`, or `auto`: the first that answers, each asked once; `none` starts
+    nothing. leave: told why, and by when on the monotonic clock. tell: given lines for people.
+    Raises `UserError` for a bad address in the environment.
+    """
+
+    def __init__(
+        self,
+        choice: str,
+        leave: Callable[[str, float | None], None],
+        tell: Callable[[str], None],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        names = {"auto": tuple(CLOUDS), "none": ()}.get(choice, (choice,))
+        self._clouds = [cloud_named(name, environment) for name in names]
+        self._chosen = choice not in ("auto", "none")
+        self._leave, self._tell = leave, tell
+        self._stop = threading.Event()
+        self._heard: Notice | None = None
+        self._advised = ""
+        self._troubled = False
+        self._thread = threading.Thread(
+            target=self._run, name="elasticzero-preemption", daemon=True
+        )
+
+    def __enter__(self) -> PreemptionWatch:
+        if self._clouds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        for cloud in self._clouds:
+            cloud.close()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            cloud = self._clouds[0] if self._chosen else self._find()
+            if cloud is not None:
+                self._watch(cloud)
+        except Exception as error:  # noqa: BLE001 - the top of a thread: training goes on without it
+            if not self._stop.is_set():
+                self._tell(f"preemption notices are watched for no more: {one_line(error)}")
+
+    def _find(self) -> Cloud | None:
+        """The cloud that this machine stands in."""
+        for cloud in self._clouds:
+            with suppress(MetadataError):
+                if not self._stop.is_set():
+                    cloud.present()
+                    return cloud
+        if not self._stop.is_set():
+            self._tell(
+                "no cloud's metadata server answers: preemption notices are not watched for; "
+                "SIGTERM makes this node leave"
+            )
+        return None
+
+    def _watch(self, cloud: Cloud) -> None:
+        self._tell(f"watching for preemption notices of {cloud.name}")
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(MetadataError),
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=MOST_PAUSE_S),
+            stop=tenacity.stop_when_event_set(self._stop),
+            sleep=tenacity.sleep_using_event(self._stop),
+            before_sleep=lambda state: self._trouble(cloud, state),
+            reraise=True,
+        )
+        while not self._stop.is_set():
+            seen = tries(cloud.look)
+            if self._troubled:
+                self._troubled = False
+                self._tell(f"the metadata server of {cloud.name} answers again")
+            self._take(cloud, seen)
+            self._stop.wait(cloud.every_s)
+
+    def _trouble(self, cloud: Cloud, state: tenacity.RetryCallState) -> None:
+        """A look failed, and there will be another."""
+        if state.attempt_number < PATIENT_TRIES or self._troubled or state.outcome is None:
+            return
+        self._troubled = True
+        error = state.outcome.exception()
+        self._tell(
+            f"the metadata server of {cloud.name} is in trouble, so a notice may be missed; trying "
+            f"on ({one_line(error) if error is not None else 'no answer'})"
+        )
+
+    def _take(self, cloud: Cloud, seen: Seen) -> None:
+        """A notice is told once; one that is withdrawn later is left as it is."""
+        if isinstance(seen, Notice):
+            if self._heard is None:
+                self._leave(seen.reason, seen.by_s)
+            self._heard = seen
+        elif self._heard is not None:
+            self._heard = None
+            self._tell(
+                f"{cloud.name} has withdrawn its notice; this node leaves all the same, and may be "
+                "started again"
+            )
+        elif isinstance(seen, Advice) and seen.text != self._advised:
+            self._advised = seen.text
+            self._tell(seen.text)

@@ -1,0 +1,345 @@
+"""What the agent sees, and the time, to what it does next and one sentence why.
+
+Pure: `decide(view, now_s, limits)` reads no clock, file or socket. The agent calls it after every
+event and performs the actions; a decision is a function of what is so, not of what happened, so
+being told the same thing twice changes nothing, and a restart of the loop loses nothing.
+
+Rules of every agent, the first that applies:
+ A1  `done` stands: stop the workers; exit when they are gone.
+ A2  `world` gives this registration a place in a newer generation, or in another one of the same
+     number (the store has lost its data, and of two histories this one counts): start its workers.
+ A3  `world` does not name this registration: stop the workers; if leaving, go once the others have
+     their state; otherwise wait, as a spare. The oldest spare writes the next world when nobody
+     whom `world` names has been registered for a TTL. Who is one too many for --spares leaves, too.
+ A4  a worker failed: raise the alarm. The workers are past their time to make a step (`hangs`):
+     look where they are and dump their stacks; one found to blame has failed; if none is, say
+     `stalled` until a step is made.
+ A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill;
+     those that a signal has stopped at once (P7 in `hangs`). If it is of a hang, look where they
+     are before any is stopped, and kill those that cannot obey. If it is of bad input, where no
+     node has trained yet, stop them ALIKE_S later: they may come to the same error.
+ A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
+     what memory holds. If nobody can go on, or the job is to end (E2, E4, E5 in `ending`): save the
+     newest whole snapshot first, each node what it holds of it, and stay until that is done, for
+     --save-timeout at most.
+ A7  all workers finished: report `finished`.
+ A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
+     stop at a boundary; workers that cannot be asked, or that start slowly and so are at no step
+     yet, are stopped by the alarm.
+ A9  all workers have restored: report `restored`.
+ A10 leaving by a deadline, and what is left is only enough to hand the state over: wait for the
+     running step no longer, raise the alarm; in a round, kill this node's workers that do not stop
+     in half of that time. When that is over too, go, whatever the round still waits for.
+ A11 leaving while the store is away: train on until it is back, for nobody could write a world
+     without this node. When what is left until the deadline is only enough to save the state: stop
+     the workers, save the snapshot that this node holds whole, in the order of members, and go.
+     This comes before A2.
+ A12 all workers finished, and etcd has not answered for --join-timeout: go, for the job is over and
+     nobody may ever be able to write so. This comes before A2.
+Rules of the acting leader, who is the first member of `world` that is alive (before the first
+world: the oldest registration):
+ L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
+ L2  everybody finished: write `done`.
+ L3  a member's lease has lapsed, the store is well, and no steps prove that it lives (V1 to V3 in
+     `lead`): raise the alarm.
+ L4  a round is open: once every member answered, or is silent past alive_s, and those alive have
+     stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
+ L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its
+     reason; write `done` instead where --strict-checkpoint is given, or no checkpoint is good.
+ L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
+     `blame`), or while a member is not registered, which would lose its place in the round. Who is
+     registered is taken to be there: a lease tells of the dead, and the look before the write of
+     the living. But for a while after a backup of etcd was restored a registration brings no node
+     into a world. Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
+ L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
+ L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
+ L9  while the store is away nothing is asked of the workers: nobody could write the world, or the
+     end, for which they would stop (L6, L7; A11 for who leaves).
+ L10 who is drained is taken into no world, though the node may not have heard of it.
+Invariant: nothing is written about a generation other than the one that `world` names, and every
+write is conditioned on that document's revision.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.protocol.actions import (
+    Decision,
+    KillDeaf,
+    KillStopped,
+    KillWorkers,
+    Leave,
+    LookAtWorkers,
+    PutReport,
+    RaiseAlarm,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+    wait,
+)
+from elasticzero.launcher.protocol.documents import Alarm, Done, Failure, Phase, Report, World
+from elasticzero.launcher.protocol.drain import (
+    give_up,
+    goes_at_s,
+    leave,
+    leave_alone,
+    must_give_up,
+    must_leave_alone,
+    stop_limit_s,
+)
+from elasticzero.launcher.protocol.hang_rules import (
+    HANG_STOP_S,
+    MOST_LOOK_S,
+    PATIENCE_S,
+    STOPPED_S,
+    overdue,
+    step_limit_s,
+)
+from elasticzero.launcher.protocol.leader import (
+    first_world,
+    is_leader,
+    lead,
+    take_over,
+)
+from elasticzero.launcher.protocol.regroup import conclude, others_may_save, save_held
+from elasticzero.launcher.protocol.view import Limits, View, steered
+
+ALIKE_S = 1.0
+"""Workers that begin are not stopped for so long after another's bad input."""
+READ = ("restored", "stalled", "finished")
+"""Phases of a node that has the state it starts from."""
+
+
+def decide(view: View, now_s: float, limits: Limits) -> Decision:
+    """The next actions of this agent, and why."""
+    limits = steered(limits, view.control)
+    workers, world = view.workers, view.world
+    if view.done is not None:
+        return _wind_up(view, view.done)
+    if must_leave_alone(view, now_s, limits):
+        return leave_alone(view, now_s, limits)
+    if must_give_up(view, now_s, limits):
+        return give_up(view, limits)
+    if world is None:
+        return first_world(view, now_s, limits)
+    index = world.find(view.me.node, view.me.incarnation)
+    if index is None:
+        return _outside(view, world, now_s, limits)
+    another = workers.token not in ("", world.token)  # of the same number: see `outranks`
+    if workers.generation < world.generation or another:
+        return Decision((Start(world, index),), f"generation {world.generation}: {world.reason}")
+    if view.round_s is not None:
+        return _round(view, world, now_s, limits)
+    return _training(view, world, now_s, limits)
+
+
+def _wind_up(view: View, done: Done) -> Decision:
+    workers = view.workers
+    if workers.running and not workers.killed:
+        return Decision((KillWorkers(f"the job is over: {done.reason}"),), "the job is over")
+    if workers.running:
+        return wait("the job is over: the workers are being stopped")
+    code = ExitCode.FAILED if done.outcome == "failed" else ExitCode.DONE
+    if done.outcome == "failed" and done.failure is not None and done.failure.final:
+        code = ExitCode.USAGE
+    last = {
+        "failed": "the job has failed",
+        "stopped": f"the job is stopped: {done.reason}",
+        "finished": f"the job is done: {done.reason}",
+    }
+    return Decision((Leave(code),), last[done.outcome])
+
+
+def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+    """This registration has no place in the world."""
+    workers = view.workers
+    if workers.running and not workers.killed:
+        reason = f"generation {world.generation} goes on without this node"
+        return Decision((KillWorkers(reason),), reason)
+    if not (view.leaving or view.surplus):
+        return take_over(view, world, now_s, limits)
+    needed = world.resume.tier == "ram" and any(
+        source.node == view.me.node for source in world.resume.sources
+    )
+    read = [n for n, r in (view.reports or {}).items() if r.phase in READ]
+    unread = any(m.node not in read for m in world.members)
+    if needed and unread and _waited_s(view, view.outside_s, now_s) < limits.handover_s:
+        return wait("serving this node's snapshots until the others have read them")
+    if view.surplus and not view.leaving:
+        reason = f"left: there are {limits.max_nodes} nodes, and {limits.spares} wait (--spares)"
+        return Decision((Leave(ExitCode.LEFT),), reason)
+    return Decision((Leave(ExitCode.LEFT),), "left: the others have what this node held")
+
+
+def _training(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+    """No round is open."""
+    workers = view.workers
+    if workers.failed:
+        reason = _first_words(workers.failure)
+        hung = workers.failure is not None and workers.failure.blame == "hung"
+        final = workers.failure is not None and workers.failure.final
+        kind: Literal["hang", "failure"] = "hang" if hung else "failure"
+        alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
+        return Decision((RaiseAlarm(alarm),), reason)
+    late = overdue(workers, limits)
+    if late is not None and workers.look == "none":
+        look = LookAtWorkers(step_limit_s(workers, limits))
+        return Decision((look,), f"{late}: looking where the workers are")
+    nobody_waits = world.resume.tier != "ram"
+    said = view.my_report.phase if view.my_report is not None else None
+    if late is not None and workers.stalled is not None:
+        stalled = _report(view, "stalled", f"{late}: the workers here wait for others")
+        if stalled.actions:
+            return stalled
+    elif (workers.restored or (workers.plain and nobody_waits)) and said in (None, "stalled"):
+        return _report(view, "restored", f"training, generation {world.generation}")
+    if is_leader(view):
+        decision = lead(view, world, now_s, limits)
+        if decision is not None and (decision.actions or not view.leaving):
+            return decision  # while a leader that leaves waits for others' ends, it still leaves
+    if workers.finished:
+        return _report(view, "finished", "every worker here has finished")
+    if view.leaving:
+        return leave(view, now_s, limits)
+    if workers.restored or workers.plain:
+        return wait(f"training, generation {world.generation}")
+    return wait(f"generation {world.generation}: the workers are starting")
+
+
+def _first_words(failure: Failure | None) -> str:
+    if failure is None:
+        return "a worker ended"
+    if failure.blame == "peer":
+        return f"rank {failure.rank} lost a peer"
+    return f"rank {failure.rank}: {failure.message}"
+
+
+def _report(view: View, phase: Phase, reason: str) -> Decision:
+    report = Report(
+        incarnation=view.me.incarnation,
+        phase=phase,
+        store_port=view.me.store_port,
+        leaving=view.leaving,
+        leave_reason=view.notice.reason if view.notice is not None else "",
+        holdings=view.holdings if phase == "stopped" else (),
+        failure=view.workers.failure
+        if phase == "stopped"
+        else view.workers.stalled
+        if phase == "stalled"
+        else None,
+        final_step=view.workers.step if phase in ("finished", "stopped") else None,
+        end_reason=view.workers.end_reason if phase == "finished" else "",
+        ran=_has_run(view, phase),
+    )
+    return wait(reason) if view.my_report == report else Decision((PutReport(report),), reason)
+
+
+def _has_run(view: View, phase: Phase) -> bool:
+    """Whether a plain script has been seen to run here in this generation."""
+    known = view.my_report is not None and view.my_report.ran
+    return view.workers.plain and (known or phase == "restored")
+
+
+def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+    """A regroup round is open: by an alarm, or because workers left at a boundary."""
+    workers, opened_s = view.workers, view.round_s or now_s
+    if view.alarm is None and now_s - opened_s >= limits.alive_s:
+        alarm = Alarm(node=view.me.node, kind="silence", reason="not every node has answered")
+        return Decision((RaiseAlarm(alarm),), "asking who is alive")
+    if workers.running or workers.sealing:
+        return _stopping(view, now_s, limits)
+    stopped = _report(view, "stopped", "stopped, and said what memory holds")
+    if stopped.actions:
+        return stopped
+    decision = wait("stopped; waiting for the next generation")
+    if _time_is_up(view, now_s, limits):
+        text = "left: its time is up, and what the round waits for did not come"
+        if view.saving and view.saved_held is not None:
+            text = f"left: its time is up; step {view.saved_held[1]}, held in memory, is not saved"
+        return Decision((Leave(ExitCode.LEFT),), text)
+    if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, limits):
+        if others_may_save(view, now_s, limits):
+            return wait("leaving; first the others are to say what they hold")
+        decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
+    elif is_leader(view) and view.members is not None:
+        decision = conclude(view, world, now_s, limits)
+    going = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
+    return decision if going else save_held(view, world, now_s, limits) or decision
+
+
+def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
+    """Workers run while a round is open.
+
+    An alarm that only asks who is alive disturbs nobody on the way to a boundary that all agreed
+    on, unless they do not get there, as one that a signal has stopped.
+    """
+    workers, alarm = view.workers, view.alarm
+    if alarm is None:
+        return wait("waiting for the workers to come to the boundary and save their state")
+    actions = list(_report(view, "alive", "").actions)
+    opened_s, told_s = view.round_s or now_s, workers.aborted_s
+    hang = alarm.kind == "hang"
+    hung = hang or (workers.failure is not None and workers.failure.blame == "hung")
+    if hang and told_s is None:
+        waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
+        if workers.look == "none" and waited_s < PATIENCE_S / 2:
+            actions.append(LookAtWorkers(step_limit_s(workers, limits)))
+        if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
+            return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
+    if _may_fail_alike(view, alarm, now_s):
+        return Decision(tuple(actions), f"{alarm.reason}: the workers here may fail alike")
+    frozen = workers.stopped_s >= STOPPED_S
+    patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s and not frozen
+    stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
+    stop_s = min(stop_s, HANG_STOP_S) if hung else stop_s
+    if told_s is None and not patient:
+        actions.append(StopWorkers(alarm.reason))
+        if hung:
+            actions.append(KillDeaf())
+    if told_s is not None and not workers.killed:
+        if now_s - told_s >= limits.save_s:
+            actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
+        elif workers.saving < workers.running and now_s - told_s >= stop_s:
+            actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
+    if not frozen or workers.killed:
+        return Decision(tuple(actions), f"stopping: {alarm.reason}")
+    text = f"stopping: {alarm.reason}; a worker here is stopped by a signal, and is killed"
+    return Decision((*actions, KillStopped()), text)
+
+
+def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
+    """Whether this node's workers are given time to come to the error of another's: where no node
+    has trained yet, bad input is mostly that of all."""
+    fresh = view.world is not None and not view.world.trained and not view.workers.step
+    asked = view.workers.aborted_s is not None
+    alarm_s = view.alarm_s if view.alarm_s is not None else now_s
+    return alarm.final and fresh and not asked and now_s - alarm_s < ALIKE_S
+
+
+def _time_is_up(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether a leaving node's deadline is here in a round that waits for more than workers."""
+    waits = view.saving or _waited_s(view, view.round_s, now_s) >= limits.stop_s
+    return view.notice is not None and waits and now_s >= goes_at_s(view.notice)
+
+
+def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:
+    """Whether a leaving node waits in vain for a world without it."""
+    waited_s = _waited_s(view, view.round_s, now_s)
+    few = len(world.members) - 1 < limits.min_nodes or _all_leave(view, world)
+    return waited_s >= (2 * limits.alive_s if few else limits.handover_s)
+
+
+def _waited_s(view: View, since_s: float | None, now_s: float) -> float:
+    """How long the others could have done something: not while the store was away."""
+    return now_s - max(since_s or now_s, view.store.well_since_s)
+
+
+def _all_leave(view: View, world: World) -> bool:
+    """Whether every node of the world leaves, and none waits for a place."""
+    if view.members is None or any(not world.names(m) for m in view.members.values()):
+        return False
+    reports = [(view.reports or {}).get(member.node) for member in world.members]
+    return all(report is not None and report.leaving for report in reports)

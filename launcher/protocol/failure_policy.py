@@ -1,0 +1,359 @@
+"""Whose fault failures are: which of them count, whether they are the script's or a machine's, and
+which nodes are set aside.
+
+Pure. Rules:
+ B1  A failure counts against --max-restarts if it is a worker's own, or of peers that are all
+     there, and no progress was made: the state did not get past the step that its generation
+     started from, nor past the furthest from which one did, where a failure that counts has thrown
+     it back since. What is lost, or fails on a node that leaves or for want of one, never counts:
+     of nodes that held the state to start from, too. Nor does storage that cannot be written (E5
+     in `ending` bounds that). Progress forgives everything; but a state that comes on by snapshots
+     has made none as long as the same error ends each generation at the same step, and the state
+     is not past that step.
+ B2  The first error of each generation since the last progress is remembered, and all of them are
+     told when the job is given up. An error stays until the state is past the step at which it
+     happened.
+ B3  Errors of one kind, of the same rank or after the same step, one upon the other, are told as
+     the script's or its data's: a lost machine leaves no error, and a bad one not always the same.
+     On different nodes they are that for certain. The same exception at the same step in two
+     generations, on two nodes or more, ends the job at once. Two errors are the same if their
+     lines are, numbers apart. Errors of files and connections, which may pass, only count (B1).
+ B4  A node whose workers fail, where those of no other do, gets a strike. A failure of another
+     takes the strikes back of those that trained with it, and so does a generation that lasted
+     for FORGIVEN_S. From ASIDE_AFTER strikes on the node is set aside: it waits for ASIDE_S, twice
+     that at the next strike, MOST_ASIDE_S at most. The same exception at the same step, twice on
+     one node and on no other, is as good as ASIDE_AFTER strikes: the others show whose it is.
+ B5  Where the others are fewer than MIN, nodes that are set aside are needed: as many as are
+     wanting, and no more. Those with the fewest strikes come first, for whom the time is shortest;
+     of these the one that has the least of it left.
+ B6  A newcomer is a member that has made no step with this job, where others have. A newcomer
+     whose workers fail before the first step of the generation, a node whose workers fail by bad
+     input (a failure that is final), and one with a rank whose state differs from that of a
+     majority, are set aside at once, as by ASIDE_AFTER strikes, if MIN nodes are there without
+     them. The failure does not count (B1), nor is it remembered (B2) where the node has not
+     trained, and the job goes on from the state it has. If the ranks of such a generation only
+     lose each other, though no node is lost and none leaves, its newcomers are set aside. Where
+     fewer than MIN nodes would be there, a final failure ends the job, and any other is judged by
+     B1 to B5.
+ B7  A worker that ends without a word, and not well, has failed by itself if its end had begun
+     when it was asked to stop, however late its agent learns of it. What ends after that was
+     stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping
+
+from elasticzero.errors import same_error
+from elasticzero.launcher.protocol.documents import Failure, Report, Setback, Strikes, World
+
+KEPT_SETBACKS = 8
+KEPT_STRIKES = 64
+MAX_MESSAGE = 300
+ASIDE_AFTER = 3
+ASIDE_S = 30.0
+MOST_ASIDE_S = 3600.0
+FORGIVEN_S = 600.0
+OWN_FAULTS = ("user", "killed", "environment", "hung")
+"""What can be a node's own fault; not a lost peer, storage that cannot be written, nor a
+checkpoint's damage."""
+MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
+"""Parts of the names of exceptions that tell of files and connections."""
+AGAIN = "its workers failed time and again, where no others did"
+
+Cause = tuple[str, Failure]
+"""A node, and the first error of its workers."""
+
+
+def fruitless(
+    world: World,
+    resume_step: int,
+    cause: Cause | None,
+    reports: Mapping[str, Report],
+    *,
+    excused: bool = False,
+) -> int:
+    """B1: failures in a row without progress. reports: of the nodes that are not lost. excused: the
+    failure is of nodes that are set aside for it (B6)."""
+    if _comes_on(world, resume_step, cause):
+        return 0
+    excused |= cause is not None and cause[1].blame == "storage"
+    if cause is None or excused or _leaves(reports.get(cause[0])):
+        return world.fruitless
+    all_stay = not any(_leaves(reports.get(member.node)) for member in world.members)
+    lost = any(member.node not in reports for member in world.members)
+    counts = cause[1].blame != "peer" or (all_stay and not lost)
+    counts &= not _in_want(world, cause[1], reports)
+    return world.fruitless + 1 if counts else world.fruitless
+
+
+def _comes_on(world: World, resume_step: int, cause: Cause | None) -> bool:
+    """Whether progress was made."""
+    if cause is not None and recurs(world.setbacks, _setback(world, cause), resume_step):
+        return False
+    return resume_step > max(world.resume.step, world.furthest)
+
+
+def recurs(row: Collection[Setback], last: Setback, resume_step: int) -> bool:
+    """B1: whether an error has happened at this step before, and the state is not past it."""
+    return resume_step <= last.step and any(_same(earlier, last) for earlier in row)
+
+
+def _same(one: Setback, other: Setback) -> bool:
+    """Whether two generations ended by the same error at the same step."""
+    alike = one.blame == other.blame != "peer" and one.step == other.step
+    return alike and same_error(one.message, other.message)
+
+
+def furthest(world: World, resume_step: int, count: int) -> int:
+    """B1: the step that the next generation must get past. count: its `fruitless`."""
+    if count <= world.fruitless and resume_step < world.resume.step:
+        return resume_step  # what machines took is done again, and that is progress
+    return max(resume_step, world.resume.step, world.furthest)
+
+
+def _in_want(world: World, failure: Failure, here: Collection[str]) -> bool:
+    """Whether it failed because nobody is left who held a part of the state to start from."""
+    sources = world.resume.sources if failure.blame == "environment" else ()
+    there = {source.rank for source in sources if source.node in here}
+    return any(source.rank not in there for source in sources)
+
+
+def _leaves(report: Report | None) -> bool:
+    return report is not None and report.leaving
+
+
+def setbacks(
+    world: World,
+    resume_step: int,
+    cause: Cause | None,
+    reports: Mapping[str, Report] | None = None,
+) -> tuple[Setback, ...]:
+    """B2: the errors in a row that stand after this round."""
+    before = world.setbacks
+    if _comes_on(world, resume_step, cause):
+        before = tuple(setback for setback in before if setback.step >= resume_step)
+    if cause is None:
+        return before
+    return (*before, _setback(world, cause, reports or {}))[-KEPT_SETBACKS:]
+
+
+def _setback(world: World, cause: Cause, reports: Mapping[str, Report] | None = None) -> Setback:
+    node, failure = cause
+    others = (n for n, r in (reports or {}).items() if n != node and _fails_alike(r, failure))
+    return Setback(
+        generation=world.generation,
+        node=node,
+        rank=failure.rank,
+        blame=failure.blame,
+        step=max(failure.step, world.resume.step),
+        message=failure.message[:MAX_MESSAGE],
+        others=tuple(sorted(others)),
+    )
+
+
+def _fails_alike(report: Report, failure: Failure) -> bool:
+    mine = report.failure
+    if mine is None or (mine.blame, mine.step) != (failure.blame, failure.step):
+        return False
+    return same_error(mine.message, failure.message)
+
+
+def is_the_scripts(row: tuple[Setback, ...]) -> bool:
+    """B3: whether the last error is the script's for certain: trying again is useless."""
+    if not row or row[-1].blame != "user" or may_pass(row[-1].message):
+        return False
+    last = row[-1]
+    before = [setback for setback in row[:-1] if _same(setback, last)]
+    nodes = {node for setback in (*before, last) for node in (setback.node, *setback.others)}
+    return bool(before) and len(nodes) > 1
+
+
+def may_pass(message: str) -> bool:
+    """B3: whether an error tells of files or connections."""
+    name = message.partition(":")[0].lower()
+    return any(part in name for part in MAY_PASS)
+
+
+def likeness(row: tuple[Setback, ...]) -> str:
+    """B3: what is to be said of the last errors, if they are alike; else nothing."""
+    if not row:
+        return ""
+    last = row[-1]
+    alike = 1
+    for earlier in reversed(row[:-1]):
+        if last.blame != "user" or not _alike(earlier, last):
+            break
+        alike += 1
+    if alike < 2:
+        return ""
+    nodes = {node for setback in row[-alike:] for node in (setback.node, *setback.others)}
+    if len(nodes) > 1:
+        where, whose = "on different nodes", "not a machine"
+    else:
+        where, whose = f"on {last.node}", "rather than a machine"
+    return f"{alike} generations in a row failed alike, {where}: the script or its data, {whose}"
+
+
+def _alike(one: Setback, other: Setback) -> bool:
+    kinds = [(s.blame, s.message.partition(":")[0]) for s in (one, other)]
+    return kinds[0] == kinds[1] and (one.rank == other.rank or one.step == other.step)
+
+
+def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failure]:
+    """The failures that can be the fault of the node they happened on."""
+    return {
+        node: report.failure
+        for node, report in reports.items()
+        if report.failure is not None and report.failure.blame in OWN_FAULTS and not report.leaving
+        if not _in_want(world, report.failure, reports)
+    }
+
+
+def trained(world: World, reports: Mapping[str, Report], staying: Collection[str]) -> int:
+    """B6: so many of the members that stay have made steps: all, if this generation made any."""
+    known = world.members if _has_trained(reports) else world.members[: world.trained]
+    return sum(member.node in staying for member in known)
+
+
+def _has_trained(reports: Mapping[str, Report]) -> bool:
+    """Whether this generation made a step, or is of a plain script and ran for a while. One node
+    alone may have a script that starts slowly, and looks like a plain one."""
+    if any(report.final_step for report in reports.values()):
+        return True
+    return bool(reports) and all(report.ran for report in reports.values())
+
+
+def outliers(
+    world: World, reports: Mapping[str, Report], here: Collection[str], least: int
+) -> dict[str, Failure]:
+    """B6: the nodes that are set aside at once, with what speaks against them.
+
+    reports: of the nodes whose workers have stopped. here: the nodes that the next world could be
+    of.
+    """
+    own = own_failures(world, reports)
+    newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
+    young = () if _has_trained(reports) else newcomers
+    found = {n: f for n, f in own.items() if f.final or f.odd or n in young}
+    if not found and young and _only_lose_each_other(world, reports):
+        lost = next(r.failure for r in reports.values() if r.failure is not None)
+        found = {node: reports[node].failure or lost for node in young}
+    good = [node for node in here if node not in found]
+    return found if len(good) >= max(1, least) else {}
+
+
+def _only_lose_each_other(world: World, reports: Mapping[str, Report]) -> bool:
+    """Whether all nodes are there, none leaves, and some have failed, but only by their peers."""
+    said = [reports.get(member.node) for member in world.members]
+    if any(report is None or report.leaving for report in said):
+        return False
+    failures = [report.failure for report in said if report is not None]
+    blamed = {failure.blame for failure in failures if failure is not None}
+    return blamed == {"peer"}
+
+
+def strikes(
+    world: World,
+    reports: Mapping[str, Report],
+    lasted_s: float,
+    odd: Mapping[str, Failure] | None = None,
+) -> tuple[Strikes, ...]:
+    """B4 and B6: the strikes after this round. lasted_s: how long this generation was seen. odd:
+    the nodes that are set aside at once."""
+    present = {member.node for member in world.members}
+    away = tuple(struck for struck in world.strikes if struck.node not in present)
+    here = tuple(struck for struck in world.strikes if struck.node in present)
+    own = own_failures(world, reports)
+    before = () if lasted_s >= FORGIVEN_S else here
+    if odd:
+        others = tuple(struck for struck in before if struck.node not in odd)
+        new = [_struck(node, failure, before, ASIDE_AFTER) for node, failure in odd.items()]
+        return (*away, *others, *new)[-KEPT_STRIKES:]
+    if not own:
+        return (*away, *before)
+    if len(own) > 1 or len(present) < 2:
+        return away
+    ((node, failure),) = own.items()
+    last = _setback(world, (node, failure))
+    again = [setback for setback in world.setbacks if setback.node == node]
+    twice = failure.blame == "user" and any(_same(setback, last) for setback in again)
+    return (*away, _struck(node, failure, before, ASIDE_AFTER if twice else 1))[-KEPT_STRIKES:]
+
+
+def _struck(node: str, failure: Failure, before: Collection[Strikes], least: int) -> Strikes:
+    """One strike more; `least` at least."""
+    known = sum(struck.count for struck in before if struck.node == node)
+    why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
+    count = max(known + 1, least)
+    return Strikes(node=node, count=count, why=why if least > 1 else AGAIN)
+
+
+def why_aside(row: Collection[Strikes], node: str) -> str:
+    """Why a node is set aside, in words."""
+    return next((struck.why for struck in row if struck.node == node and struck.why), AGAIN)
+
+
+def set_aside(
+    before: tuple[Strikes, ...],
+    after: tuple[Strikes, ...],
+    struck_s: Mapping[str, float],
+    now_s: float,
+) -> dict[str, float]:
+    """B4: the nodes that wait, and for how much longer, in seconds.
+
+    before: the strikes of the present world, `struck_s` by node since when they are so many.
+    """
+    left: dict[str, float] = {}
+    for struck in after:
+        if struck.count >= ASIDE_AFTER:
+            since_s = struck_s.get(struck.node, now_s) if struck in before else now_s
+            left_s = since_s + term_s(struck.count) - now_s
+            if left_s > 0:
+                left[struck.node] = left_s
+    return left
+
+
+def term_s(count: int) -> float:
+    """How long a node with so many strikes waits."""
+    doublings = min(count - ASIDE_AFTER, 20)
+    return float(min(MOST_ASIDE_S, ASIDE_S * 2**doublings))
+
+
+def kept_aside(
+    aside: Mapping[str, float], row: tuple[Strikes, ...], here: Collection[str], least: int
+) -> set[str]:
+    """B5: of the nodes that are set aside those that a new world does without.
+
+    aside: by node, how much longer it waits. row: the strikes. here: who could be in that world.
+    """
+    counts = {struck.node: struck.count for struck in row}
+    struck = [node for node in here if node in aside]
+    struck.sort(key=lambda node: (counts[node], aside[node], node))
+    wanting = max(0, least - (len(here) - len(struck)))
+    return set(aside) - set(struck[:wanting])
+
+
+def judge_exit(
+    rank: int, exit_code: int, step: int, *, asked: bool, had_begun: bool
+) -> Failure | None:
+    """B7: the failure of a worker that ended without a word, and not well; None: it was stopped.
+
+    asked: it was asked to stop before its agent learnt of its end. had_begun: its end had begun
+    by then.
+    """
+    if asked and not had_begun:
+        return None
+    if exit_code < 0:
+        text = f"killed by {_signal_name(-exit_code)}"
+        return Failure(rank=rank, blame="killed", message=text, step=step)
+    text = f"exited with status {exit_code}" + " before its training was done" * (exit_code == 0)
+    return Failure(rank=rank, blame="user", message=text, step=step)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

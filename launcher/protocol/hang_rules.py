@@ -1,0 +1,155 @@
+"""When workers count as hung, and which of them is to blame.
+
+Pure. Rules:
+ P1  In the loop over batches a step is due within --hang-timeout after the last one; with `auto`
+     within STEPS_LONG times the longest of the last steps, but not before FLOOR_S.
+ P2  Before the first step of a generation, and out of the loop, FIRST_STEP_S are allowed. A worker
+     that left its loop before the end, and waits for the other ranks to do so, is due as in P1.
+ P3  In a `session.busy(…)` section no step is due.
+ P4  A process that a signal has stopped is due as in P1, whatever it was at, until its training is
+     over: also one that is in a busy section, one whose script is starting, and a plain script's.
+ P5  A worker that is stopped is to blame; so is one past its time that does not answer, or is in
+     code of its own. One that is in a collective, or uses a GPU, may wait for a peer, on this node
+     or another, that is busy or to blame: it is not. If every node says so of all its workers, each
+     past its own time, they wait for each other; where one of them left its loop alone, that is the
+     script's fault, for good.
+ P6  After the alarm those that could not obey are killed at once; the others are told to stop, and
+     killed HANG_STOP_S later. So it is where a worker is to blame here and the alarm is of another
+     failure.
+ P7  Who is told to stop, whatever for, and is stopped by a signal for STOPPED_S will not obey: it
+     is killed then. Nobody else's time to stop is shorter for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from elasticzero.ipc.messages import Located
+from elasticzero.launcher.protocol.documents import Alarm, Failure, Report, World
+from elasticzero.launcher.protocol.view import Limits, Workers
+
+STEPS_LONG = 10.0
+FLOOR_S = 60.0
+FIRST_STEP_S = 1800.0
+PATIENCE_S = 1.0
+"""After an alarm of a hang every agent looks where its workers are, before any is disturbed."""
+MOST_LOOK_S = 10.0
+"""A look that is not over by then is not waited for."""
+HANG_STOP_S = 5.0
+"""Out of its loop by then, or killed: P6."""
+STOPPED_S = 0.5
+"""For so long at least a process is seen stopped by a signal before it is killed for that: P7."""
+RANKS_SHOWN = 4
+
+
+def step_limit_s(workers: Workers, limits: Limits) -> float | None:
+    """Seconds without a step that are too many in the loop; None: none are."""
+    given = limits.hang_timeout_s
+    if given == 0:
+        return None
+    return given if given is not None else max(FLOOR_S, STEPS_LONG * workers.longest_step_s)
+
+
+def due_s(limit_s: float | None, *, in_loop: bool) -> float:
+    """Seconds without a step after which one worker is past its time: P1 and P2."""
+    if limit_s is None:
+        return inf
+    return limit_s if in_loop else max(FIRST_STEP_S, limit_s)
+
+
+def overdue(workers: Workers, limits: Limits) -> str | None:
+    """Why the workers should be looked at: P1, P2 and P4; None: they need not be."""
+    limit_s = step_limit_s(workers, limits)
+    if limit_s is None:
+        return None
+    if workers.frozen_s >= limit_s:
+        return f"a worker is stopped by a signal for {limit_s:g} s"
+    if workers.silent_s >= limit_s:
+        return f"no step for {limit_s:g} s"
+    if workers.before_step_s >= (longer_s := due_s(limit_s, in_loop=False)):
+        return f"no first step for {longer_s:g} s"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """What was found out about a worker that makes no step."""
+
+    rank: int
+    step: int
+    """The last one it finished in this generation; 0: none."""
+    silent_s: float
+    overdue: bool
+    """P1 and P2, for this worker."""
+    state: str = ""
+    """One letter, as in /proc/PID/stat: `T` is stopped by a signal."""
+    wait: str = ""
+    """Where in the kernel its main thread sleeps."""
+    located: Located | None = None
+    """What it answered; None: nothing."""
+
+    @property
+    def deaf(self) -> bool:
+        """It could not obey if it was told to stop."""
+        return self.state == "T" or self.located is None
+
+
+def blame(silence: Silence) -> Failure:
+    """P5."""
+    after = f"after step {silence.step}" if silence.step else "before its first step"
+    said, guilty = silence.located, silence.overdue
+    if silence.state == "T":
+        guilty, found = True, "it is stopped by a signal (SIGSTOP)"
+    elif said is None:
+        kernel = f" in {silence.wait}" if silence.wait else ""
+        found = (
+            f"it does not answer: something holds Python's lock, or the kernel does not let it run "
+            f"(state {silence.state or '?'}{kernel})"
+        )
+    elif said.waits:
+        guilty = False
+        found = f"it seems to wait for other ranks, at {said.place}"
+    else:
+        found = f"it is at {said.place}"
+    return Failure(
+        rank=silence.rank,
+        blame="hung" if guilty else "peer",
+        message=f"no step for {silence.silent_s:.1f} s {after}; {found}",
+        step=silence.step,
+        final=not guilty and said is not None and said.left,
+    )
+
+
+def deadlock(me: str, reports: Sequence[Report | None]) -> Alarm | None:
+    """An alarm where every node says that its workers wait for others; None: some do not."""
+    phases = {report.phase if report is not None else None for report in reports}
+    if "stalled" not in phases or phases - {"stalled", "finished"}:
+        return None
+    waiting = [r.failure for r in reports if r is not None and r.failure is not None]
+    waiting.sort(key=lambda failure: not failure.final)
+    parts = [f"rank {failure.rank}: {failure.message}" for failure in waiting[:RANKS_SHOWN]]
+    more = [f"and {len(waiting) - RANKS_SHOWN} more"] if len(waiting) > RANKS_SHOWN else []
+    reason = "; ".join(["the ranks wait for each other", *parts, *more])
+    left = next((failure.rank for failure in waiting if failure.final), None)
+    return Alarm(node=me, kind="hang", reason=reason, left=left)
+
+
+def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
+    """A failure that stands for an alarm of a hang for which no rank is to blame: it counts."""
+    if alarm is None or alarm.kind != "hang":
+        return None
+    index = next((i for i, m in enumerate(world.members) if m.node == alarm.node), 0)
+    return alarm.node, Failure(rank=world.first_rank(index), blame="peer", message=alarm.reason)
+
+
+def left_alone(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
+    """The failure of a rank that left its loop alone, for which all others wait: P5."""
+    if alarm is None or alarm.left is None:
+        return None
+    for index, member in enumerate(world.members):
+        if alarm.left in world.ranks(index):
+            own = Failure(rank=alarm.left, blame="user", message=alarm.reason, final=True)
+            return member.node, own
+    return None

@@ -1,0 +1,264 @@
+"""The acting leader's rules while no round is open, and who it is: see `decide`.
+
+Pure. Rules of liveness, of L3: a lapsed lease is a suspicion.
+ V1  It counts only while the own lease is confirmed, and the store has been well for a TTL.
+ V2  It does not count while steps prove that the member lives: one was finished with it after the
+     lease lapsed, or less than half a TTL before. A lease is renewed each third of its TTL, so a
+     node whose death lets it lapse has made no step for longer than that; one that has is cut off
+     from the store, and trains.
+ V3  Such steps prove nothing more when the workers here have waited for the next one for a TTL, and
+     for twice the longest of the last ones, or have finished for so long; where no step is due,
+     after PROOF_OF_LIFE_S. That member may fall silent too, and no later lapse would tell of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from elasticzero.errors import ExitCode
+from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
+from elasticzero.launcher.protocol.actions import (
+    Ask,
+    Decision,
+    Leave,
+    RaiseAlarm,
+    WriteDone,
+    WriteWorld,
+    wait,
+)
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Done,
+    Member,
+    Report,
+    World,
+    choose_resume,
+    line_up,
+)
+from elasticzero.launcher.protocol.failure_policy import kept_aside, set_aside, why_aside
+from elasticzero.launcher.protocol.hang_rules import deadlock
+from elasticzero.launcher.protocol.termination import passed_over, stop_from_storage, too_damaged
+from elasticzero.launcher.protocol.view import Limits, View
+
+NAMES_SHOWN = 8
+REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
+PLAIN_END = "every rank's script has ended with status 0; none called elasticzero.run"
+"""The reason of the end of a job whose script makes no steps that could be seen."""
+PROOF_OF_LIFE_S = 30.0
+PROOF_STEPS = 2.0
+"""A step may last so many times the longest of the last ones, and is waited for."""
+
+
+def is_leader(view: View) -> bool:
+    """Whether this agent acts for the job: the first member of `world` that is alive.
+
+    In a round those live that answered, as long as their registration stands; at other times, and
+    to an agent that does not see the answers, those that are registered.
+    """
+    world = view.world
+    if world is None:
+        return view.oldest
+    seen = view.round_s is not None and view.reports is not None
+    answers = answers_of(view) if seen else None
+    for member in world.members:
+        if member.node == view.me.node:
+            return True
+        present = view.members is None or member.node not in view.missing_since_s
+        if present and (answers is None or member.node in answers):
+            return False
+    return False
+
+
+def answers_of(view: View) -> dict[str, Report]:
+    """The reports made in this round; those of the training before it say nothing about who
+    lives."""
+    world = view.world
+    assert world is not None
+    incarnations = {member.node: member.incarnation for member in world.members}
+    return {
+        node: report
+        for node, report in (view.reports or {}).items()
+        if report.phase in ("alive", "stopped") and report.incarnation == incarnations.get(node)
+    }
+
+
+def candidates_of(view: View) -> list[Member]:
+    """Who is registered, and not drained: L10."""
+    members = (view.members or {}).values()
+    return [member for member in members if not view.control.drains(member)]
+
+
+def first_world(view: View, now_s: float, limits: Limits) -> Decision:
+    if view.leaving:
+        return Decision((Leave(ExitCode.LEFT),), "leaving before the job began")
+    if now_s - view.began_s >= limits.join_timeout_s:
+        count = "" if view.members is None else f"; {len(view.members)} here"
+        reason = (
+            f"error: fewer than {limits.min_nodes} nodes came together within "
+            f"{limits.join_timeout_s:g} s (--join-timeout){count}"
+        )
+        return Decision((Leave(ExitCode.UNAVAILABLE),), reason)
+    if not is_leader(view) or view.members is None:
+        return wait("waiting for the oldest node to write the first world")
+    if view.control.stop:
+        return stop_from_storage(view)
+    if view.remnants:
+        return wait(REMNANTS)
+    candidates = candidates_of(view)
+    here = len(candidates)
+    if here < limits.min_nodes:
+        return wait(f"{here} of at least {limits.min_nodes} nodes are here")
+    settling_s = view.last_join_s + limits.settle_s - now_s
+    if here < limits.max_nodes and settling_s > 0:
+        return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
+    members = line_up(None, candidates, (), limits.max_nodes)
+    resume = choose_resume(None, {}, view.storage_step)
+    if (refused := too_damaged(view, resume, limits)) is not None:
+        return refused
+    first = World(
+        generation=1,
+        token=view.token,
+        members=members,
+        strategy=limits.strategy,
+        resume=resume,
+        reason=f"{len(members)} node{'s' * (len(members) > 1)} came together"
+        + passed_over(view, resume),
+        bad_steps=view.bad_steps,
+    )
+    return Decision((WriteWorld(first),), first.reason)
+
+
+def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+    """A spare's part: nothing, unless the whole world is gone."""
+    gone = view.members is not None and all(
+        member.node in view.missing_since_s
+        and _lapsed(view, view.missing_since_s[member.node], now_s, limits)
+        for member in world.members
+    )
+    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    if not gone or not view.oldest or view.members is None:
+        after = f"the generation after {world.generation}"
+        if view.me.node in aside:
+            why = why_aside(world.strikes, view.me.node)
+            return wait(f"set aside, for a place in {after} later: {why}")
+        return wait(f"waiting for a place in {after}")
+    if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:
+        return wait(
+            f"nobody of generation {world.generation} is registered; waiting a TTL for them"
+        )
+    if view.control.stop:
+        return stop_from_storage(view)
+    if view.remnants:
+        return wait(REMNANTS)
+    candidates = candidates_of(view)
+    waiting = kept_aside(aside, world.strikes, {m.node for m in candidates}, limits.min_nodes)
+    here = [member for member in candidates if member.node not in waiting]
+    members = line_up(None, here, (), limits.max_nodes)
+    if len(members) < limits.min_nodes:
+        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
+    resume = choose_resume(world, {}, view.storage_step)
+    if (refused := too_damaged(view, resume, limits)) is not None:
+        return refused
+    following = World(
+        generation=world.generation + 1,
+        token=view.token,
+        members=members,
+        strategy=world.strategy,
+        resume=resume,
+        reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came"
+        + passed_over(view, resume),
+        fruitless=world.fruitless,
+        furthest=resume.step,
+        bad_steps=view.bad_steps,
+        setbacks=world.setbacks,
+        strikes=world.strikes,
+    )
+    return Decision((WriteWorld(following),), following.reason)
+
+
+def _names(members: tuple[Member, ...]) -> str:
+    return ", ".join(member.node for member in members[:NAMES_SHOWN])
+
+
+def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
+    """What the leader does while no round is open; None: nothing."""
+    if view.reports is None:
+        return None
+    reports = [view.reports.get(member.node) for member in world.members]
+    if all(report is not None and report.phase == "finished" for report in reports):
+        step = max(report.final_step or 0 for report in reports if report is not None)
+        early = max(report.end_reason for report in reports if report is not None)
+        reason = f"finished after step {step}" if step or view.workers.attached else PLAIN_END
+        reason += f": {early}" if early else ""
+        done = Done(outcome="finished", step=step, reason=reason)
+        return Decision((WriteDone(done),), done.reason)
+    if (alarm := deadlock(view.me.node, reports)) is not None:
+        return Decision((RaiseAlarm(alarm),), alarm.reason)
+    for node, since_s in view.missing_since_s.items():
+        report = view.reports.get(node)
+        if report is not None and report.phase == "finished":
+            continue
+        if _lapsed(view, since_s, now_s, limits):
+            alarm = Alarm(node=view.me.node, kind="lapse", reason=f"the lease of {node} lapsed")
+            return Decision((RaiseAlarm(alarm),), alarm.reason)
+    if view.workers.finished or not view.store.reachable:
+        return None
+    if view.control.stop:
+        return ask(view, FLAG_STOP, "stop", "an operator stops the job")
+    if not (view.workers.restored or view.workers.plain):
+        return None
+    room = limits.max_nodes - len(world.members)
+    if room < 0 and view.control.nnodes is not None:
+        return ask(view, FLAG_LEAVE, "leave", f"scaled to at most {count_of(limits.max_nodes)}")
+    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    waiting = [m.node for m in candidates_of(view) if not world.names(m)]
+    spare = [node for node in waiting if node not in aside]
+    settled = now_s - view.last_join_s >= limits.grow_settle_s
+    if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
+        return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
+    return None
+
+
+def count_of(count: int) -> str:
+    return f"{count} node{'s' * (count != 1)}"
+
+
+def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:
+    """Whether a missing registration means a missing node: V1 and V2."""
+    health = view.store
+    own_lease_is_fresh = now_s - health.confirmed_s <= limits.lease_ttl_s / 2
+    store_is_well = health.reachable and now_s - health.well_since_s >= limits.lease_ttl_s
+    proven_alive = _makes_steps(view, since_s - limits.lease_ttl_s / 2, now_s, limits)
+    return own_lease_is_fresh and store_is_well and not proven_alive
+
+
+def _makes_steps(view: View, after_s: float, now_s: float, limits: Limits) -> bool:
+    """Whether all members make steps, and made one after `after_s`: V3."""
+    workers = view.workers
+    trained = view.world is not None and workers.generation == view.world.generation
+    quiet_s = now_s - workers.stepped_s
+    waited_s = quiet_s if workers.finished else workers.silent_s
+    most_s = max(limits.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
+    goes_on = waited_s < most_s and quiet_s < PROOF_OF_LIFE_S
+    return trained and workers.stepped_s >= after_s and goes_on
+
+
+def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str) -> Decision:
+    """A graceful change: by the control word where the workers have one, else by the alarm.
+
+    Workers that start slowly are not waited for: until all have their state in place no step is
+    made, so an alarm costs none.
+    """
+    workers = view.workers
+    if workers.running and (workers.plain or workers.late):
+        alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
+        return Decision((RaiseAlarm(alarm),), reason)
+    if workers.asked & flags == flags:
+        return wait(f"{reason}: waiting for the next boundary")
+    if workers.attached:
+        return Decision((Ask(flags),), reason)
+    return wait(f"{reason}: the workers are starting")

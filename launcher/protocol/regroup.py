@@ -1,0 +1,302 @@
+"""The end of a regroup round: the acting leader's L4, and what every node saves where nobody can go
+on (A6): see `decide`.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.actions import Decision, SaveHeld, WriteWorld, wait
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Failure,
+    Member,
+    Report,
+    World,
+    choose_resume,
+    line_up,
+    lost_snapshot,
+    root_cause,
+)
+from elasticzero.launcher.protocol.failure_policy import (
+    AGAIN,
+    Cause,
+    fruitless,
+    furthest,
+    kept_aside,
+    likeness,
+    outliers,
+    set_aside,
+    setbacks,
+    strikes,
+    trained,
+    why_aside,
+)
+from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
+from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of, count_of
+from elasticzero.launcher.protocol.termination import (
+    ended,
+    given_up,
+    passed_over,
+    stop,
+    too_damaged,
+    unverified,
+    unwritten,
+)
+from elasticzero.launcher.protocol.view import Limits, View
+
+MOST_PAUSE_S = 10.0
+STORAGE_PATIENCE_S = 10.0
+"""Storage that has not said by then what it holds is done without, where memory has a snapshot."""
+SAVE_AFTER_ALIVE = 2
+"""A round that lasts so many times the time to answer is one in which nobody goes on."""
+GONE_AT_ONCE = 100
+"""So many registrations can end in the transaction that writes a world; others lapse."""
+
+
+def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+    """The acting leader's part of a round."""
+    opened_s = max(view.round_s or now_s, view.store.well_since_s)
+    answers = answers_of(view)
+    answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, limits)]
+    heard = {m.node for m in answered}
+    silent = [m.node for m in world.members if m.node not in heard]
+    asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
+    if silent and (asked_s is None or now_s - asked_s < limits.alive_s):
+        return wait(f"waiting for an answer of {', '.join(silent[:NAMES_SHOWN])}")
+    late = [m.node for m in answered if answers[m.node].phase != "stopped"]
+    if late and now_s - opened_s < limits.stop_s + limits.save_s:
+        return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
+    present = {m.node: answers[m.node] for m in answered}
+    reports = {node: report for node, report in present.items() if node not in late}
+    cause = left_alone(world, view.alarm) or root_cause(reports) or deadlocked(world, view.alarm)
+    resume = choose_resume(world, reports, view.storage_step)
+    do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
+    if view.storage_pending is not None and not do_without:
+        return wait(view.storage_pending)
+    waited_s = now_s - opened_s
+    if (end := too_damaged(view, resume, limits) or unwritten(view, cause)) is not None:
+        return ended(view, resume, end, waited_s, limits)
+    if (refused := unverified(reports, resume, cause)) is not None:
+        return refused
+    staying = tuple(
+        replace(m, store_port=reports[m.node].store_port)
+        for m in answered
+        if m.node in reports and not reports[m.node].leaving
+    )
+    excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
+    odd = outliers(world, reports, _able(view, world, staying, now_s), limits.min_nodes)
+    found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
+    following = _judged(view, world, found, resume, (present, reports), now_s)
+    excused |= bool(odd)
+    if (end := given_up(following, cause, limits, excused=excused)) is not None:
+        return ended(view, resume, end, waited_s, limits)
+    if view.control.stop:
+        return stop(view, resume, waited_s, limits)
+    failed = following.fruitless
+    pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
+    if waited_s < pause_s:
+        return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
+    aside = set_aside(world.strikes, following.strikes, view.struck_s, now_s)
+    found = replace(found, aside=aside)
+    return _next_world(view, following, found, limits, lost_snapshot(world, reports, resume))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Who is there for the next world, and what the last one ended of."""
+
+    silent: tuple[str, ...]
+    staying: tuple[Member, ...]
+    cause: Cause | None
+    odd: Mapping[str, Failure]
+    """The nodes that are set aside at once, and what speaks against them."""
+    aside: Mapping[str, float] = field(default_factory=dict)
+    """The nodes that are set aside, and for how much longer."""
+
+
+def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> set[str]:
+    """The nodes that the next world could be of: members that stay, and those that wait and are not
+    set aside."""
+    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    waiting = {m.node for m in candidates_of(view) if not world.names(m)}
+    return (waiting - aside.keys()) | {member.node for member in staying}
+
+
+def _trains(world: World, cause: Cause | None) -> bool:
+    """Whether a failure is of a node that has trained before this generation."""
+    return cause is not None and cause[0] in {m.node for m in world.members[: world.trained]}
+
+
+def _judged(
+    view: View,
+    world: World,
+    found: _Round,
+    resume: Resume,
+    said: tuple[Mapping[str, Report], Mapping[str, Report]],
+    now_s: float,
+) -> World:
+    """The next world without its members: its state, and whose fault the failures are. said: the
+    reports of the nodes that are there, and of those whose workers have stopped."""
+    present, reports = said
+    cause = found.cause
+    recorded = cause if not found.odd or _trains(world, cause) else None
+    count = fruitless(world, resume.step, recorded, present, excused=bool(found.odd))
+    lasted_s = now_s - (view.world_s or now_s)
+    return World(
+        generation=world.generation + 1,
+        token=view.token,
+        members=(),
+        strategy=world.strategy,
+        resume=resume,
+        reason="",
+        fruitless=count,
+        furthest=furthest(world, resume.step, count),
+        bad_steps=view.bad_steps,
+        setbacks=setbacks(world, resume.step, recorded, reports),
+        strikes=strikes(world, reports, lasted_s, found.odd),
+        trained=0,
+    )
+
+
+def _next_world(view: View, following: World, found: _Round, limits: Limits, lost: str) -> Decision:
+    """The next world with its members, or waiting for enough of them. lost: what is to be said of
+    a snapshot that nobody holds whole."""
+    world, cause = view.world, found.cause
+    assert world is not None
+    stay = {m.node for m in found.staying}
+    registered = [] if view.remnants else candidates_of(view)
+    joiners = [m for m in registered if m.node not in stay and not world.names(m)]
+    here = {m.node for m in (*joiners, *found.staying)}
+    waiting = kept_aside(found.aside, following.strikes, here, limits.min_nodes)
+    new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))
+    members = line_up(world, new, old, limits.max_nodes)
+    if len(members) < limits.min_nodes:
+        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
+    before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
+    following = replace(following, members=members, trained=before)
+    reason = _why(view, world, following, found)
+    if cause is None or cause[1].bad_step is None:
+        reason += passed_over(view, following.resume)
+    following = replace(following, reason=reason + lost)
+    return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
+
+
+def others_may_save(view: View, now_s: float, limits: Limits) -> bool:
+    """Whether a node that leaves nobody behind must wait: what it holds may be part of a snapshot
+    that becomes whole once others have stopped too."""
+    waited_s = now_s - (view.round_s or now_s)
+    if not view.can_save or waited_s >= limits.stop_s + limits.save_s:
+        return False
+    return view.reports is None or any(r.phase != "stopped" for r in answers_of(view).values())
+
+
+def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
+    """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
+    round lasts because nobody can go on; None: nothing.
+
+    Of several that hold a shard the first in the world's order writes it.
+    """
+    reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
+    ending = view.control.stop and len(reports) == len(world.members)
+    waited_s = now_s - (view.round_s or now_s)
+    if not view.can_save or (waited_s < SAVE_AFTER_ALIVE * limits.alive_s and not ending):
+        return None
+    resume = choose_resume(world, reports, view.storage_step)
+    if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
+        return None
+    order = {member.node: index for index, member in enumerate(world.members)}
+    writers: dict[int, str] = {}
+    for source in sorted(resume.sources, key=lambda source: order[source.node]):
+        writers.setdefault(source.rank, source.node)
+    mine = tuple(rank for rank, node in writers.items() if node == view.me.node)
+    why = "an operator stops the job" if view.control.stop else "nobody can go on"
+    reason = f"{why}: saving step {resume.step} from memory"
+    told = view.saved_held == (resume.generation, resume.step)
+    if not mine or (told and set(mine) <= set(view.saved_ranks)):
+        return wait(reason) if view.saving and waited_s < limits.save_timeout_s else None
+    action = SaveHeld(resume.generation, resume.step, len(writers), mine)
+    return Decision((action,), reason)
+
+
+def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, ...]:
+    """The nodes of the former world that have no place in the next, as they were registered."""
+    after = {member.node for member in members}
+    left_out = [m for m in world.members if m.node not in after]
+    found = [member.node for member in left_out if _registered(view, member)]
+    return tuple(found[:GONE_AT_ONCE])
+
+
+def _lives(view: View, member: Member, now_s: float, limits: Limits) -> bool:
+    """Whether a member that answered is there still: its registration may have lapsed for a while,
+    but a node that has come anew is not what it was.
+
+    For a TTL after the round's beginning, and after the store's return unless it had been missing
+    for a TTL before: a slow answer counts as a return too, and brings nobody back.
+    """
+    found = (view.members or {}).get(member.node)
+    if found is not None:
+        return found.incarnation == member.incarnation
+    ttl_s, well_s = limits.lease_ttl_s, view.store.well_since_s
+    missing_s = view.missing_since_s.get(member.node, now_s)
+    young = now_s - (view.round_s or now_s) < ttl_s
+    return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)
+
+
+def _registered(view: View, member: Member) -> bool:
+    found = (view.members or {}).get(member.node)
+    return found is not None and found.incarnation == member.incarnation
+
+
+def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
+    """Why a node left, in its own words; empty if it gave none."""
+    if alarm is not None and alarm.kind == "leave" and alarm.node == node:
+        return alarm.reason
+    if report is not None and report.leave_reason:
+        return f"{node} leaves: {report.leave_reason}"
+    return ""
+
+
+def _why(view: View, world: World, following: World, found: _Round) -> str:
+    """One sentence: what changed between the two worlds."""
+    before, after = ({m.node for m in w.members} for w in (world, following))
+    silent, stay, cause = found.silent, {m.node for m in found.staying}, found.cause
+    parts = []
+    if silent:
+        parts.append(f"{', '.join(silent)} {_is(silent)} lost")
+    left = sorted(before - after - set(silent) - stay)
+    reports = view.reports or {}
+    explained = {n: text for n in left if (text := _departure(n, reports.get(n), view.alarm))}
+    if unexplained := [n for n in left if n not in explained]:
+        parts.append(f"{', '.join(unexplained)} left")
+    parts += explained.values()
+    if needed := sorted((after - before) & found.aside.keys()):
+        why = why_aside(following.strikes, needed[0])
+        parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {why}")
+    spare = sorted((before - after) & stay)
+    struck = [node for node in spare if node in found.aside]
+    parts += [f"{node} is set aside: {why_aside(following.strikes, node)}" for node in struck]
+    parked = [node for node in spare if node not in found.aside]
+    if parked:
+        most = count_of(len(after))
+        parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
+    if after - before:
+        parts.append(f"{', '.join(sorted(after - before))} joined")
+    if cause is not None and cause[1].blame != "peer":
+        node, failure = cause
+        verb = "hung" if failure.blame == "hung" else "failed"
+        if node not in struck or why_aside(following.strikes, node) == AGAIN:
+            parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
+        if not found.odd and (alike := likeness(following.setbacks)):
+            parts.append(alike)
+    if not parts:
+        parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")
+    return "; ".join(parts)
+
+
+def _is(nodes: Sequence[str]) -> str:
+    return "is" if len(nodes) == 1 else "are"

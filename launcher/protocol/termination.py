@@ -1,0 +1,192 @@
+"""How a job ends before its training has: given up, or stopped by an operator.
+
+Pure. Rules:
+ E1  Where trying again is useless, the job has failed: the input is bad on all nodes, or on so many
+     that fewer than MIN are without the mistake (exit code 64); the error is the script's for
+     certain (B3 in `blame`); or --max-restarts failures in a row came no further (70).
+ E2  An operator's stop waits until the newest whole state in memory is a checkpoint, if there is a
+     directory; what cannot be saved in time is said, and the job ends all the same.
+ E3  Behind a committed checkpoint that is damaged the job goes on from the newest good one, and its
+     world's reason says so; not where --strict-checkpoint is given, nor where none is good.
+ E4  Before a job ends as failed, or stopped, the newest whole state in memory becomes a checkpoint,
+     if there is a directory. Saves are tried again for --save-timeout; the reason says what became
+     of the state.
+ E5  Where the last checkpoint could not be written no generation begins before it is on storage:
+     nothing else is left to do. The job fails where it is not in time.
+ E6  Where ranks differ without a majority, and no state of a step at which they were equal is held,
+     the job has failed: it does not begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
+from elasticzero.launcher.protocol.documents import Done, Failure, Report, World, verified_step
+from elasticzero.launcher.protocol.failure_policy import Cause, is_the_scripts, likeness, recurs
+from elasticzero.launcher.protocol.view import Limits, View
+
+
+def given_up(
+    following: World, cause: Cause | None, limits: Limits, *, excused: bool = False
+) -> Decision | None:
+    """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
+    nodes that are set aside for it (B6 in `blame`), or of one that leaves."""
+    if cause is None:
+        return None
+    node, failure = cause
+    row = following.setbacks
+    sure = bool(row) and row[-1].generation == following.generation - 1 and is_the_scripts(row)
+    final = failure.final and not excused
+    if not (final or sure or (not excused and following.fruitless > limits.max_restarts)):
+        return None
+    reason = f"rank {failure.rank} on {node} failed: {failure.message}"
+    step = following.resume.step
+    if not (final or sure):
+        past = max(step, row[-1].step) if recurs(row[:-1], row[-1], step) else step
+        reason += f"; {following.fruitless} times in a row without progress past step {past}"
+    if sure or not final:
+        alike = likeness(row)
+        reason += f"; {alike}" if alike else ""
+    row = row if sure or not final else ()
+    done = Done(outcome="failed", step=step, reason=reason, failure=failure, setbacks=row)
+    return Decision((WriteDone(done),), reason)
+
+
+def unwritten(view: View, cause: Cause | None) -> Decision | None:
+    """The end of a job whose last checkpoint could not be written (E5); None: it was another
+    failure, or storage has that step by now."""
+    if cause is None or cause[1].blame != "storage":
+        return None
+    node, failure = cause
+    if (view.storage_step or 0) >= failure.step:
+        return None
+    reason = f"rank {failure.rank} on {node} failed: {failure.message}"
+    done = Done(outcome="failed", step=view.storage_step or 0, reason=reason, failure=failure)
+    return Decision((WriteDone(done),), reason)
+
+
+def ended(
+    view: View, resume: Resume, decision: Decision, waited_s: float, limits: Limits
+) -> Decision:
+    """The end of a job as `decision` has it, once the newest state in memory is a checkpoint or its
+    time is up (E4). resume: the newest whole state. waited_s: since the round was opened."""
+    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+        return saving
+    (write,) = decision.actions
+    assert isinstance(write, WriteDone)
+    reason = decision.reason + _fate(view, resume, write.done.failure, limits)
+    return Decision((WriteDone(replace(write.done, reason=reason)),), reason)
+
+
+def at_stake(view: View, resume: Resume) -> bool:
+    """Whether memory alone has the newest state."""
+    return resume.tier == "ram" and resume.step > (view.storage_step or 0)
+
+
+def save_first(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision | None:
+    """Waiting until the newest state in memory is a checkpoint (E4); None: it is one, there is no
+    place for it, or its time is up."""
+    if not at_stake(view, resume) or not view.can_save or waited_s >= limits.save_timeout_s:
+        return None
+    return wait(f"saving step {resume.step} from memory before the job ends")
+
+
+def _fate(view: View, resume: Resume, failure: Failure | None, limits: Limits) -> str:
+    """The end of a reason: what became of the newest state, where storage did not have it."""
+    unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
+    held = resume.step if resume.tier == "ram" else 0
+    newest, reached = view.storage_step or 0, max(held, unwritten)
+    if reached == 0:
+        return ""
+    if not view.can_save:
+        return f"; there is no --checkpoint-dir, so the state of step {reached} is lost"
+    if newest >= reached:
+        return f"; the checkpoint of step {newest} has all that was done"
+    text = f"; step {reached} could not be saved within {limits.save_timeout_s:g} s"
+    text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
+    if view.storage_pending is not None:
+        return f"{text}; what storage holds is not known: {view.storage_pending}"
+    steps = f"steps {newest + 1} to {reached} are" if newest + 1 < reached else f"step {reached} is"
+    have = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+    return f"{text}: {steps} lost, {have}"
+
+
+def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision:
+    """The end that an operator asked for, once the newest state in memory is a checkpoint."""
+    if not at_stake(view, resume):
+        return stop_from_storage(view)
+    step = resume.step
+    if view.storage_pending is not None and waited_s < limits.save_s:
+        return wait(view.storage_pending)
+    if not view.can_save:
+        why = "there is no --checkpoint-dir, so its state is not kept; --restart begins anew"
+        return _stopped(step, f"stopped after step {step} by an operator; {why}")
+    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+        return saving
+    then = _from_storage(view.storage_step)
+    return _stopped(view.storage_step or 0, f"step {step} could not be saved; {then}")
+
+
+def stop_from_storage(view: View) -> Decision:
+    """The same where storage has the newest state, or nothing has."""
+    if view.storage_pending is not None:
+        return wait(view.storage_pending)
+    return _stopped(view.storage_step or 0, _from_storage(view.storage_step))
+
+
+def _from_storage(step: int | None) -> str:
+    if step is None:
+        return "stopped by an operator; there is no checkpoint, --restart begins anew"
+    return f"stopped by an operator; --restart goes on from the checkpoint of step {step}"
+
+
+def _stopped(step: int, reason: str) -> Decision:
+    return Decision((WriteDone(Done(outcome="stopped", step=step, reason=reason)),), reason)
+
+
+def too_damaged(view: View, resume: Resume, limits: Limits) -> Decision | None:
+    """The end of a job that would have to begin behind a damaged checkpoint, where that is not
+    allowed, or where there is no good one (E3); None: it may go on from `resume`."""
+    damage = view.damage
+    if damage is None or (resume.step >= damage.step and resume.tier != "fresh"):
+        return None
+    if resume.tier == "fresh":
+        then = "no other is good; mend it, or give an empty --checkpoint-dir to begin anew"
+    elif limits.strict_checkpoint:
+        then = (
+            f"--strict-checkpoint forbids going on from step {resume.step}; mend it, or run again "
+            "with --restart and without --strict-checkpoint"
+        )
+    else:
+        return None
+    reason = f"the checkpoint of step {damage.step} is damaged: {damage.reason}; {then}"
+    done = Done(outcome="failed", step=resume.step, reason=reason)
+    return Decision((WriteDone(done),), reason)
+
+
+def unverified(
+    reports: Mapping[str, Report], resume: Resume, cause: Cause | None
+) -> Decision | None:
+    """The end of a job whose ranks differ, where no state is left of which they have shown that it
+    is equal (E6); None: there is one, or they do not."""
+    verified = verified_step(reports)
+    if verified is None or cause is None or resume.tier != "fresh" or verified == 0:
+        return None
+    node, failure = cause
+    reason = (
+        f"rank {failure.rank} on {node} failed: {failure.message}; neither memory nor storage has "
+        f"the state of step {verified} or of one before it; with --checkpoint-dir there is one"
+    )
+    done = Done(outcome="failed", step=0, reason=reason, failure=failure)
+    return Decision((WriteDone(done),), reason)
+
+
+def passed_over(view: View, resume: Resume) -> str:
+    """The end of a world's reason, where a damaged checkpoint is passed over."""
+    damage = view.damage
+    if damage is None or resume.step >= damage.step:
+        return ""
+    return f"; the checkpoint of step {damage.step} is damaged: {damage.reason}"

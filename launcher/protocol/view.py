@@ -1,0 +1,211 @@
+"""What `decide` sees: the user's limits, this node's workers, and all that the agent knows.
+
+Pure values. Times are seconds on the agent's own monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Control,
+    Done,
+    Failure,
+    Holding,
+    Member,
+    Report,
+    World,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the user allows, and the protocol's times in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    spares: int | None = None
+    """Nodes beyond `max_nodes` that may wait; None: all that come."""
+    strategy: str = "ddp"
+    max_restarts: int = 3
+    """Failures in a row without progress after which the job is given up."""
+    join_timeout_s: float = 600.0
+    """MIN nodes that have not come together by then are given up."""
+    settle_s: float = 3.0
+    """The first world waits so long after the last node that came, if there is room for more."""
+    grow_settle_s: float = 0.5
+    alive_s: float = 0.5
+    """Who has not answered an alarm by then is presumed gone."""
+    stop_s: float = 15.0
+    """A worker that has not left its loop by then is killed."""
+    save_s: float = 120.0
+    """A worker that has not written its snapshot by then is killed."""
+    save_timeout_s: float = 600.0
+    """Before a job ends, saves of the newest state are tried again for so long."""
+    lease_ttl_s: float = 5.0
+    leave_margin_s: float = 5.0
+    """So long before its deadline a leaving node waits for no boundary any more."""
+    strict_checkpoint: bool = False
+    """A damaged checkpoint ends the job; else the newest good one is used."""
+    hang_timeout_s: float | None = None
+    """A worker that makes no step for so long counts as hung; 0: never; None: as long as follows
+    from the steps before."""
+    handover_s: float = 60.0
+    """A leaving node serves its snapshots at most so long."""
+
+
+def steered(limits: Limits, control: Control) -> Limits:
+    """The limits as operators have changed them."""
+    if control.nnodes is None:
+        return limits
+    least, most = control.nnodes
+    return replace(limits, min_nodes=least, max_nodes=most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """This node is to leave."""
+
+    reason: str
+    """As it will stand in the world's reason: `AWS spot interruption in 118 s`."""
+    heard_s: float
+    by_s: float | None = None
+    """When the machine is gone; None: nobody takes it away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A committed checkpoint that cannot be used."""
+
+    step: int
+    reason: str
+    """Which file, and which of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """This node's workers, all of one generation."""
+
+    generation: int = 0
+    token: str = ""
+    """Of that generation; empty: not told."""
+    running: int = 0
+    """Processes alive."""
+    attached: bool = False
+    """All called `elasticzero.run`: they can be asked to stop at a boundary."""
+    restored: bool = False
+    """All said that their state is in place."""
+    plain: bool = False
+    """None called `elasticzero.run` for so long that the script is taken for a plain one."""
+    late: bool = False
+    """Not all said that their state is in place, so long after they were started."""
+    saving: int = 0
+    """Processes alive that are out of the loop, and may be writing their snapshot."""
+    finished: bool = False
+    """All ended well, the training function done."""
+    end_reason: str = ""
+    """Why the script ended training early, where it did."""
+    at_boundary: bool = False
+    """They left the loop together, as asked by some node."""
+    failed: bool = False
+    failure: Failure | None = None
+    asked: int = 0
+    """Flags already asked of them."""
+    aborted_s: float | None = None
+    """When they were told to stop where they are."""
+    killed: bool = False
+    sealing: bool = False
+    """A shard of theirs in memory is not sealed yet."""
+    stepped_s: float = 0.0
+    """When the last step was finished; 0 if none was."""
+    step: int = 0
+    silent_s: float = 0.0
+    """Longest time that one of them has been without a step, where steps are due."""
+    before_step_s: float = 0.0
+    """The same before the first step of the generation, and out of the loop over batches."""
+    frozen_s: float = 0.0
+    """Longest time that one of them has been seen stopped by a signal, until its training is
+    over."""
+    stopped_s: float = 0.0
+    """The same, whatever it was at."""
+    longest_step_s: float = 0.0
+    """Of the last steps, with what lies between them."""
+    look: Literal["none", "open", "over"] = "none"
+    """Whether those that make no step were looked at since."""
+    stalled: Failure | None = None
+    """After a look that found nobody to blame here: what the workers wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    reachable: bool = True
+    well_since_s: float = 0.0
+    """Since when nothing was heard of an outage."""
+    confirmed_s: float = 0.0
+    """When the own lease was last confirmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """All that one agent sees; never changed in place."""
+
+    me: Member
+    members: Mapping[str, Member] | None = None
+    """Registrations, oldest first; None: this agent does not watch them now."""
+    oldest: bool = False
+    """Mine is the oldest registration."""
+    began_s: float = 0.0
+    """When this agent began to wait for the first world."""
+    last_join_s: float = 0.0
+    world: World | None = None
+    world_s: float | None = None
+    """When this agent first saw that world."""
+    outside_s: float | None = None
+    """Since when `world` does not name this registration."""
+    surplus: bool = False
+    """MAX nodes and as many spares as may wait were registered before this one, and stay."""
+    alarm: Alarm | None = None
+    alarm_s: float | None = None
+    """When this agent first saw the alarm: from then on everybody was asked who is alive."""
+    round_s: float | None = None
+    """When this agent first saw that the round of this generation is open."""
+    reports: Mapping[str, Report] | None = None
+    """Of this generation, by node; None: this agent does not watch them now."""
+    my_report: Report | None = None
+    """The one already put for this generation."""
+    done: Done | None = None
+    control: Control = field(default_factory=Control)
+    remnants: bool = False
+    """The store was restored from a backup a moment ago: registrations may be remnants of nodes
+    that are gone, and bring no node into a world."""
+    leaving: bool = False
+    notice: Notice | None = None
+    """Why it leaves, and by when."""
+    workers: Workers = Workers()
+    holdings: tuple[Holding, ...] = ()
+    saving: bool = False
+    """A save of this node is not over."""
+    saved_held: tuple[int, int] | None = None
+    """Generation and step of the snapshot that this node was last told to save from memory."""
+    saved_ranks: tuple[int, ...] = ()
+    """Whose shards of it."""
+    can_save: bool = False
+    """There is a checkpoint directory."""
+    bad_steps: tuple[int, ...] = ()
+    """Checkpoints found damaged."""
+    storage_step: int | None = None
+    """The newest good checkpoint."""
+    storage_pending: str | None = None
+    """Why it is not known yet what storage holds; None: it is, or nobody has asked."""
+    damage: Damage | None = None
+    """Of the newest committed checkpoint."""
+    missing_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Members of the world without a registration, since when."""
+    struck_s: Mapping[str, float] = field(default_factory=dict)
+    """Nodes with strikes, since when they have this many."""
+    store: StoreHealth = StoreHealth()
+    token: str = ""
+    """For the next world, drawn by the caller."""

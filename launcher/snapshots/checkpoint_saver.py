@@ -1,0 +1,373 @@
+"""What an agent does with the captures of its workers: keeps each, and saves a checkpoint's.
+
+A worker waits only until its state is in shared memory. All that follows happens in threads that
+the agent's loop never waits for: those of `Keeper` seal and replicate every capture, and
+
+ saving    copies the sealed shards of a checkpoint to storage; the node of rank 0 commits, the
+           others wait until the step stands; and `SaveOver` is told. One save at a time. What is
+           saved from memory because the job is to end is tried again, less and less often, until it
+           stands or is given up from outside: each try that fails is told as `SaveFailed`.
+
+Where space is short, leftovers of failed saves go first. A save may be asked for twice, stop
+anywhere, and be begun again: what is done is seen in the files.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from elasticzero.checkpoint.format.manifest import Manifest, from_json, step_directory
+from elasticzero.checkpoint.ram.persist import await_commit, persist
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import (
+    Keep,
+    SaveName,
+    Tidied,
+    make_room,
+    tidy,
+    token_of_file,
+)
+from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
+from elasticzero.concurrency import each
+from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.ipc.messages import Captured, Kept
+from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
+
+__all__ = ["Charge", "Post", "SaveFailed", "SaveOver", "Saver"]
+
+COMMIT_WAIT_S = 600.0
+"""How long a save waits for the parts of other nodes."""
+SUPERSEDED_WAIT_S = 10.0
+"""The same once its generation is over: who has not written by then may be lost. A save of the next
+generation does not wait even that long."""
+CLOSE_WAIT_S = 20.0
+"""How long a leaving node stays to write its part of a save."""
+SEAL_POLL_S = 0.005
+TRY_AGAIN_S, MOST_TRY_AGAIN_S = 0.5, 30.0
+"""Pause before the second try of a save that is tried again, and at most."""
+PAUSE_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOver:
+    """A save has ended on this node."""
+
+    step: int
+    generation: int
+    """Whose workers asked for it."""
+    seconds: float
+    bytes: int
+    committed: bool
+    """The manifest was created here."""
+    error: str | None = None
+    notes: tuple[str, ...] = ()
+    """What else there is to say: what retention did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A save failed and is tried again."""
+
+    step: int
+    generation: int
+    error: str
+    newest: int | None
+    """The newest good checkpoint, as far as storage shows it."""
+    pause_s: float
+    """Until the next try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One save."""
+
+    post: Post
+    step: int
+    shards: tuple[ShardName, ...]
+    """To be copied from memory."""
+    manifests: Mapping[int, str] = field(default_factory=dict)
+    """Of the shards that workers wrote to storage themselves, by rank."""
+    again: bool = False
+    """It is tried again until it stands or is given up."""
+    notes: list[str] = field(default_factory=list)
+    """What was done for it on storage."""
+    dropped: threading.Event = field(default_factory=threading.Event)
+    """Nobody waits for it any more."""
+
+    @property
+    def commits(self) -> bool:
+        """Whether this node creates the manifest: it has rank 0's part."""
+        return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
+
+
+class Saver:
+    """Passes what workers capture to the keeper, and brings checkpoints to storage."""
+
+    def __init__(
+        self,
+        snapshots: SnapshotStore,
+        checkpoint_dir: str | None,
+        keep: Keep,
+        wake: Callable[[], None],
+    ) -> None:
+        """`keep`: which checkpoints stay after a commit. `wake`: called when there is news."""
+        self._snapshots = snapshots
+        self._checkpoint_dir = checkpoint_dir
+        self._keep_rule = keep
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._closed = False
+        self._writing = threading.Lock()
+        """Held while this node's own part of a save is written."""
+        self._post: Post | None = None
+        self._post_since_s = 0.0
+        self._steps: dict[int, Step] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._open: list[_Job] = []
+        self._news: queue.SimpleQueue[Kept | SaveOver | SaveFailed] = queue.SimpleQueue()
+        self._keeper = Keeper(snapshots, self._tell)
+        self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
+        self._thread.start()
+
+    def begin(self, post: Post) -> None:
+        """A new generation: captures of the one before are no longer pulled."""
+        with self._lock:
+            self._post, self._post_since_s = post, time.monotonic()
+            self._steps.clear()
+            self._keeper.begin()
+
+    def captured(self, message: Captured) -> None:
+        """A worker's shard is in memory."""
+        with self._lock:
+            post = self._post
+            if post is None or message.generation != post.generation:
+                return
+            if message.world_size == post.world_size:
+                self._take(post, message)
+            self._keeper.captured(self._steps[max(self._steps)] if self._steps else None)
+
+    def _take(self, post: Post, message: Captured) -> None:
+        known = self._steps.get(message.step, Step(post=post, number=message.step))
+        step = replace(known, captured={**known.captured, message.rank: message})
+        self._steps[message.step] = step
+        for old in [other for other in self._steps if other < message.step]:
+            del self._steps[old]
+        if step.complete and message.checkpoint:
+            parts = step.captured.values()
+            written = {part.rank: part.manifest for part in parts if part.direct}
+            self._put(post, message.step, step.shards, written)
+
+    def save_held(self, shards: Iterable[ShardName]) -> None:
+        """Save shards of one snapshot though the workers that wrote them are gone; again and again
+        until that is done, or a newer save or generation begins.
+
+        A save of theirs that is not over is given up: what it waits for may never come.
+        """
+        with self._lock:
+            post, chosen = self._post, tuple(shards)
+            if post is not None and chosen:
+                for job in self._open:
+                    job.dropped.set()
+                self._put(post, chosen[0].step, chosen, {}, again=True)
+
+    def _put(
+        self,
+        post: Post,
+        step: int,
+        shards: tuple[ShardName, ...],
+        manifests: Mapping[int, str],
+        *,
+        again: bool = False,
+    ) -> None:
+        job = _Job(post=post, step=step, shards=shards, manifests=manifests, again=again)
+        self._open.append(job)
+        self._jobs.put(job)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is not over."""
+        return bool(self._open)
+
+    def give_up(self, generation: int, step: int) -> None:
+        """Another node cannot write its part of this save."""
+        with self._lock:
+            for job in self._open:
+                if (job.post.generation, job.step) == (generation, step):
+                    job.dropped.set()
+            known = self._steps.get(step)
+            if known is None or known.post.generation != generation:
+                return
+            if not known.complete:
+                error = "a worker of this node could not write its part"
+                self._tell(_over(generation, step, error))
+
+    def unsealed(self) -> bool:
+        """Whether a shard in memory is not sealed yet; that is being done."""
+        return self._keeper.unsealed()
+
+    def news(self) -> list[Kept | SaveOver | SaveFailed]:
+        """What has happened since the last call."""
+        found = []
+        while not self._news.empty():
+            found.append(self._news.get())
+        return found
+
+    def close(self) -> None:
+        """Stop; a part of a save that is being written is finished first, if that is soon done."""
+        if self._writing.acquire(timeout=CLOSE_WAIT_S):
+            self._writing.release()
+        self._closed = True
+        self._jobs.put(None)
+        self._keeper.close()
+        self._thread.join(1.0)
+
+    def _tell(self, news: Kept | SaveOver | SaveFailed) -> None:
+        self._news.put(news)
+        self._wake()
+
+    def _save(self) -> None:
+        """The thread `saving`."""
+        while (job := self._jobs.get()) is not None:
+            began_s = time.monotonic()
+            over = self._try(job)
+            pause_s = TRY_AGAIN_S
+            while over.error is not None and job.again and self._reason_to_give_up(job) is None:
+                self._tell(self._failed(job, over.error, pause_s))
+                self._pause(job, pause_s)
+                pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
+                over = self._try(job)
+            seconds, notes = time.monotonic() - began_s, (*job.notes, *over.notes)
+            self._tell(replace(over, seconds=seconds, notes=notes))
+            with self._lock:  # after the news: who sees no save in flight has heard how it went
+                self._open.remove(job)
+
+    def _try(self, job: _Job) -> SaveOver:
+        """Carry a save out; once more where it found no room and leftovers were in its way."""
+        for last in (False, True):
+            try:
+                return self._carry_out(job, again=job.again or last)
+            except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+                failed = _over(job.post.generation, job.step, one_line(error))
+                if last or not out_of_space(error) or not self._make_room(job):
+                    break
+        return failed
+
+    def _make_room(self, job: _Job) -> bool:
+        """Remove what failed saves have left on storage; whether there was any of it."""
+        assert self._checkpoint_dir is not None
+        for shard in job.shards:
+            with suppress(FileNotFoundError):
+                token = token_of_file(self._snapshots.file_of(shard)) or ""
+                save = SaveName(step=shard.step, generation=shard.generation, token=token)
+                done = make_room(open_directory(self._checkpoint_dir), save)
+                if done.files:
+                    job.notes.append(f"{_removed(done)}, for want of space")
+                return bool(done.files)
+        return False
+
+    def _pause(self, job: _Job, pause_s: float) -> None:
+        """Wait for the next try, or until there is a reason to give up."""
+        until_s = time.monotonic() + pause_s
+        while self._reason_to_give_up(job) is None and time.monotonic() < until_s:
+            time.sleep(PAUSE_POLL_S)
+
+    def _failed(self, job: _Job, error: str, pause_s: float) -> SaveFailed:
+        newest = None
+        with suppress(ElasticZeroError, OSError):
+            assert self._checkpoint_dir is not None
+            newest = commit.newest_good(open_directory(self._checkpoint_dir), job.post.bad_steps)
+        return SaveFailed(
+            step=job.step,
+            generation=job.post.generation,
+            error=error,
+            newest=newest,
+            pause_s=pause_s,
+        )
+
+    def _carry_out(self, job: _Job, *, again: bool) -> SaveOver:
+        assert self._checkpoint_dir is not None
+        directory = open_directory(self._checkpoint_dir)
+        storage = directory.step(step_directory(job.step))
+        replacing = job.step in job.post.bad_steps
+        written: dict[int, tuple[Manifest, int]] = {}
+
+        def write(shard: ShardName) -> None:
+            written[shard.rank] = persist(
+                self._snapshots,
+                shard,
+                directory,
+                lambda: self._await_seal(job, shard),
+                replacing=replacing,
+                again=again,
+            )
+
+        def give_up() -> str | None:
+            return self._reason_to_give_up(job)
+
+        with self._writing:
+            each(job.shards, write)
+        for rank, text in job.manifests.items():
+            written[rank] = from_json(text.encode(), f"the manifest of rank {rank}"), 0
+        notes: list[str] = []
+        committed = False
+        if job.commits:
+            draft = replace(written[0][0], files=())
+            committed = commit.commit(
+                storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
+            )
+            if committed:
+                notes = self._tidy(directory, draft, job)
+        else:
+            token = next(manifest.token for manifest, _ in written.values())
+            await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
+        return replace(
+            _over(job.post.generation, job.step, None),
+            bytes=sum(size for _, size in written.values()),
+            committed=committed,
+            notes=tuple(notes),
+        )
+
+    def _tidy(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
+        """Remove what need not stay; what is to be said of that."""
+        done = tidy(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
+        notes = [f"not removed: {problem}" for problem in done.problems[:3]]
+        if done.files:
+            notes.append(_removed(done))
+        return notes
+
+    def _await_seal(self, job: _Job, shard: ShardName) -> Seal:
+        while (seal := self._keeper.seal_of(shard)) is None:
+            if not self._snapshots.has(shard):
+                raise StorageError(f"the snapshot of step {shard.step} is gone from memory")
+            if reason := self._reason_to_give_up(job):
+                raise StorageError(f"step {shard.step} is not saved: {reason}")
+            time.sleep(SEAL_POLL_S)
+        return seal
+
+    def _reason_to_give_up(self, job: _Job) -> str | None:
+        with self._lock:
+            if self._closed:
+                return "this node leaves"
+            if job.dropped.is_set():
+                return "another part of it cannot be written"
+            superseded = self._post is not None and self._post.generation != job.post.generation
+            late = time.monotonic() - self._post_since_s > SUPERSEDED_WAIT_S
+            late |= len(self._open) > 1
+        return "its generation ended before all parts were written" if superseded and late else None
+
+
+def _removed(done: Tidied) -> str:
+    count = len(done.files)
+    return f"{count} file{'s' * (count > 1)} of saves that failed removed"
+
+
+def _over(generation: int, step: int, error: str | None) -> SaveOver:
+    return SaveOver(
+        generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
+    )

@@ -1,0 +1,257 @@
+"""What an agent does to hold the captures of its workers in memory: seal them, keep replicas.
+
+In two threads that the agent's loop never waits for:
+
+ sealing   each shard gets its checksums and its manifest.
+ keeping   once all of this node's shards of a step are sealed, the replicas of another node's are
+           pulled, and `Kept` is told: what this node is to hold of that step, it holds.
+
+It may be told the same thing twice, stop anywhere, and be begun again: what is done is seen in the
+files. A capture that is overtaken, by a newer one or by a new generation, is no longer pulled; and
+a new generation does not wait for an answer to the old one's, for who owes it may be gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from elasticzero.checkpoint.ram.slots import Slots
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import pull
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.concurrency import each
+from elasticzero.errors import NotFinite, StorageError, one_line
+from elasticzero.ipc.messages import Captured, Kept
+
+PULL_LIMIT_S = 30.0
+"""A replica that has not come by then is given up, and training's next snapshot may begin."""
+PULL_POLL_S = 0.005
+PULL_SILENCE_S = 5.0
+"""A node that sends nothing for so long is not pulled from any more."""
+SEALS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """Another node, whose shards this one keeps replicas of."""
+
+    address: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """This node's part in the snapshots and checkpoints of one generation."""
+
+    generation: int
+    token: str
+    world_size: int
+    ranks: tuple[int, ...]
+    charge: Charge | None = None
+    password: str = field(default="", repr=False)
+    """The job's token, which other nodes' snapshots are read with."""
+    bad_steps: frozenset[int] = frozenset()
+    """Checkpoints found damaged: a save of such a step replaces what stands there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What this node's workers have captured of one step so far."""
+
+    post: Post
+    number: int
+    captured: Mapping[int, Captured] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every worker of this node has captured it."""
+        return len(self.captured) == len(self.post.ranks)
+
+    @property
+    def shards(self) -> tuple[ShardName, ...]:
+        """What is in memory of it."""
+        return tuple(
+            ShardName(self.post.generation, self.number, rank, self.post.world_size)
+            for rank, part in self.captured.items()
+            if not part.direct
+        )
+
+
+class Keeper:
+    """Holds in memory what this node is to hold: its own shards, sealed, and replicas."""
+
+    def __init__(
+        self,
+        snapshots: SnapshotStore,
+        tell: Callable[[Kept], None],
+        *,
+        silence_s: float = PULL_SILENCE_S,
+    ) -> None:
+        """`tell`: called by threads of this object's own. `silence_s`: of a node that is pulled
+        from."""
+        self._snapshots = snapshots
+        self._tell = tell
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        """Of the seals, the slots and the sources."""
+        self._unsealed, self._dirty = threading.Event(), threading.Event()
+        self._closed = False
+        self._newest: Step | None = None
+        self._over: Step | None = None
+        """Kept, or given up; known to the thread `keeping` alone."""
+        self._seals: dict[ShardName, Seal] = {}
+        """The newest: a save may need one whose snapshot has made room for another."""
+        self._failed: dict[ShardName, str] = {}
+        """Why a shard of this generation has no seal and will get none."""
+        self._replica_slots: dict[int, Slots] = {}
+        self._sources: set[HttpStorage] = set()
+        """What is being pulled from."""
+        self._threads = [
+            threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
+            for name, work in (("sealing", self._seal), ("keeping", self._keep))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self) -> None:
+        """A new generation: captures of the one before are no longer pulled."""
+        self._newest = None
+        self._failed = {}
+        self._end_pulls()
+
+    def captured(self, newest: Step | None) -> None:
+        """A worker's shard is in memory. `newest`: the step of which this node is to hold all."""
+        self._newest = newest
+        self._unsealed.set()
+
+    def unsealed(self) -> bool:
+        """Whether a shard in memory is not sealed yet; that is being done."""
+        if not self._snapshots.drafts():
+            return False
+        self._unsealed.set()
+        return True
+
+    def seal_of(self, shard: ShardName) -> Seal | None:
+        """A shard's seal, once it has one. Raises `StorageError` where it will get none."""
+        with self._lock:
+            known = self._seals.get(shard)
+        if known is not None:
+            return known
+        if self._snapshots.sealed(shard):
+            return self._snapshots.read_seal(shard)
+        if (why := self._failed.get(shard)) is not None:
+            raise StorageError(f"the snapshot of step {shard.step} cannot be sealed: {why}")
+        return None
+
+    def close(self) -> None:
+        """Stop, and give back the slots of replicas."""
+        self._closed = True
+        self._unsealed.set()
+        self._end_pulls()
+        for thread in self._threads:
+            thread.join(1.0)
+        for slots in self._replica_slots.values():
+            slots.close()
+
+    def _end_pulls(self) -> None:
+        """Have pulls under way end at once; those about to begin see that they are overtaken."""
+        self._dirty.set()
+        with self._lock:
+            for source in self._sources:
+                source.abandon()
+
+    def _seal(self) -> None:
+        """The thread `sealing`."""
+        while True:
+            self._unsealed.wait()
+            self._unsealed.clear()
+            if self._closed:
+                return
+            each(self._snapshots.drafts(), self._seal_one)
+            self._dirty.set()
+
+    def _seal_one(self, shard: ShardName) -> None:
+        try:
+            seal = self._snapshots.seal(shard)
+            if seal is not None:
+                with self._lock:
+                    self._seals[shard] = seal
+                    for old in sorted(self._seals)[:-SEALS_KEPT]:
+                        del self._seals[old]
+        except FileNotFoundError:
+            self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
+        except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+            self._tell(_kept(shard.generation, shard.step, error))  # before a save fails for it
+            self._failed[shard] = one_line(error)
+            self._snapshots.drop_draft(shard)
+
+    def _keep(self) -> None:
+        """The thread `keeping`."""
+        while True:
+            self._dirty.wait()
+            self._dirty.clear()
+            if self._closed:
+                return
+            step = self._newest
+            if step is None or step is self._over or not step.complete:
+                continue
+            if all(self._snapshots.sealed(shard) for shard in step.shards):
+                self._keep_step(step)
+
+    def _keep_step(self, step: Step) -> None:
+        """Pull what belongs to a step that is sealed here, and say that it is kept."""
+        error: BaseException | None = None
+        charge = step.post.charge
+        if any(part.direct for part in step.captured.values()):
+            error = StorageError("memory was short")
+        elif charge is not None and all(part.replicate for part in step.captured.values()):
+            deadline_s = time.monotonic() + PULL_LIMIT_S
+
+            def over() -> bool:
+                return self._dirty.is_set() or time.monotonic() > deadline_s
+
+            try:
+                each(charge.ranks, lambda rank: self._pull(step, charge, rank, over))
+            except Exception as lost:  # noqa: BLE001 - the top of a thread's work: told
+                error = lost
+            if self._dirty.is_set():
+                return
+        self._over = step
+        self._tell(_kept(step.post.generation, step.number, error))
+
+    def _pull(self, step: Step, charge: Charge, rank: int, over: Callable[[], bool]) -> None:
+        """Pull one rank's shard once its owner has sealed it."""
+        post = step.post
+        shard = ShardName(post.generation, step.number, rank, post.world_size)
+        slot = charge.ranks.index(rank)
+        with self._lock:
+            if slot not in self._replica_slots:
+                root, overflow = self._snapshots.root, self._snapshots.overflow
+                self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
+            slots = self._replica_slots[slot]
+        url = f"http://{charge.address}/snapshots/{post.generation}/{step.number}"
+        source = HttpStorage(url, post.password, timeout_s=self._silence_s)
+        with self._lock:
+            self._sources.add(source)
+        try:
+            while not self._snapshots.sealed(shard):
+                if over():
+                    raise StorageError(f"{url}: the shard of rank {rank} did not come in time")
+                try:
+                    pull(source, self._snapshots, slots, shard, over)
+                except FileNotFoundError:
+                    time.sleep(PULL_POLL_S)
+        finally:
+            with self._lock:
+                self._sources.discard(source)
+            source.close()
+
+
+def _kept(generation: int, step: int, error: BaseException | None) -> Kept:
+    text = None if error is None else one_line(error)
+    not_finite = isinstance(error, NotFinite)
+    return Kept(generation=generation, step=step, error=text, not_finite=not_finite)

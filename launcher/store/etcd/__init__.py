@@ -1,0 +1,1 @@
+"""The coordination store in etcd v3."""

@@ -1,0 +1,242 @@
+"""How etcd is approached: whom to trust, as whom to come, and why it may not let one in.
+
+A channel of gRPC says of a door that stays shut only that it is shut. So `why_shut` knocks once
+more with a connection of its own and tells what is to be changed.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret, read_secret
+
+KNOCK_S = 1.0
+"""An endpoint that is asked why it is shut has so long to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Certificates, user and password towards etcd; raises `UserError` for what cannot go together.
+
+    With none of them, etcd is spoken to without TLS and without a user.
+    """
+
+    cacert: str | None = None
+    """PEM file of the authorities that sign etcd's certificate; None: the system's."""
+    cert: str | None = None
+    """PEM file of the certificate to show to etcd."""
+    key: str | None = None
+    """PEM file of its key."""
+    user: str | None = None
+    password: Secret | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            given, other = ("cert", "key") if self.key is None else ("key", "cert")
+            raise UserError(f"--etcd-{given} {getattr(self, given)} needs --etcd-{other} FILE too")
+        if self.user is not None and ":" in self.user:
+            raise UserError(
+                "--etcd-user: a name without ':' is wanted; the password comes from "
+                f"--etcd-password-file FILE or {ETCD_PASSWORD}, never from the command line"
+            )
+        if self.user is not None and self.password is None:
+            raise UserError(
+                f"--etcd-user {self.user} needs a password: give --etcd-password-file FILE or "
+                f"the environment variable {ETCD_PASSWORD}"
+            )
+        if self.user is None and self.password is not None:
+            raise UserError("a password for etcd is given without a user: add --etcd-user NAME")
+
+    @property
+    def names_certificates(self) -> bool:
+        return self.cacert is not None or self.cert is not None
+
+
+def asked_for(
+    *,
+    cacert: str | None,
+    cert: str | None,
+    key: str | None,
+    user: str | None,
+    password_file: str | None,
+    environment: Mapping[str, str],
+) -> Access:
+    """What options ask for; a password in the environment alone asks for nothing. Raises
+    `UserError`."""
+    known = environment if user is not None else {}
+    password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, known)
+    return Access(cacert=cacert, cert=cert, key=key, user=user, password=password)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One member of etcd, as gRPC takes it."""
+
+    address: str
+    """HOST:PORT."""
+    tls: bool
+
+    def __str__(self) -> str:
+        return self.address
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+def parse_endpoint(text: str, access: Access) -> Endpoint:
+    """What the user wrote: HOST:PORT, with http:// or https:// or neither; raises `UserError`."""
+    scheme, separator, rest = text.strip().rpartition("://")
+    address = rest.rstrip("/")
+    host, colon, port = address.rpartition(":")
+    if separator and scheme not in ("http", "https"):
+        raise UserError(f"etcd endpoint {text!r}: HOST:PORT or https://HOST:PORT is understood")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"etcd endpoint {text!r} is not HOST:PORT, as in 10.0.0.7:2379")
+    if scheme == "http" and access.names_certificates:
+        raise UserError(
+            f"etcd endpoint {text!r} is without TLS, but --etcd-cacert or --etcd-cert is given: "
+            "write https://, or leave them out"
+        )
+    return Endpoint(address, scheme == "https" or access.names_certificates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pems:
+    """The contents of the files that an `Access` names."""
+
+    cacert: bytes | None
+    cert: bytes | None
+    key: bytes | None
+
+
+def read_certificates(access: Access) -> Pems:
+    """The files' contents, seen to be of use; raises `UserError`, which names the option."""
+    tls_context(access)
+    default = ssl.get_default_verify_paths().cafile
+    return Pems(
+        cacert=_read("--etcd-cacert", access.cacert or default),
+        cert=_read("--etcd-cert", access.cert),
+        key=_read("--etcd-key", access.key),
+    )
+
+
+def _read(flag: str, path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror or error}; name a PEM file") from None
+
+
+def tls_context(access: Access) -> ssl.SSLContext:
+    """What Python's own TLS needs to do as gRPC does; raises `UserError` for files of no use."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if access.cacert is None:
+        context.load_default_certs()
+    else:
+        _read("--etcd-cacert", access.cacert)
+        try:
+            context.load_verify_locations(cafile=access.cacert)
+        except ssl.SSLError:
+            raise UserError(
+                f"--etcd-cacert {access.cacert}: no certificate in it; a PEM file is wanted"
+            ) from None
+    if access.cert is not None and access.key is not None:
+        _read("--etcd-cert", access.cert)
+        _read("--etcd-key", access.key)
+        try:
+            # An empty password: a key that needs one is refused instead of asking the terminal.
+            context.load_cert_chain(access.cert, access.key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            raise UserError(
+                f"--etcd-cert {access.cert} and --etcd-key {access.key} are no certificate and its "
+                f"key, as PEM and without a password ({_reason(error)})"
+            ) from None
+    return context
+
+
+def _reason(error: BaseException) -> str:
+    reason = getattr(error, "reason", None) or str(error)
+    return str(reason).lower().replace("_", " ")
+
+
+def why_shut(endpoint: Endpoint, access: Access) -> str | None:
+    """What must be changed for this endpoint to answer; None: nothing that a knock can tell."""
+    try:
+        with _connect(endpoint) as knock:
+            if not endpoint.tls:
+                return _why_not_plain(knock, endpoint)
+            with tls_context(access).wrap_socket(knock, server_hostname=endpoint.host) as tls:
+                tls.recv(1)  # in TLS 1.3 a refused certificate is told of here
+    except ssl.SSLError as error:
+        return _why_no_tls(error, endpoint, access)
+    except OSError:
+        pass
+    return None
+
+
+def _connect(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection((endpoint.host, endpoint.port), timeout=KNOCK_S)
+
+
+def _why_no_tls(error: ssl.SSLError, endpoint: Endpoint, access: Access) -> str | None:
+    where, reason = f"etcd at {endpoint}", _reason(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        by = f"--etcd-cacert {access.cacert}" if access.cacert else "the system's authorities"
+        return (
+            f"{where}: its certificate is not accepted by {by} ({error.verify_message}); give the "
+            "PEM file of the authority that signed it, and name etcd as the certificate does"
+        )
+    if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
+        if access.cert is None:
+            return f"{where} wants to see a certificate ({reason}): give --etcd-cert and --etcd-key"
+        return (
+            f"{where} refuses --etcd-cert {access.cert} ({reason}): give one that is signed by the "
+            "authority that etcd trusts (its --trusted-ca-file)"
+        )
+    if _speaks_plainly(endpoint):
+        return (
+            f"{where} does not speak TLS: leave out https://, --etcd-cacert and --etcd-cert, or "
+            "start etcd with --cert-file and --key-file"
+        )
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+        return None
+    return f"{where}: no TLS with it ({reason}); see etcd's own log"
+
+
+def _speaks_plainly(endpoint: Endpoint) -> bool:
+    """Whether a request without TLS is answered."""
+    try:
+        with _connect(endpoint) as knock:
+            knock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())
+            return b" 200 " in knock.recv(64)
+    except OSError:
+        return False
+
+
+def _why_not_plain(knock: socket.socket, endpoint: Endpoint) -> str | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the question is only whether it speaks TLS at all
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(knock).close()
+    except ssl.SSLError as error:
+        if "alert" not in _reason(error):
+            return None
+    return (
+        f"etcd at {endpoint} speaks TLS: write https://{endpoint}, and give --etcd-cacert FILE if "
+        "its certificate is signed by an authority of your own"
+    )

@@ -1,0 +1,75 @@
+"""User and password towards etcd: the token they give, and what etcd says to those it refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elasticzero.launcher.secrets import ETCD_PASSWORD
+from elasticzero.launcher.store.etcd.access import Access, Endpoint
+
+NOT_ENABLED = "authentication is not enabled"
+NO_USERS_KNOWN = (
+    "etcd at %s knows no users, so --etcd-user %s is of no use; its operator enables them with "
+    "`etcdctl auth enable`"
+)
+_OLD_LOGIN = ("user name is empty", "invalid auth token", "revision of auth store is old")
+"""What etcd says of a request with a token that it does not know (any more). It did nothing."""
+_NOT_ALLOWED = "permission denied"
+
+
+def is_old_login(detail: str) -> bool:
+    """Whether etcd refused a request for want of a token that it knows; `detail`: its words."""
+    return any(words in detail for words in _OLD_LOGIN)
+
+
+def why_refused(where: Endpoint, access: Access, detail: str) -> str | None:
+    """What to do about a request that etcd refuses because of who asks; None: it does not."""
+    if _NOT_ALLOWED in detail:
+        who = "this certificate's user" if access.user is None else f"user {access.user!r}"
+        return (
+            f"etcd at {where}: {who} may not do this ({detail}); grant its role readwrite on the "
+            "prefix /elasticzero/"
+        )
+    if access.user is None and is_old_login(detail):
+        return (
+            f"etcd at {where} lets in users only ({detail}): give --etcd-user, and "
+            f"--etcd-password-file or {ETCD_PASSWORD}"
+        )
+    return None
+
+
+def why_no_login(where: Endpoint, access: Access) -> str:
+    return (
+        f"etcd at {where} refuses user {access.user!r} or its password; check --etcd-user, and "
+        f"--etcd-password-file or {ETCD_PASSWORD}"
+    )
+
+
+class Login:
+    """The token that etcd gives for user and password: asked for when it is needed, and again when
+    it has grown old or etcd does not know it any more."""
+
+    def __init__(self, ask: Callable[[], str], life_s: float) -> None:
+        """ask: a new token; empty where none is needed."""
+        self._ask = ask
+        self._life_s = life_s
+        self._token: str | None = None
+        self._since_s = 0.0
+        self._lock = threading.Lock()
+
+    def token(self) -> str:
+        """The token to show now; raises what `ask` raises."""
+        with self._lock:
+            now_s = time.monotonic()
+            if self._token is None or now_s - self._since_s > self._life_s:
+                self._token = self._ask()
+                self._since_s = now_s
+            return self._token
+
+    def forget(self, token: str) -> None:
+        """etcd refuses this token; a newer one stays."""
+        with self._lock:
+            if self._token == token:
+                self._token = None

@@ -1,0 +1,422 @@
+"""Channels to etcd, deadlines, and what is known of its health.
+
+The messages are those of the etcd3 package (`etcd_messages.py`); its client, watcher and lease are
+not used (one endpoint only, no deadlines, watches that die at the first error).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
+from elasticzero.launcher.store.data_loss import Asked, History
+from elasticzero.launcher.store.etcd import protobuf as etcd_messages
+from elasticzero.launcher.store.etcd.access import (
+    Access,
+    Endpoint,
+    parse_endpoint,
+    read_certificates,
+    why_shut,
+)
+from elasticzero.launcher.store.etcd.auth import (
+    NO_USERS_KNOWN,
+    NOT_ENABLED,
+    Login,
+    is_old_login,
+    why_no_login,
+    why_refused,
+)
+from elasticzero.launcher.store.etcd.quiet_grpc import grpc
+
+log = logging.getLogger(__name__)
+
+Observe = Callable[[str, float, str | None], None]
+"""Told of every request: operation, seconds, and the error's code or None."""
+OpenChannels = Callable[[Sequence[Endpoint], Access], list[Any]]
+
+
+rpc = etcd_messages.load()
+
+_STUBS = {"Watch": "WatchStub", "LeaseGrant": "LeaseStub", "LeaseRevoke": "LeaseStub"}
+_STUBS |= {"LeaseKeepAlive": "LeaseStub", "Range": "KVStub", "Txn": "KVStub"}
+_STUBS |= {"Authenticate": "AuthStub"}
+
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),  # etcd ends connections that ping more than every 5 s
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # no back-off shared with another store
+    ("grpc.enable_http_proxy", 0),
+)
+_PUT = "request_put"
+_NO_SPACE = "space exceeded"
+_NO_CONNECTION = "failed to connect to all addresses"
+_NEEDS_LEADER = (("hasleader", "true"),)
+"""Sent with streams: a member cut off from the others ends them instead of falling silent."""
+_SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+TRANSIENT = _SILENT | {grpc.StatusCode.CANCELLED}
+"""Codes after which a try may succeed; they leave open whether etcd did what it was asked."""
+_LINEARIZABLE = frozenset({"Range", "Txn"})
+"""Methods whose answers are at no lower revision than any that was known before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the store waits, in seconds."""
+
+    request_s: float = 2.0
+    """Deadline of one request, and of the tries of one read. Looking up a write whose answer was
+    lost takes half as long again."""
+    resync_s: float = 30.0
+    """A watch reads its prefix again so often, whatever it was told."""
+    backoff_s: float = 0.05
+    """First pause after a failure; it doubles up to `backoff_max_s`."""
+    backoff_max_s: float = 1.0
+    close_s: float = 2.0
+    """`close` waits no longer for threads to end."""
+    login_s: float = 240.0
+    """A login serves for so long; etcd forgets one after 300 s unless it is told otherwise."""
+
+    def __post_init__(self) -> None:
+        if min(self.request_s, self.resync_s, self.backoff_s, self.backoff_max_s) <= 0:
+            raise ValueError(f"timeouts must be positive: {self}")
+
+
+class CallFailed(StoreUnavailable):
+    """One request, or one stream, ended with a gRPC status."""
+
+    def __init__(self, message: str, code: grpc.StatusCode, detail: str = "") -> None:
+        """detail: etcd's own words."""
+        super().__init__(message)
+        self.code = code
+        self.detail = detail
+
+
+class Connection:
+    """A channel for each endpoint, one of them in use, and the health of etcd as seen from here.
+
+    An endpoint that is silent is left for the next one, and the streams open on it are ended.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        observe: Observe,
+        timeouts: Timeouts,
+        access: Access | None = None,
+        channels: OpenChannels | None = None,
+    ) -> None:
+        """channels: opens one for each endpoint; by default they are this connection's own."""
+        access = access or Access()
+        self.endpoints = tuple(parse_endpoint(endpoint, access) for endpoint in endpoints)
+        if not self.endpoints:
+            raise UserError("no etcd endpoint was given; name at least one, as HOST:PORT")
+        self.timeouts = timeouts
+        self._access = access
+        self._login = Login(self._log_in, timeouts.login_s) if access.user is not None else None
+        self._users_known = True
+        self._met = False
+        self.history = History()
+        self.observe = observe
+        self.closed = threading.Event()
+        self.reachable = True
+        self.last_outage_end_s = 0.0
+        self._outage_began_s = 0.0
+        self._channels = (channels or open_channels)(self.endpoints, access)
+        self._methods = [
+            {
+                method: getattr(getattr(rpc, stub)(channel), method)
+                for method, stub in _STUBS.items()
+            }
+            for channel in self._channels
+        ]
+        self._current = 0
+        self._streams: dict[Any, int] = {}
+        self._lock = threading.Lock()
+
+    def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
+        """The response to one request at the endpoint in use; raises `CallFailed`, or
+        `AccessRefused`."""
+        return self.call_in_history(operation, method, request, deadline_s=deadline_s)[0]
+
+    def call_in_history(
+        self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
+    ) -> tuple[Any, int]:
+        """The same, with the number of the history that the response is of."""
+        for last_try in (self._login is None, True):
+            token = self._login.token() if self._login is not None else ""
+            try:
+                return self._call(operation, method, request, token, deadline_s)
+            except CallFailed as failure:
+                if self._login is not None and is_old_login(failure.detail):
+                    self._login.forget(token)
+                    if not last_try:
+                        continue  # it was refused at the door: nothing was done, a write neither
+                refused = why_refused(self._where(), self._access, failure.detail)
+                if refused is not None:
+                    raise AccessRefused(refused) from None
+                raise
+        raise AssertionError("unreachable")
+
+    def _call(
+        self, operation: str, method: str, request: Any, token: str, deadline_s: float = 0.0
+    ) -> tuple[Any, int]:
+        index = self._current
+        asked = self.history.asked()
+        began_s = time.monotonic()
+        timeout_s = deadline_s or self.timeouts.request_s
+        try:
+            response = self._start(
+                index, method, request, timeout=timeout_s, metadata=_metadata(token)
+            )
+        except grpc.RpcError as error:
+            failure = self._failure(operation, index, error)
+            self.observe(operation, time.monotonic() - began_s, failure.code.name.lower())
+            if failure.code in _SILENT:
+                self._silent(index, str(failure))
+            elif failure.code not in TRANSIENT:
+                self.answered()
+            raise failure from None
+        self.observe(operation, time.monotonic() - began_s, None)
+        self.answered()
+        wrote = method == "Txn" and response.succeeded and request.success[0].HasField(_PUT)
+        linearizable = method in _LINEARIZABLE
+        number = self.check(asked, response.header, linearizable=linearizable, wrote=wrote)
+        if number is None:
+            raise CallFailed(
+                f"etcd at {self.endpoints[index]} lost its data while this {operation} was on its "
+                "way; it is asked again",
+                grpc.StatusCode.CANCELLED,
+            )
+        return response, number
+
+    def check(
+        self, asked: Asked, header: Any, *, linearizable: bool = False, wrote: bool = False
+    ) -> int | None:
+        """The number of the history that a response with this header is of; None where that cannot
+        be told, for another one has begun since it was asked for."""
+        revision = header.revision if linearizable else 0
+        verdict = self.history.answered(asked, header.cluster_id, revision, wrote=wrote)
+        if verdict == "late":
+            return None
+        if verdict == "same":
+            return asked.number
+        self._begin_anew()
+        return asked.number + 1
+
+    def distrust(self, reason: str, number: int) -> None:
+        """Another history has begun, as a caller has found in history `number`."""
+        if self.history.begin(reason, number):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """End all streams: those that follow begin with what stands in the store now."""
+        log.info("etcd has lost its data: %s", self.history.reason)
+        self.answered_late()
+        with self._lock:
+            calls = list(self._streams)
+        for call in calls:
+            call.cancel()
+
+    @contextmanager
+    def stream(
+        self,
+        operation: str,
+        method: str,
+        requests: Callable[[threading.Event], Iterator[Any]],
+        *,
+        deadline_s: float | None = None,
+    ) -> Iterator[Any]:
+        """An open stream of responses; in the block, a stream that breaks raises `CallFailed`.
+
+        `requests` makes the iterator of requests, which must end when its event is set. With a
+        deadline, the block simply ends when that has passed.
+        """
+        token = self._login.token() if self._login is not None else ""
+        index = self._current
+        over = threading.Event()
+        metadata = _NEEDS_LEADER + _metadata(token)
+        call = self._start(index, method, requests(over), timeout=deadline_s, metadata=metadata)
+        try:
+            with self._lock:
+                self._streams[call] = index
+            if self.closed.is_set():
+                call.cancel()
+            yield call
+        except grpc.RpcError as error:
+            failure = self._failure(operation, index, error)
+            if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
+                return
+            if failure.code is not grpc.StatusCode.CANCELLED:
+                self.observe(operation, 0.0, failure.code.name.lower())
+            if failure.code in _SILENT:
+                self._silent(index, str(failure))
+            if self._login is not None and is_old_login(failure.detail):
+                self._login.forget(token)
+            raise failure from None
+        finally:
+            over.set()
+            call.cancel()
+            with self._lock:
+                self._streams.pop(call, None)
+
+    def answered(self) -> None:
+        """etcd gave an answer, whatever it says: an outage is over."""
+        self._met = True
+        if self.reachable:
+            return
+        with self._lock:
+            if self.reachable:
+                return
+            self.last_outage_end_s = time.monotonic()
+            self.reachable = True
+        log.warning("etcd is back after %.1f s", self.last_outage_end_s - self._outage_began_s)
+
+    def explain_silence(self) -> None:
+        """Raise `AccessRefused` if etcd has never answered and something on our side is the reason
+        why it cannot."""
+        if self._met or self.closed.is_set():
+            return
+        reasons = [why_shut(endpoint, self._access) for endpoint in self.endpoints]
+        told = [reason for reason in reasons if reason is not None]
+        if told:
+            raise AccessRefused("; ".join(told))
+
+    def _log_in(self) -> str:
+        """A token for user and password; empty where etcd asks for none."""
+        access = self._access
+        assert access.user is not None and access.password is not None
+        request = rpc.AuthenticateRequest(name=access.user, password=access.password.reveal)
+        try:
+            token: str = self._call("login", "Authenticate", request, "")[0].token
+        except CallFailed as failure:
+            if NOT_ENABLED in failure.detail:
+                if self._users_known:
+                    log.warning(NO_USERS_KNOWN, self._where(), access.user)
+                self._users_known = False
+                return ""
+            if failure.code is grpc.StatusCode.INVALID_ARGUMENT:
+                raise AccessRefused(why_no_login(self._where(), access)) from None
+            raise
+        self._users_known = True
+        return token
+
+    def _where(self) -> Endpoint:
+        return self.endpoints[self._current]
+
+    def answered_late(self) -> None:
+        """etcd answered after a silence in which leases may have run out: that was an outage."""
+        with self._lock:
+            self.last_outage_end_s = time.monotonic()
+            self.reachable = True
+
+    def no_answer(self, operation: str, call: Any, *, end: bool) -> None:
+        """A stream gave no answer in time: its endpoint is silent. It is ended, with all streams of
+        that endpoint, if there is another one, or that one is in use already; and if `end` says
+        so."""
+        self.observe(operation, 0.0, "no_answer")
+        with self._lock:
+            index = self._streams.get(call, self._current)
+        self._silent(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
+        if end or index != self._current:
+            call.cancel()
+
+    def pause(self, failures: int) -> None:
+        """Wait before the next try, longer after more failures in a row; `close` ends the wait."""
+        doubled_s = self.timeouts.backoff_s * 2.0 ** min(failures - 1, 20)
+        longest_s = min(self.timeouts.backoff_max_s, doubled_s)
+        self.closed.wait(longest_s * random.uniform(0.5, 1.0))
+
+    def close(self) -> None:
+        """Fail all calls and streams, now and later."""
+        self.closed.set()
+        with self._lock:
+            calls = list(self._streams)
+        for call in calls:
+            call.cancel()
+        for channel in self._channels:
+            channel.close()
+
+    def _start(self, index: int, method: str, request: Any, **options: Any) -> Any:
+        try:
+            return self._methods[index][method](request, **options)
+        except ValueError:  # what a closed channel raises
+            if not self.closed.is_set():
+                raise
+            raise CallFailed(
+                f"this connection to etcd at {self.endpoints[index]} was closed",
+                grpc.StatusCode.CANCELLED,
+            ) from None
+
+    def _failure(self, operation: str, index: int, error: grpc.RpcError) -> CallFailed:
+        code, detail = grpc.StatusCode.UNKNOWN, str(error)
+        if isinstance(error, grpc.Call):
+            code, detail = error.code(), error.details() or "no details"
+        what = "check that etcd runs and is in reach"
+        if _NO_SPACE in detail:
+            what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
+        why = f"{code.name.lower()}: {_plainly(detail)}"
+        return CallFailed(
+            f"etcd at {self.endpoints[index]}: no {operation} ({why}); {what}",
+            code,
+            detail,
+        )
+
+    def _silent(self, index: int, why: str) -> None:
+        if self.closed.is_set():
+            return
+        with self._lock:
+            began = self.reachable
+            if began:
+                self.reachable = False
+                self._outage_began_s = time.monotonic()
+            abandoned = []
+            if len(self._channels) > 1 and index == self._current:
+                self._current = (index + 1) % len(self._channels)
+                abandoned = [call for call, at in self._streams.items() if at == index]
+        for call in abandoned:
+            call.cancel()
+        if began and self._met:  # before the first answer the one who asks says what to do
+            log.warning("%s", why)
+
+
+def _plainly(detail: str) -> str:
+    """gRPC's words for a connection that failed, without the list of its tries."""
+    return detail.rpartition(": ")[2].lower() if detail.startswith(_NO_CONNECTION) else detail
+
+
+def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
+    """A channel for each endpoint; raises `UserError` for certificates that are of no use."""
+    credentials = None
+    if any(endpoint.tls for endpoint in endpoints):
+        pems = read_certificates(access)
+        credentials = grpc.ssl_channel_credentials(pems.cacert, pems.key, pems.cert)
+    bare = next((endpoint for endpoint in endpoints if not endpoint.tls), None)
+    if access.user is not None and bare is not None:
+        log.warning(
+            "the password of user %s goes to etcd at %s without TLS and can be read on the way; "
+            "write https://",
+            access.user,
+            bare,
+        )
+    return [
+        grpc.secure_channel(endpoint.address, credentials, options=_OPTIONS)
+        if endpoint.tls
+        else grpc.insecure_channel(endpoint.address, options=_OPTIONS)
+        for endpoint in endpoints
+    ]
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("token", token),) if token else ()

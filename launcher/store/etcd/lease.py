@@ -1,0 +1,158 @@
+"""Keys and entries as etcd knows them, and leases that are kept alive over a stream each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.store.api import Entry
+from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
+
+log = logging.getLogger(__name__)
+
+
+class Keyspace:
+    """The keys under one prefix in etcd, which the rest of the launcher knows by relative names."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode()
+
+    def key(self, name: str) -> bytes:
+        return self._prefix + name.encode()
+
+    def span(self, prefix: str) -> tuple[bytes, bytes]:
+        """First key, and the end (excluded), of every key that begins with `prefix`."""
+        first = self.key(prefix)
+        return first, first[:-1] + bytes([first[-1] + 1])
+
+    def entry(self, pair: Any) -> Entry:
+        return Entry(
+            key=self.name(pair),
+            value=pair.value,
+            create_revision=pair.create_revision,
+            mod_revision=pair.mod_revision,
+            leased=pair.lease != 0,
+        )
+
+    def name(self, pair: Any) -> str:
+        name: str = pair.key[len(self._prefix) :].decode()
+        return name
+
+
+def oldest_first(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """A fixed copy in order of creation."""
+    order = sorted(entries.values(), key=lambda entry: (entry.create_revision, entry.key))
+    return MappingProxyType({entry.key: entry for entry in order})
+
+
+UNANSWERED = 3
+"""So many pulses in a row without an answer, a TTL in all, end their stream."""
+
+
+class KeptLease:
+    """A lease and the thread that keeps it alive, at a third of its TTL, over one stream.
+
+    While etcd is silent it tries on; only etcd's own word makes the lease lost. A slow answer does
+    not end the stream: a thousand agents that open new ones would make etcd slower still.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        ttl_s: int,
+        on_lost: Callable[[], None] | None,
+        *,
+        granted: Any,
+        asked_s: float,
+    ) -> None:
+        """`granted`: etcd's answer; `asked_s`: when it was asked (monotonic)."""
+        self.id: int = granted.ID
+        self.ttl_s: int = max(granted.TTL, ttl_s)
+        self.lost = False
+        self.confirmed_s = asked_s
+        self._connection = connection
+        self._on_lost = on_lost
+        self._interval_s = self.ttl_s / 3
+        self._late_s = max(self.ttl_s / 6, 0.5)
+        self._failures = 0
+        self._closed = threading.Event()
+        self._stream: Any = None
+        name = f"keepalive {self.id:x}"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def close(self, *, revoke: bool) -> None:
+        self._closed.set()
+        self.check()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(self._connection.timeouts.close_s)
+        if revoke and not self.lost:
+            request = rpc.LeaseRevokeRequest(ID=self.id)
+            try:
+                self._connection.call("revoke", "LeaseRevoke", request)
+            except CallFailed as error:
+                log.info("lease %x is left to run out: %s", self.id, error)
+
+    def check(self) -> None:
+        """Ask etcd about the lease at once, on a new stream."""
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def _over(self) -> bool:
+        return self.lost or self._closed.is_set() or self._connection.closed.is_set()
+
+    def _run(self) -> None:
+        while not self._over():
+            try:
+                self._keep_alive()
+            except StoreUnavailable:
+                self._failures += 1
+            except Exception:
+                log.exception("the keepalive of lease %x begins again after an error", self.id)
+                self._failures += 1
+            if not self._over():
+                self._connection.pause(max(1, self._failures))
+        if self.lost and self._on_lost is not None and not self._closed.is_set():
+            self._on_lost()
+
+    def _keep_alive(self) -> None:
+        sent_s: deque[float] = deque()  # of the pulses that have no answer yet
+        asked = self._connection.history.asked()
+        pulses = partial(self._pulses, sent_s)
+        with self._connection.stream("keepalive", "LeaseKeepAlive", pulses) as responses:
+            self._stream = responses
+            if self._over():
+                return
+            for response in responses:
+                asked_s = sent_s.popleft()
+                took_s = time.monotonic() - asked_s
+                self._connection.observe("keepalive", took_s, None)
+                self._connection.answered()
+                if self._connection.check(asked, response.header) != asked.number:
+                    return
+                if response.TTL <= 0:
+                    log.warning("lease %x is lost: etcd no longer knows it", self.id)
+                    self.lost = True
+                    return
+                if took_s > self._late_s:
+                    self._connection.answered_late()
+                self.confirmed_s = asked_s
+                self._failures = 0
+
+    def _pulses(self, sent_s: deque[float], over: threading.Event) -> Iterator[Any]:
+        """The requests of one stream, which ends when too many of them have no answer, or when
+        another endpoint is there to be asked."""
+        while not over.is_set() and not self._over():
+            sent_s.append(time.monotonic())
+            yield rpc.LeaseKeepAliveRequest(ID=self.id)
+            over.wait(self._interval_s)
+            if sent_s and not over.is_set():
+                last = len(sent_s) >= UNANSWERED
+                self._connection.no_answer("keepalive", self._stream, end=last)

@@ -1,0 +1,271 @@
+"""The coordination store in etcd v3.
+
+This file and the other launcher/etcd_*.py are the only ones that talk to etcd. Every request has a
+deadline. A read is tried again until then; a write is sent once, and when its outcome is not known
+it is looked up, never repeated. No transaction only reads: older releases of etcd end with a panic
+when the client of such a one gives up (etcd-io/etcd #14110, #14891).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tenacity
+
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.store.api import (
+    Condition,
+    Lease,
+    LeaseLost,
+    Snapshot,
+    check_write,
+)
+from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.connection import (
+    TRANSIENT,
+    CallFailed,
+    Connection,
+    Observe,
+    OpenChannels,
+    Timeouts,
+    rpc,
+)
+from elasticzero.launcher.store.etcd.lease import KeptLease, Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.quiet_grpc import grpc
+from elasticzero.launcher.store.etcd.watch import Watch, Watches
+
+__all__ = ["EtcdStore", "Timeouts"]
+
+log = logging.getLogger(__name__)
+
+
+def _ignore(operation: str, seconds: float, error: str | None) -> None:
+    """Observe nothing."""
+
+
+class EtcdStore:
+    """A `Store` of the keys under `prefix`, reached by any of `endpoints`.
+
+    It connects when it is first used. Create it after any fork.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        prefix: str,
+        *,
+        access: Access | None = None,
+        observe: Observe = _ignore,
+        timeouts: Timeouts | None = None,
+        channels: OpenChannels | None = None,
+    ) -> None:
+        """channels: other than the store's own. Raises `UserError` for endpoints or certificates
+        that cannot be used."""
+        self._timeouts = timeouts or Timeouts()
+        self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
+        self._keys = Keyspace(prefix)
+        self._watches = Watches(self._connection, self._keys, self._read)
+        self._leases: dict[int, KeptLease] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def reachable(self) -> bool:
+        return self._connection.reachable
+
+    @property
+    def last_outage_end_s(self) -> float:
+        return self._connection.last_outage_end_s
+
+    @property
+    def history(self) -> int:
+        return self._connection.history.number
+
+    @property
+    def loss(self) -> str:
+        return self._connection.history.reason
+
+    def distrust(self, reason: str, history: int) -> None:
+        self._connection.distrust(reason, history)
+
+    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+        return self._read(prefix, limit=limit)
+
+    def count(self, prefix: str, revision: int) -> int:
+        first, end = self._keys.span(prefix)
+        request = rpc.RangeRequest(key=first, range_end=end, revision=revision, count_only=True)
+        count: int = self._retried("read", "Range", request)[0].count
+        return count
+
+    def write(
+        self,
+        puts: Mapping[str, bytes],
+        *,
+        deletes: Sequence[str] = (),
+        conditions: Sequence[Condition] = (),
+        lease: Lease | None = None,
+    ) -> int | None:
+        check_write(puts, deletes, conditions)
+        lease_id = 0 if lease is None else lease.id
+        request = rpc.TxnRequest(
+            compare=[c for condition in conditions for c in self._compares(condition)],
+            success=[self._put(name, value, lease_id) for name, value in puts.items()]
+            + [self._delete(name) for name in deletes],
+        )
+        try:
+            response = self._connection.call("write", "Txn", request)
+        except CallFailed as error:
+            if error.code is grpc.StatusCode.NOT_FOUND and lease is not None:
+                if lease.id in self._leases:
+                    self._leases[lease.id].check()
+                raise LeaseLost(
+                    f"lease {lease.id:x} is gone, nothing was written: take a new one"
+                ) from None
+            if error.code not in TRANSIENT:
+                raise
+            return self._look_up(puts, deletes, error)
+        revision: int = response.header.revision
+        return revision if response.succeeded else None
+
+    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
+        return self._watches.add(prefix, changed)
+
+    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
+        asked_s = time.monotonic()
+        # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
+        granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
+        lease = KeptLease(self._connection, ttl_s, on_lost, granted=granted, asked_s=asked_s)
+        with self._lock:
+            self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
+            self._leases[lease.id] = lease
+            lease.thread.start()
+        return lease
+
+    def close(self) -> None:
+        self._connection.close()
+        deadline_s = time.monotonic() + self._timeouts.close_s
+        with self._lock:
+            threads = [self._watches.thread, *(lease.thread for lease in self._leases.values())]
+        for thread in threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def __enter__(self) -> EtcdStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> Snapshot:
+        """deadline_s: of each try, where that is not `request_s` too."""
+        first, end = self._keys.span(prefix)
+        request = rpc.RangeRequest(
+            key=first,
+            range_end=end,
+            limit=limit,
+            sort_order=rpc.RangeRequest.ASCEND,
+            sort_target=rpc.RangeRequest.CREATE,
+        )
+        response, history = self._retried("read", "Range", request, deadline_s)
+        entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
+        revision = response.header.revision
+        return Snapshot(revision=revision, entries=oldest_first(entries), history=history)
+
+    def _retried(
+        self, operation: str, method: str, request: Any, deadline_s: float = 0.0
+    ) -> tuple[Any, int]:
+        """The response and the number of its history, tried again while etcd is silent: every
+        endpoint, and for `request_s`.
+
+        deadline_s: of each try, where that is not `request_s` too.
+        """
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(
+                lambda error: (
+                    isinstance(error, CallFailed)
+                    and error.code in TRANSIENT
+                    and not self._connection.closed.is_set()
+                )
+            ),
+            stop=tenacity.stop_all(
+                tenacity.stop_after_delay(self._timeouts.request_s),
+                tenacity.stop_after_attempt(len(self._connection.endpoints)),
+            ),
+            wait=tenacity.wait_random_exponential(
+                multiplier=self._timeouts.backoff_s, max=self._timeouts.request_s / 4
+            ),
+            sleep=tenacity.sleep_using_event(self._connection.closed),
+            reraise=True,
+        )
+        try:
+            ask = self._connection.call_in_history
+            answer: tuple[Any, int] = tries(ask, operation, method, request, deadline_s=deadline_s)
+            return answer
+        except CallFailed:
+            self._connection.explain_silence()
+            raise
+
+    def _look_up(
+        self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed
+    ) -> int | None:
+        """The revision of a write whose answer was lost, if the store now holds what it wrote.
+
+        Otherwise it may still be on its way, or have been overwritten, and only the caller can say
+        what to do: raises `StoreUnavailable`.
+        """
+        unknown = StoreUnavailable(
+            f"{error}; it is not known whether {_names(puts, deletes)} was written"
+        )
+        if self._connection.closed.is_set():
+            raise unknown from None
+        until_s = time.monotonic() + self._timeouts.request_s / 2
+        revision, found = 0, {}
+        try:
+            for name in [*puts, *deletes]:
+                left_s = max(0.001, until_s - time.monotonic())
+                request = self._range(name, revision)
+                response = self._connection.call("read", "Range", request, deadline_s=left_s)
+                revision, found[name] = revision or response.header.revision, response.kvs
+        except CallFailed:
+            raise unknown from None
+        revisions = set()
+        for name, value in puts.items():
+            if not found[name] or found[name][0].value != value:
+                raise unknown from None
+            revisions.add(found[name][0].mod_revision)
+        if any(found[name] for name in deletes) or len(revisions) > 1:
+            raise unknown from None
+        return revisions.pop() if revisions else revision
+
+    def _compares(self, condition: Condition) -> list[Any]:
+        compare, key = rpc.Compare, self._keys.key(condition.key)
+        result = []
+        if condition.mod_revision is not None:
+            result.append(compare(key=key, target=compare.MOD, mod_revision=condition.mod_revision))
+        if condition.create_revision is not None:
+            result.append(
+                compare(key=key, target=compare.CREATE, create_revision=condition.create_revision)
+            )
+        if condition.value is not None:
+            result.append(compare(key=key, target=compare.VALUE, value=condition.value))
+        return result
+
+    def _put(self, name: str, value: bytes, lease_id: int) -> Any:
+        put = rpc.PutRequest(key=self._keys.key(name), value=value, lease=lease_id)
+        return rpc.RequestOp(request_put=put)
+
+    def _delete(self, name: str) -> Any:
+        key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
+
+    def _range(self, name: str, revision: int) -> Any:
+        """What stands there at that revision; 0: now."""
+        key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
+        return rpc.RangeRequest(key=key, range_end=end, revision=revision)
+
+
+def _names(puts: Mapping[str, bytes], deletes: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in [*puts, *deletes][:4])

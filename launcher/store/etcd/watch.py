@@ -1,0 +1,268 @@
+"""The watches of one store, all on one stream to etcd: an agent has half a dozen of them, and etcd
+has a thousand agents.
+
+Invariant of a watch: what its callback was told last is the state at some revision R, and either
+the stream carries the changes from R + 1 on, or the prefix is about to be read again.
+
+A watch begins with the changes from now on; when etcd has said so, the prefix is read, and changes
+that the read had seen already are passed over. After any error, and from time to time, all of them
+begin anew on a new stream. An answer that is slow is no such error: where a thousand agents ask at
+once, asking for everything again would make it slower still.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.store.api import Entry, Snapshot
+from elasticzero.launcher.store.data_loss import Asked
+from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
+from elasticzero.launcher.store.etcd.lease import Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.quiet_grpc import grpc
+
+log = logging.getLogger(__name__)
+
+_PUT = 0
+SLOW_READS = 4
+"""So often a prefix is read again before its stream is given up, with twice the time each."""
+
+Read = Callable[[str, float], Snapshot]
+"""A prefix, and the seconds that may take, to what stands there."""
+
+
+class Watch:
+    """One prefix, and what was told of it. The store's one thread tells; any may close."""
+
+    def __init__(
+        self, keys: Keyspace, prefix: str, changed: Callable[[Snapshot], None], watches: Watches
+    ) -> None:
+        self.prefix = prefix
+        self.closed = False
+        self._keys = keys
+        self._changed = changed
+        self._watches = watches
+        self._telling = threading.RLock()
+        self._told: Snapshot | None = None
+        self._history = self._revision = 0
+        self._entries: dict[str, Entry] = {}
+
+    def close(self) -> None:
+        self.closed = True
+        self._watches.drop(self)
+        if self._telling.acquire(timeout=self._watches.close_s):
+            self._telling.release()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Tell the prefix as it was read, unless that is what was told last."""
+        self._history, self._revision = snapshot.history, snapshot.revision
+        self._entries = dict(snapshot.entries)
+        told = self._told
+        if told is None or (told.history, told.entries) != (snapshot.history, snapshot.entries):
+            self._tell(snapshot)
+
+    def advance(self, events: Sequence[Any]) -> None:
+        """Tell what changed after the revision that is known."""
+        newer = [event for event in events if event.kv.mod_revision > self._revision]
+        if not newer:
+            return
+        for event in newer:
+            if event.type == _PUT:
+                self._put(self._keys.entry(event.kv))
+            else:
+                self._entries.pop(self._keys.name(event.kv), None)
+        self._revision = max(event.kv.mod_revision for event in newer)
+        entries = MappingProxyType(dict(self._entries))
+        self._tell(Snapshot(revision=self._revision, entries=entries, history=self._history))
+
+    def _put(self, entry: Entry) -> None:
+        """Take in an entry; they stay in order of creation, and what is new mostly comes last."""
+        entries = self._entries
+        if entry.key in entries:
+            entries[entry.key] = entry
+            return
+        last = next(reversed(entries.values()), entry)
+        entries[entry.key] = entry
+        if (last.create_revision, last.key) > (entry.create_revision, entry.key):
+            self._entries = dict(oldest_first(entries))
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        with self._telling:
+            if not self.closed and not self._watches.over:
+                self._changed(snapshot)
+                self._told = snapshot
+
+
+class _Stream:
+    """One stream: what is asked of it, and whose answers it carries.
+
+    etcd answers in the order in which it was asked, and gives each watch a number.
+    """
+
+    def __init__(self, history: Asked) -> None:
+        """history: what was known of the store before the stream was opened."""
+        self.history = history
+        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.unanswered: deque[Watch] = deque()
+        self.watches: dict[int, Watch] = {}
+        self.unread: list[Watch] = []
+        """Begun by etcd, and not read yet; only the thread of the stream knows them."""
+
+    def requests(self, over: threading.Event) -> Iterator[Any]:
+        while (request := self.asked.get()) is not None and not over.is_set():
+            yield request
+
+
+class Watches:
+    """Opens and closes watches, and keeps them on a stream from a thread of its own."""
+
+    def __init__(self, connection: Connection, keys: Keyspace, read: Read) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._read = read
+        self._lock = threading.Lock()
+        self._open: list[Watch] = []
+        self._stream: _Stream | None = None
+        self._failures = 0
+        self.thread = threading.Thread(target=self._run, name="watches", daemon=True)
+
+    @property
+    def close_s(self) -> float:
+        return self._connection.timeouts.close_s
+
+    @property
+    def over(self) -> bool:
+        return self._connection.closed.is_set()
+
+    def add(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
+        watch = Watch(self._keys, prefix, changed, self)
+        with self._lock:
+            self._open.append(watch)
+            if self._stream is not None:
+                self._ask(self._stream, watch)
+            if self.thread.ident is None:
+                self.thread.start()
+        return watch
+
+    def drop(self, watch: Watch) -> None:
+        """Have etcd send no more of it."""
+        with self._lock:
+            if watch in self._open:
+                self._open.remove(watch)
+            stream = self._stream
+            if stream is None:
+                return
+            for number in [n for n, other in stream.watches.items() if other is watch]:
+                del stream.watches[number]
+                self._cancel(stream, number)
+
+    def _ask(self, stream: _Stream, watch: Watch) -> None:
+        key, end = self._keys.span(watch.prefix)
+        create = rpc.WatchCreateRequest(key=key, range_end=end)
+        stream.unanswered.append(watch)
+        stream.asked.put(rpc.WatchRequest(create_request=create))
+
+    def _cancel(self, stream: _Stream, number: int) -> None:
+        cancel = rpc.WatchCancelRequest(watch_id=number)
+        stream.asked.put(rpc.WatchRequest(cancel_request=cancel))
+
+    def _run(self) -> None:
+        while not self.over:
+            try:
+                self._follow()
+            except StoreUnavailable:
+                self._failures += 1
+            except Exception:
+                log.exception("the watches begin again after an error")
+                self._failures += 1
+            if self._failures and not self.over:
+                self._connection.pause(self._failures)
+
+    def _follow(self) -> None:
+        """Tell every prefix as it is, then each change, until the next re-read is due."""
+        stream = _Stream(self._connection.history.asked())
+        with self._lock:
+            self._stream = stream
+            for watch in self._open:
+                self._ask(stream, watch)
+        resync_s = self._connection.timeouts.resync_s * random.uniform(0.8, 1.0)
+        try:
+            with self._connection.stream(
+                "watch", "Watch", stream.requests, deadline_s=resync_s
+            ) as responses:
+                for response in responses:
+                    if self.over or not self._take(stream, response):
+                        return
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.asked.put(None)
+
+    def _take(self, stream: _Stream, response: Any) -> bool:
+        """One response; False ends the stream."""
+        if self._connection.check(stream.history, response.header) != stream.history.number:
+            return False
+        if response.created:
+            watch = self._answered(stream, response)
+        else:
+            with self._lock:
+                watch = stream.watches.get(response.watch_id)
+        if response.canceled and watch is not None:
+            # Refused, compacted past our revision, or ended by the server: a re-read mends all.
+            why = response.cancel_reason or f"compacted at {response.compact_revision}"
+            log.info("watch of %r ended by etcd: %s", watch.prefix, why)
+            self._failures += 1
+            return False
+        self._connection.answered()
+        if response.created and watch is not None:
+            stream.unread.append(watch)
+        elif watch is not None and watch not in stream.unread:
+            watch.advance(response.events)
+        self._read_begun(stream)
+        self._failures = 0
+        return True
+
+    def _read_begun(self, stream: _Stream) -> None:
+        """Read and tell what has begun, once etcd has begun all that it was asked for.
+
+        The changes that came until then are older than what is read.
+        """
+        with self._lock:
+            if stream.unanswered:
+                return
+        begun, stream.unread = stream.unread, []
+        for watch in begun:
+            if not watch.closed:
+                watch.begin(self._read_patiently(watch.prefix))
+
+    def _read_patiently(self, prefix: str) -> Snapshot:
+        deadline_s = self._connection.timeouts.request_s
+        for failures in range(1, SLOW_READS):
+            try:
+                return self._read(prefix, deadline_s)
+            except CallFailed as error:
+                if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+            self._connection.pause(failures)
+            deadline_s *= 2
+        return self._read(prefix, deadline_s)
+
+    def _answered(self, stream: _Stream, response: Any) -> Watch | None:
+        """The watch that etcd has begun, or refused, under the response's number; None: it was
+        closed meanwhile."""
+        with self._lock:
+            watch = stream.unanswered.popleft()
+            if not watch.closed:
+                if not response.canceled:
+                    stream.watches[response.watch_id] = watch
+                return watch
+            if not response.canceled:
+                self._cancel(stream, response.watch_id)
+            return None

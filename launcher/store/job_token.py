@@ -1,0 +1,121 @@
+"""The job's token: the password of everything that agents serve but metrics and health.
+
+Rules:
+1. The token that a node was given counts; what stands in the store then is its digest alone.
+2. Otherwise the first node makes one and puts it into the store, for the others and for commands.
+3. Nodes of one job use one token: a node that was given another one, or none where one is needed,
+   does not join.
+4. The record in the store is written once. It stays when the job ends and begins again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import dataclass, field, replace
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.protocol.documents import to_bytes
+from elasticzero.launcher.secrets import TOKEN as VARIABLE
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.api import Condition, Entry, Store
+from elasticzero.serialization import decode
+
+KEY = "token"
+MIN_LENGTH = 16
+DIGEST_SHOWN = 16
+"""Characters of the digest that stand in a world."""
+HOW = f"--token-file FILE or the environment variable {VARIABLE}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What the store knows of the job's token."""
+
+    digest: str
+    """SHA-256 of the token, in hexadecimal."""
+    token: str | None = field(default=None, repr=False)
+    """The token itself where no node was given one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The token of a node's job, and what stands in the store of it."""
+
+    secret: Secret
+    record: Record
+    revision: int
+    """The one at which the record was written."""
+
+    @property
+    def digest(self) -> str:
+        """Enough of the digest to tell tokens apart."""
+        return self.record.digest[:DIGEST_SHOWN]
+
+    def at(self, revision: int) -> Agreed:
+        """The same, the record written at another revision."""
+        return replace(self, revision=revision)
+
+
+def check_given(token: Secret | None) -> Secret | None:
+    """The token as it was given; raises `UserError` for one that cannot serve, without naming
+    it."""
+    if token is not None:
+        text = token.reveal
+        if len(text) < MIN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
+            raise UserError(
+                f"the job's token ({HOW}): at least {MIN_LENGTH} printable ASCII characters "
+                "without spaces are wanted; `openssl rand -hex 32` makes one"
+            )
+    return token
+
+
+def agree(store: Store, given: Secret | None) -> Agreed:
+    """The token of this node's job, put into the store if none is there.
+
+    Raises `UserError` if the job has another one.
+    """
+    mine = given or Secret(secrets.token_urlsafe(32))
+    record = Record(digest=_digest(mine), token=mine.reveal if given is None else None)
+    absent = Condition(key=KEY, mod_revision=0)
+    while (entry := _entry(store)) is None:
+        revision = store.write({KEY: to_bytes(record)}, conditions=[absent])
+        if revision is not None:
+            return Agreed(mine, record, revision)
+    found = record_in(entry)
+    if given is None and found.token is not None:
+        return Agreed(Secret(found.token), found, entry.mod_revision)
+    if given is not None and hmac.compare_digest(found.digest, _digest(given)):
+        return Agreed(given, found, entry.mod_revision)
+    raise UserError(
+        f"{'no token' if given is None else 'another token than its other nodes'} was given to "
+        f"this node of the job; give all of them the same, by {HOW}. To change a job's token, "
+        f"stop its nodes and delete the key `{KEY}` of the job in etcd"
+    )
+
+
+def of_job(store: Store, given: Secret | None) -> Secret | None:
+    """The token with which a command reads what the job's agents serve; None: it was not given, and
+    the store has its digest alone. Raises `UserError` if the job has another one."""
+    entry = _entry(store)
+    record = record_in(entry) if entry is not None else None
+    if given is None or record is None:
+        return Secret(record.token) if record is not None and record.token is not None else given
+    if not hmac.compare_digest(record.digest, _digest(given)):
+        raise UserError(f"the token given is not that of the job's nodes; check {HOW}")
+    return given
+
+
+def record_in(entry: Entry) -> Record:
+    """The record that an entry holds."""
+    return decode(Record, json.loads(entry.value), KEY)
+
+
+def _entry(store: Store) -> Entry | None:
+    return store.read(KEY, limit=1).entries.get(KEY)
+
+
+def _digest(token: Secret) -> str:
+    return hashlib.sha256(token.reveal.encode()).hexdigest()

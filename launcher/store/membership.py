@@ -1,0 +1,256 @@
+"""This node's registration in the store: the lease, the incarnation, and what is offered to others.
+
+A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
+incarnation if `world` still names it, and so keeps its place; otherwise it comes back as a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from zlib import crc32
+
+from elasticzero.errors import StoreUnavailable, UserError
+from elasticzero.launcher.protocol.documents import Member, to_bytes
+from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, Store
+
+RETRY_S = 0.3
+PAUSE_SHARE_OF_TTL = 0.25
+OUTAGE_SHARE_OF_TTL = 0.6
+"""A gap so long between two confirmations means that the store was away, unless nobody looked at
+them for so long."""
+
+
+def new_incarnation() -> str:
+    return secrets.token_hex(4)
+
+
+def bound_socket() -> socket.socket:
+    """A TCP socket bound to a free port and not listening: the port stays ours for rank 0's
+    store."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("", 0))
+    return sock
+
+
+class Membership:
+    """Registers `member` and keeps it registered until `close`."""
+
+    def __init__(
+        self,
+        store: Store,
+        member: Member,
+        ttl_s: int,
+        store_socket: socket.socket,
+        *,
+        bind: Callable[[], socket.socket] = bound_socket,
+        draw_incarnation: Callable[[], str] = new_incarnation,
+    ) -> None:
+        self.me = member
+        self.well_since_s = 0.0
+        """Since when no interruption of the own lease was seen."""
+        self._store = store
+        self._ttl_s = ttl_s
+        self._socket = store_socket
+        self._bind = bind
+        self._draw_incarnation = draw_incarnation
+        self._lease: Lease | None = None
+        self._retry_s = 0.0
+        self._tries = 0
+        self._last_confirmed_s = 0.0
+        self._last_check_s = 0.0
+        self._registered = member
+        self._own = {member.incarnation}
+        """Every incarnation under which this agent was registered: a restored backup may bring back
+        an earlier one, which does not lapse where its lease is still renewed."""
+        self._stands = False
+        """The registration was put under the present lease."""
+        self._seen_revision = 0
+        self._met = False
+        """A registration of this name, be it the own one, was seen: it is looked at first."""
+        self._taken = False
+        """The last one that was seen is another agent's."""
+        self.revision = 0
+        """The one at which the registration was put."""
+        self.lapses = 0
+        """How often the lease was lost."""
+
+    @property
+    def key(self) -> str:
+        return f"members/{self.me.node}"
+
+    @property
+    def stands(self) -> bool:
+        """The registration was put under a lease that lives, as far as is known."""
+        return self._stands and self._lease is not None and not self._lease.lost
+
+    @property
+    def confirmed_s(self) -> float:
+        """When the store last confirmed the lease."""
+        return self._lease.confirmed_s if self._lease is not None else 0.0
+
+    def condition(self) -> Condition:
+        """Holds only while this registration stands: no write of a leader whose place was taken."""
+        entry = self._store.read(self.key).entries.get(self.key)
+        if entry is None or not self._is_mine(entry.value):
+            raise StoreUnavailable(
+                f"the registration of {self.me.node} has lapsed; it is renewed first"
+            )
+        return Condition(key=self.key, mod_revision=entry.mod_revision, value=entry.value)
+
+    def lost_data(self, now_s: float) -> None:
+        """The store has lost its data: put the registration anew. The other nodes have time to do
+        so too before they count as missing."""
+        self._stands = False
+        self._seen_revision = -1
+        self._retry_s = 0.0
+        self.well_since_s = now_s
+
+    def join(
+        self,
+        waiting: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Register; a predecessor of the same name gets twice its TTL and a second to be gone: etcd
+        renews leases when it comes back itself.
+
+        waiting: told what is waited for. Raises `UserError` if the name stays taken, and
+        `StoreUnavailable` if the store is too slow: every lease had lapsed before its first use.
+        """
+        deadline_s = clock() + 2 * self._ttl_s + 1.0
+        told = False
+        while not self._registers():
+            late = clock() > deadline_s
+            if late and not self._taken:
+                raise StoreUnavailable(
+                    f"{self.me.node} could not register within {2 * self._ttl_s + 1} s: each "
+                    f"lease of {self._ttl_s} s had lapsed when it was to be used; the agent tries "
+                    "again: check the load of etcd and of this machine, or give a longer "
+                    "--lease-ttl"
+                )
+            if late:
+                raise UserError(
+                    f"another agent is registered as node {self.me.node!r} and is alive; give each "
+                    "node a name of its own with --node-name, or stop the other agent"
+                )
+            if self._taken and not told:
+                waiting(
+                    f"a former registration of {self.me.node} has not lapsed yet; waiting for it"
+                )
+                told = True
+            sleep(RETRY_S)
+
+    def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
+        """Renew what has lapsed, or what the leader ended because nothing was heard from here.
+
+        named: the world has a place for this incarnation, or there is no world yet.
+        """
+        lease = self._lease
+        if lease is None:
+            return
+        unlooked_s = now_s - self._last_check_s + self._ttl_s / 3
+        longest_s = max(OUTAGE_SHARE_OF_TTL * self._ttl_s, unlooked_s)
+        if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > longest_s:
+            self.well_since_s = lease.confirmed_s
+        self._last_check_s = now_s
+        self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
+        left_out = not named and self._seen_revision != world_revision
+        if (self._stands and not lease.lost and not left_out) or now_s < self._retry_s:
+            return
+        self._retry_s = now_s + self._pause_s()
+        self._tries += 1
+        if lease.lost:
+            self.well_since_s = now_s
+        with suppress(StoreUnavailable, LeaseLost):
+            if left_out and self.key in self._store.read(self.key).entries:
+                self._seen_revision = world_revision
+                self._tries = 0
+                return
+            if not named and self.me.incarnation == self._registered.incarnation:
+                self.me = replace(self.me, incarnation=self._draw_incarnation())
+            if self.register():
+                self._seen_revision = world_revision
+                self._tries = 0
+
+    def _pause_s(self) -> float:
+        """Before the next try to register anew: longer after each, and another one for each node,
+        but the others must not take a node that lives for one that is gone."""
+        longest_s = max(RETRY_S, PAUSE_SHARE_OF_TTL * self._ttl_s)
+        spread = crc32(f"{self.me.node} {self._tries}".encode()) / 2**32
+        return min(longest_s, RETRY_S * 2.0 ** min(self._tries, 10)) * (0.5 + 0.5 * spread)
+
+    def _registers(self) -> bool:
+        try:
+            return self.register()
+        except LeaseLost:  # etcd was away for longer than the lease lives: take another
+            return False
+
+    def register(self) -> bool:
+        """Put the registration under a live lease; False when another incarnation has the name."""
+        if not self._met and self._put(0):
+            return True
+        entry = self._store.read(self.key).entries.get(self.key)
+        self._taken = entry is not None and not self._is_mine(entry.value)
+        return not self._taken and self._put(entry.mod_revision if entry is not None else 0)
+
+    def _put(self, before: int) -> bool:
+        """Write the registration where what stands there was written at that revision; 0: nothing
+        stands there."""
+        self._met = True
+        if self._lease is None or self._lease.lost:
+            if self._lease is not None:
+                self._lease.close(revoke=False)
+                self.lapses += 1
+            self._stands = False
+            self._lease = self._store.lease(self._ttl_s)
+        condition = Condition(key=self.key, mod_revision=before)
+        put = {self.key: to_bytes(self.me)}
+        revision = self._store.write(put, conditions=[condition], lease=self._lease)
+        if revision is None:
+            return False
+        self.revision = revision
+        self._registered = self.me
+        self._own.add(self.me.incarnation)
+        self._stands = True
+        return True
+
+    def _is_mine(self, value: bytes) -> bool:
+        incarnation = json.loads(value).get("incarnation")
+        return incarnation == self.me.incarnation or incarnation in self._own
+
+    def take_store_socket(self) -> socket.socket:
+        """The socket bound to the registered port, for rank 0; a new one is offered from now on."""
+        taken = self._socket
+        self._socket = self._bind()
+        self.me = replace(self.me, store_port=self._socket.getsockname()[1])
+        return taken
+
+    def close(self) -> None:
+        """Give the name back at once."""
+        if self._lease is not None:
+            with suppress(StoreUnavailable):
+                self._lease.close(revoke=self._store.reachable)
+            self._lease = None
+        self._socket.close()
+
+
+def reachable_address(endpoint: str) -> str:
+    """The address under which machines that reach `endpoint` also reach this one.
+
+    endpoint: host:port, with or without a scheme.
+    """
+    host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host.strip("[]") or "127.0.0.1", int(port or 2379)))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

@@ -1,0 +1,201 @@
+"""Writes what an agent knows of its job into a store that has lost its data.
+
+Rules:
+ 1. Of two histories of a job, the one whose world outranks the other's goes on (`world.outranks`),
+    with its alarm, its end, and what operators asked in either. So nodes that came to the emptied
+    store, and may have begun a world there, join the nodes that were there before.
+ 2. All of it is written in one transaction, on condition that everything is as it was just read.
+    Of two agents that write at once, one reads what the other wrote, and finds nothing missing.
+ 3. The members of the world write one after another, the first of them at once, nodes without a
+    place last: mostly one agent writes, and the others only read.
+ 4. Until then, what was known counts on for this agent, and its workers train as before.
+ 5. The record of the job's token stays in the store for the whole life of the job. Where the lease
+    or the world is gone, but no revision tells of a loss, that record shows whether there was one.
+    So does a world, or an alarm of its generation, that is gone while this node is registered: no
+    job is begun again (--restart) before its nodes are gone.
+ 6. A registration in a restored backup may be that of a node that is gone since. For twice a TTL
+    and a second no registration brings a node into a world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.protocol.documents import to_bytes
+from elasticzero.launcher.store.api import Condition, Entry, Store
+from elasticzero.launcher.store.job_token import KEY, Agreed, record_in
+from elasticzero.launcher.store.membership import Membership
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, WORLD, Observer
+
+AGAIN_S = 0.3
+"""Seconds until the next try, where the store did not answer or another agent wrote first."""
+TURN_S, LAST_TURN_S = 0.02, 2.0
+"""Seconds by which each member of the world writes later than the one before it, and the longest
+such wait, which is also that of nodes without a place."""
+
+
+class Forgetful(Protocol):
+    """Something that remembers what it saw in the store: see `Lookout`."""
+
+    def lost_data(self, now_s: float) -> None: ...
+
+    def restored(self, so: bool) -> None: ...
+
+
+class StoreRecovery:
+    """Finds that the store has lost its data, and writes one agent's part of them anew."""
+
+    def __init__(
+        self,
+        store: Store,
+        observer: Observer,
+        membership: Membership,
+        lookout: Forgetful | None,
+        agreed: Agreed | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """agreed: the job's token and its record in the store; None: there is no such record.
+        say: receives a sentence on what was lost, and one on what was written anew."""
+        self._store = store
+        self._observer = observer
+        self._membership = membership
+        self._lookout = lookout
+        self._agreed = agreed
+        self._say = say
+        self._history = store.history
+        self._lapses = membership.lapses
+        self._due_s: float | None = None
+        """When this agent writes what it knows; None: nothing is to be written."""
+        self._doubt = False
+        self._look_s = 0.0
+        """The token's record is not looked at before then."""
+
+    def adopt(self, agreed: Agreed) -> None:
+        """The job's token is another one from now on."""
+        self._agreed = agreed
+
+    def attend(self, now_s: float) -> None:
+        """Look whether the store has lost its data; where it has, write what is missing."""
+        if self._membership.lapses != self._lapses:
+            self._lapses, self._doubt = self._membership.lapses, True
+        doubt = self._doubt or bool(self._observer.kept)
+        unknown = doubt and self._due_s is None and self._store.history == self._history
+        if unknown and now_s >= self._look_s:
+            self._look_at_record(now_s)
+        if self._store.history != self._history:
+            self._begin(now_s)
+        if self._due_s is not None and now_s >= self._due_s:
+            self._due_s = now_s + AGAIN_S
+            try:
+                if self._restore():
+                    self._due_s, self._doubt = None, False
+            except StoreUnavailable:
+                pass  # the next try is due soon; what was known counts until then
+
+    def _begin(self, now_s: float) -> None:
+        """Another history has begun."""
+        self._history = self._store.history
+        world, _ = self._observer.world()
+        me = self._membership.me
+        index = world.find(me.node, me.incarnation) if world is not None else None
+        self._due_s = now_s + (LAST_TURN_S if index is None else min(LAST_TURN_S, TURN_S * index))
+        self._membership.lost_data(now_s)
+        if self._lookout is not None:
+            self._lookout.lost_data(now_s)
+        on = "" if world is None else f"; generation {world.generation} goes on"
+        self._say(f"etcd lost its data ({self._store.loss}){on}")
+
+    def _look_at_record(self, now_s: float) -> None:
+        """Rule 5."""
+        self._look_s = now_s + AGAIN_S
+        known = self._agreed
+        try:
+            record = self._read(KEY) if known is not None else None
+        except StoreUnavailable:
+            return
+        lapsed, self._doubt = self._doubt or not self._membership.stands, False
+        same = record is not None and known is not None and record.mod_revision == known.revision
+        if known is not None and not same:
+            what = "is gone" if record is None else "was written anew"
+            self._store.distrust(f"the record of the job's token {what}", self._history)
+        elif self._observer.kept and known is not None and not lapsed:
+            self._store.distrust("what it held is gone", self._history)
+        else:
+            self._observer.settle()
+
+    def _read(self, key: str) -> Entry | None:
+        return self._store.read(key).entries.get(key)
+
+    def _restore(self) -> bool:
+        """Write what is missing; False where that is to be tried again."""
+        stands = self._look_again()
+        if self._store.history != self._history:
+            return False
+        record = stands.get(KEY)
+        if self._lookout is not None:
+            self._lookout.restored(record is not None and self._is_mine(record))
+        puts, deletes = self._missing(stands)
+        if puts or deletes:
+            keys = sorted({WORLD, CONTROL, DONE, KEY, *puts})
+            conditions = [_as_read(key, stands.get(key)) for key in keys]
+            if self._store.write(puts, deletes=deletes, conditions=conditions) is None:
+                return False
+            self._say(f"wrote anew what etcd lost: {', '.join(_described(puts))}")
+            record = self._look_again().get(KEY)
+        if record is not None and self._agreed is not None and self._is_mine(record):
+            self._agreed = self._agreed.at(record.mod_revision)
+        self._observer.settle()
+        return True
+
+    def _look_again(self) -> dict[str, Entry]:
+        """What stands in the store now, by key, the record of the token included."""
+        stands: dict[str, Entry] = {}
+        for prefix in (WORLD, CONTROL, DONE, ALARM):
+            snapshot = self._store.read(prefix)
+            self._observer.put(prefix, snapshot)
+            stands |= snapshot.entries
+        record = self._read(KEY) if self._agreed is not None else None
+        return stands if record is None else {**stands, KEY: record}
+
+    def _is_mine(self, record: Entry) -> bool:
+        return self._agreed is not None and record_in(record).digest == self._agreed.record.digest
+
+    def _missing(self, stands: Mapping[str, Entry]) -> tuple[dict[str, bytes], list[str]]:
+        """What is to be written, and deleted, so that the store tells what is known here."""
+        observer, kept = self._observer, self._observer.kept
+        world, _ = observer.world()
+        wins = observer.lost_world() is not None
+        puts: dict[str, bytes] = {WORLD: kept[WORLD].value} if wins else {}
+        deletes = [DONE] if wins and DONE in stands and DONE not in kept else []
+        alarm = f"{ALARM}{world.generation}" if world is not None else ALARM
+        for key in (DONE, alarm):
+            if key in kept and key not in stands:
+                puts[key] = kept[key].value
+        control = to_bytes(observer.control())
+        if CONTROL in kept and (CONTROL not in stands or stands[CONTROL].value != control):
+            puts[CONTROL] = control
+        if self._agreed is not None:
+            record = stands.get(KEY)
+            if record is None or (wins and not self._is_mine(record)):
+                puts[KEY] = to_bytes(self._agreed.record)
+        return puts, deletes
+
+
+def _as_read(key: str, entry: Entry | None) -> Condition:
+    """Holds as long as a key is as it was read."""
+    if entry is None:
+        return Condition(key=key, mod_revision=0)
+    return Condition(key=key, mod_revision=entry.mod_revision, value=entry.value)
+
+
+def _described(puts: Mapping[str, bytes]) -> list[str]:
+    """What was written, in words."""
+    words = {
+        WORLD: "the generation and its members",
+        CONTROL: "what operators asked",
+        DONE: "the end of the job",
+        KEY: "the record of the job's token",
+    }
+    return [words.get(key, "the alarm of the generation") for key in puts]

@@ -1,0 +1,273 @@
+"""What one agent has seen of the store: the newest snapshot of each prefix it follows, and since
+when.
+
+Store threads put snapshots in; the agent's loop takes frozen values out. Times are this machine's
+monotonic clock, taken when a thing was first seen here.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Control,
+    Done,
+    Member,
+    Report,
+    World,
+    merged,
+    outranks,
+    world_from_bytes,
+)
+from elasticzero.launcher.store.api import Entry, Snapshot, Store, Subscription
+from elasticzero.serialization import decode
+
+T = TypeVar("T")
+
+WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
+    "world",
+    "control",
+    "done",
+    "alarm/",
+    "members/",
+    "reports/",
+)
+NOTHING_ASKED = Control()
+KEPT = (WORLD, CONTROL, DONE, ALARM)
+"""Prefixes of what counts on although the store has lost it."""
+
+
+def document(kind: type[Any], data: bytes) -> Any:
+    """The document of this kind that stands in the store as `data`."""
+    return world_from_bytes(data) if kind is World else decode(kind, json.loads(data))
+
+
+class Observer:
+    """Follows prefixes of the store and reads documents out of their newest snapshots.
+
+    Where the store has lost its data, what stood there before counts on, until `settle` is called:
+    of two worlds the one that outranks the other, with its alarm and its end.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        changed: Callable[[], None],
+        read_document: Callable[[type[Any], bytes], Any] = document,
+    ) -> None:
+        self._store = store
+        self._read = read_document
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._latest: dict[str, Snapshot] = {}
+        self._subscriptions: dict[str, Subscription] = {}
+        self._decoded: dict[str, tuple[Entry, Any]] = {}
+        """By key: an entry, and the document that stood there."""
+        self._kept: dict[str, Entry] = {}
+        """By key: what stood in the store before it lost its data."""
+        self._doubted: int | None = None
+        """The history in which the world shrank: what it told after that is of another one."""
+        self._gathered: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
+        """By prefix: a snapshot, and its documents by node."""
+
+    def follow(self, prefixes: Iterable[str]) -> None:
+        """Follow exactly these prefixes from now on."""
+        wanted = set(prefixes)
+        if wanted == self._subscriptions.keys():
+            return
+        for prefix in sorted(self._subscriptions.keys() - wanted):
+            self._subscriptions.pop(prefix).close()
+            with self._lock:
+                self._latest.pop(prefix, None)
+            self._gathered.pop(prefix, None)
+            for key in [key for key in self._decoded if key.startswith(prefix)]:
+                del self._decoded[key]
+        for prefix in sorted(wanted - self._subscriptions.keys()):
+            self._subscriptions[prefix] = self._store.watch(prefix, self._take(prefix))
+
+    def _take(self, prefix: str) -> Callable[[Snapshot], None]:
+        def take(snapshot: Snapshot) -> None:
+            self.put(prefix, snapshot)
+            self._changed()
+
+        return take
+
+    def put(self, prefix: str, snapshot: Snapshot) -> None:
+        """Take in a snapshot, unless a newer one is here."""
+        with self._lock:
+            known = self._latest.get(prefix)
+            if known is None:
+                self._latest[prefix] = snapshot
+            elif (known.history, known.revision) <= (snapshot.history, snapshot.revision):
+                self._latest[prefix] = snapshot
+                if prefix in KEPT:
+                    self._note_loss(prefix, known, snapshot)
+
+    def _note_loss(self, prefix: str, known: Snapshot, found: Snapshot) -> None:
+        """Keep what was known, where the store has lost its data, or may have: in one history an
+        alarm goes with its generation, but the world stays, and only ever grows."""
+        if known.history != found.history:
+            if known.history != self._doubted:
+                self._keep(known.entries)
+        elif self._has_shrunk(known, found):
+            self._keep(known.entries)
+            for other in (CONTROL, DONE, ALARM):
+                if other in self._latest:
+                    self._keep(self._latest[other].entries)
+            self._doubted = known.history
+
+    def _has_shrunk(self, known: Snapshot, found: Snapshot) -> bool:
+        """Whether a world is gone, or stands there at another revision, or is another one that does
+        not follow it; or the alarm of the present generation is gone."""
+        before, after = known.entries.get(WORLD), found.entries.get(WORLD)
+        gone = [k for k in known.entries if k.startswith(ALARM) and k not in found.entries]
+        world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
+        if world is not None:
+            return f"{ALARM}{self._read(World, world.value).generation}" in gone
+        if before is None or before == after:
+            return False
+        if after is None:
+            return True
+        one, other = (self._read(World, entry.value) for entry in (before, after))
+        return one.token == other.token or outranks(one, other)
+
+    def _keep(self, entries: Mapping[str, Entry]) -> None:
+        before = self._kept.get(WORLD)
+        kept = {**self._kept, **entries}
+        if before is not None and WORLD in entries:
+            worlds = [self._read(World, entry.value) for entry in (before, kept[WORLD])]
+            if outranks(*worlds):
+                kept[WORLD] = before
+        self._kept = kept
+
+    @property
+    def kept(self) -> Mapping[str, Entry]:
+        """What stood in the store, by key, before it lost its data, or may have lost them."""
+        return self._kept
+
+    def settle(self) -> None:
+        """From now on the store's word counts alone: it holds what was kept, or better."""
+        with self._lock:
+            self._kept = {}
+            self._doubted = None
+
+    def get(self, prefix: str) -> Snapshot | None:
+        """The newest snapshot of a followed prefix; None before the first."""
+        return self._latest.get(prefix)
+
+    def world(self) -> tuple[World | None, int]:
+        """The world, and the revision of what stands in the store (0: there is none)."""
+        entry = self._entry(WORLD, WORLD)
+        found = self._document(entry, World) if entry is not None else None
+        revision = entry.mod_revision if entry is not None else 0
+        return (self._kept_world(found) or found), revision
+
+    def world_value(self) -> bytes | None:
+        """The world as it stands in the store."""
+        entry = self._entry(WORLD, WORLD)
+        return entry.value if entry is not None else None
+
+    def lost_world(self) -> World | None:
+        """The world that the store has lost, where it outranks the one that stands there now."""
+        entry = self._entry(WORLD, WORLD)
+        return self._kept_world(self._document(entry, World) if entry is not None else None)
+
+    def _kept_world(self, found: World | None) -> World | None:
+        entry = self._kept.get(WORLD)
+        kept: World | None = self._document(entry, World, "kept") if entry is not None else None
+        return kept if kept is not None and outranks(kept, found) else None
+
+    def done(self) -> Done | None:
+        kept = self._kept.get(DONE)
+        if kept is not None:
+            return self._document(kept, Done)
+        entry, ended, world = self._entry(DONE, DONE), self.get(DONE), self.get(WORLD)
+        if entry is None or ended is None:
+            return None
+        if world is not None and world.history < ended.history:
+            return None  # which world has ended is about to be told
+        return self._document(entry, Done) if self.lost_world() is None else None
+
+    def control(self) -> Control:
+        entry, kept = self._entry(CONTROL, CONTROL), self._kept.get(CONTROL)
+        found = self._document(entry, Control) if entry is not None else NOTHING_ASKED
+        return found if kept is None else merged(self._document(kept, Control, "kept"), found)
+
+    def alarm(self, generation: int) -> Alarm | None:
+        key = f"{ALARM}{generation}"
+        entry = self._entry(ALARM, key) or self._kept.get(key)
+        return self._document(entry, Alarm) if entry is not None else None
+
+    def reports(self, generation: int) -> Mapping[str, Report] | None:
+        """By node; None while they are not followed. The same object as long as nothing changes."""
+        return self._gather(reports_of(generation), Report)
+
+    def members(self) -> Mapping[str, Member] | None:
+        """By node, the oldest registration first; None while they are not followed. The same object
+        as long as nothing changes."""
+        return self._gather(MEMBERS, Member)
+
+    def _gather(self, prefix: str, kind: type[T]) -> Mapping[str, T] | None:
+        """The documents of a followed folder by node, the oldest first."""
+        snapshot = self.get(prefix)
+        if snapshot is None:
+            return None
+        known = self._gathered.get(prefix)
+        if known is not None and known[0] is snapshot:
+            return known[1]
+        entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
+        start = len(prefix)
+        found = {entry.key[start:]: self._document(entry, kind) for entry in entries}
+        self._gathered[prefix] = (snapshot, found)
+        return found
+
+    def _entry(self, prefix: str, key: str) -> Entry | None:
+        snapshot = self.get(prefix)
+        return snapshot.entries.get(key) if snapshot is not None else None
+
+    def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
+        """What stands in an entry, read once as long as it does not change. place: where it stands,
+        if not in the store."""
+        key = f"{entry.key} {place}" if place else entry.key
+        known = self._decoded.get(key)
+        if known is None or (known[0] is not entry and known[0] != entry):
+            known = self._decoded[key] = (entry, self._read(kind, entry.value))
+        result: T = known[1]
+        return result
+
+
+def reports_of(generation: int) -> str:
+    """Prefix of a generation's reports."""
+    return f"{REPORTS}{generation}/"
+
+
+def members_of(snapshot: Snapshot) -> dict[str, Member]:
+    """The registrations in a snapshot of `members/`, oldest first."""
+    entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
+    members = [decode(Member, json.loads(entry.value), entry.key) for entry in entries]
+    return {member.node: member for member in members}
+
+
+class Since:
+    """Since when things have been so: remembers the time at which each key first appeared."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+
+    def update(self, keys: Iterable[str], now_s: float) -> dict[str, float]:
+        """The keys that are so now, each with the time it was first seen in an unbroken row."""
+        first = self._first
+        self._first = {key: first.get(key, now_s) for key in keys}
+        return self._first
+
+    def since(self, generation: int, so: bool, now_s: float) -> float | None:
+        """Since when it has been so in this generation; None if it is not."""
+        if not so:
+            self._first = {}
+            return None
+        key = str(generation)
+        return self.update((key,), now_s)[key]

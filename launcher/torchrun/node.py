@@ -1,0 +1,336 @@
+"""One node of a torchrun rendezvous: its registration, what it sees of the others, and its asking.
+
+A thread observes, decides and acts; those who ask for a place wait for what it finds. Knows nothing
+of torch. The keys stand under `torchrun:ID`, which no job of `elasticzero run` can be called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elasticzero.errors import ElasticZeroError, StoreUnavailable
+from elasticzero.launcher.protocol.documents import Done, Member, World, check_invariants, to_bytes
+from elasticzero.launcher.protocol.view import StoreHealth
+from elasticzero.launcher.store.api import Condition, LeaseLost, Store, job_prefix
+from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
+from elasticzero.launcher.store.recovery import StoreRecovery
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, Observer, Since
+from elasticzero.launcher.torchrun.rules import (
+    Action,
+    Refusal,
+    Refuse,
+    Register,
+    Reopen,
+    RoundLimits,
+    RoundView,
+    Take,
+    WriteRound,
+    decide,
+    lost,
+    newcomers,
+)
+
+log = logging.getLogger(__name__)
+
+TURN_S = 0.2
+"""A turn is taken so often when nothing changes."""
+RETRY_S = 0.5
+"""Pause after the store did not answer."""
+JOIN_THREAD_S = 10.0
+
+
+def rendezvous_prefix(run_id: str) -> str:
+    """Where everything about one rendezvous stands."""
+    return job_prefix(f"torchrun:{run_id}")
+
+
+class NoPlace(ElasticZeroError):
+    """A node asked for a place and there will be none."""
+
+    def __init__(self, kind: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node's place in a world."""
+
+    world: World
+    index: int
+    socket: socket.socket | None
+    """First node: bound to the port where the others will look for its store."""
+
+    @property
+    def size(self) -> int:
+        return len(self.world.members)
+
+    @property
+    def host(self) -> str:
+        return self.world.members[0].host
+
+    @property
+    def port(self) -> int:
+        return self.world.members[0].store_port
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Why the world of this node shall be made anew."""
+
+    lost: tuple[str, ...] = ()
+    newcomers: tuple[str, ...] = ()
+
+
+class Participant:
+    """Registers this node when it first asks, and looks after the registration until it leaves."""
+
+    def __init__(
+        self,
+        store: Store,
+        etcd: str,
+        host: str,
+        limits: RoundLimits,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
+        """`etcd`: its endpoints, for messages; `host`: where other nodes reach this one."""
+        self.limits = limits
+        self.host = host
+        self._store, self._etcd, self._say = store, etcd, say
+        store_socket = bound_socket()
+        me = Member(
+            node=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            incarnation=new_incarnation(),
+            host=host,
+            http_port=0,
+            store_port=store_socket.getsockname()[1],
+            nproc=1,
+        )
+        self._membership = Membership(store, me, int(limits.lease_ttl_s), store_socket)
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._observer = Observer(store, self._wake.set)
+        self._recovery = StoreRecovery(
+            store, self._observer, self._membership, None, None, self._tell
+        )
+        self._missing = Since()
+        self._known: frozenset[tuple[str, str]] = frozenset()
+        self._last_join_s = self._retry_s = 0.0
+        self._newcomer, self._registered, self._placed = True, False, False
+        self._said = ""
+        self._answer = threading.Condition()
+        self._asked_s: float | None = None
+        self._asked_anew = False
+        self._found: Place | NoPlace | None = None
+        self._trains = False
+        self._change = Change()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        return self._membership.me.node
+
+    def next_place(self) -> Place:
+        """Leave the place this node has, and wait for one in a new world; raises `NoPlace`."""
+        if self._over.is_set():
+            raise NoPlace("closed", f"{self.name} has left the rendezvous at etcd {self._etcd}")
+        if self._thread is None:
+            atexit.register(self.leave)
+            self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+            self._thread.start()
+        with self._answer:
+            self._asked_s, self._asked_anew = time.monotonic(), True
+            self._found, self._trains, self._change = None, False, Change()
+            self._wake.set()
+            self._answer.wait_for(lambda: self._found is not None)
+            found = self._found
+        assert found is not None
+        if isinstance(found, NoPlace):
+            raise found
+        return found
+
+    def begin(self) -> None:
+        """All of the world have met: from now on the end of this node is the end of the run."""
+        self._trains = True
+
+    def change(self) -> Change:
+        """What has happened to the world of this node; asks nobody, so it may be called often."""
+        return self._change
+
+    def closed(self) -> bool:
+        """Whether the rendezvous is closed, as far as this node knows; raises `StoreUnavailable` if
+        it knows nothing."""
+        if self._observer.get(DONE) is None:
+            return DONE in self._store.read(DONE).entries
+        return self._observer.done() is not None
+
+    def close_for_all(self, done: Done) -> None:
+        """Say that the run is over; raises `StoreUnavailable` when that could not be written."""
+        deadline_s = time.monotonic() + self.limits.close_timeout_s
+        absent = Condition(key=DONE, mod_revision=0)
+        while True:
+            try:
+                self._store.write({DONE: to_bytes(done)}, conditions=[absent])
+                return
+            except StoreUnavailable:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(RETRY_S)
+
+    def ends_the_run(self) -> bool:
+        """Whether the end of this node ends the run: it trains in the present world."""
+        world = self._observer.world()[0] if self._trains else None
+        return world is not None and world.names(self._membership.me)
+
+    def leave(self) -> None:
+        """Give up the registration and everything else; the others see it at once."""
+        self._over.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_THREAD_S)
+        atexit.unregister(self.leave)
+        self._trains = False
+        self._membership.close()
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(TURN_S)
+            self._wake.clear()
+            if self._over.is_set():
+                return
+            try:
+                self._turn(time.monotonic())
+            except (StoreUnavailable, LeaseLost) as error:
+                self._tell(str(error))
+                self._retry_s = time.monotonic() + RETRY_S
+            except Exception as error:  # noqa: BLE001  the top of a thread
+                self._settle(self._broken(error))
+
+    def _broken(self, error: Exception) -> NoPlace:
+        log.debug("a turn failed", exc_info=True)
+        return NoPlace(
+            "state",
+            f"what stands at etcd {self._etcd} for this rendezvous cannot be used "
+            f"({type(error).__name__}: {error}); choose another --rdzv-id",
+        )
+
+    def _turn(self, now_s: float) -> None:
+        self._observer.follow({MEMBERS, WORLD, DONE})
+        with self._answer:
+            if self._asked_anew:
+                self._asked_anew = self._registered = False
+                fresh = replace(self._membership.me, incarnation=new_incarnation())
+                self._membership.me = fresh
+            asked_s = self._asked_s
+        self._recovery.attend(now_s)
+        self._keep_registered(now_s)
+        view = self._view(asked_s, now_s)
+        if asked_s is None:
+            gone = lost(view, now_s, self.limits)
+            self._change = Change(tuple(gone), tuple(newcomers(view, gone, self.limits)))
+            return
+        turn = decide(view, now_s, self.limits)
+        self._tell(turn.reason)
+        if turn.spare:
+            self._asked_s = now_s
+        match turn.action:
+            case Take(world, index):
+                self._placed, self._change = True, Change()
+                first = self._membership.take_store_socket() if index == 0 else None
+                self._settle(Place(world, index, first))
+            case Refuse(kind):
+                self._over.set()
+                self._membership.close()
+                self._settle(NoPlace(kind, turn.reason))
+            case action if now_s >= self._retry_s:
+                self._write(action, asked_s)
+
+    def _write(self, action: Action | None, asked_s: float) -> None:
+        match action:
+            case Register() if self._membership.register():
+                self._registered, self._newcomer = True, False
+                self._observer.put(MEMBERS, self._store.read(MEMBERS))
+            case Reopen():
+                done = self._observer.get(DONE)
+                if done is not None and DONE in done.entries:
+                    revision = done.entries[DONE].mod_revision
+                    still = Condition(key=DONE, mod_revision=revision)
+                    self._store.write({}, deletes=[DONE, WORLD], conditions=[still])
+                for prefix in (DONE, WORLD):
+                    self._observer.put(prefix, self._store.read(prefix))
+            case WriteRound():
+                self._look_again_and_write(asked_s)
+            case _:
+                pass
+
+    def _look_again_and_write(self, asked_s: float) -> None:
+        """Write the next world, if it is still what a fresh look at the store leads to."""
+        self._observer.put(MEMBERS, self._store.read(MEMBERS))
+        now_s = time.monotonic()
+        action = decide(self._view(asked_s, now_s), now_s, self.limits).action
+        if isinstance(action, WriteRound):
+            before, revision = self._observer.world()
+            check_invariants(before, action.world)
+            conditions = [
+                Condition(key=WORLD, mod_revision=revision),
+                Condition(key=DONE, mod_revision=0),
+                self._membership.condition(),
+            ]
+            self._store.write({WORLD: to_bytes(action.world)}, conditions=conditions)
+            self._observer.put(WORLD, self._store.read(WORLD))
+
+    def _settle(self, found: Place | NoPlace) -> None:
+        """Answer who asked."""
+        with self._answer:
+            if self._asked_s is not None and not self._asked_anew:
+                self._asked_s, self._found = None, found
+                self._answer.notify_all()
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = reason
+            self._say(f"{self.name}: {reason}")
+
+    def _keep_registered(self, now_s: float) -> None:
+        """Renew a lapsed registration, as the same incarnation, while it has a place or asks."""
+        world, _ = self._observer.world()
+        named = world is not None and world.names(self._membership.me)
+        if named or self._registered:
+            self._membership.check(now_s, named=True, world_revision=0)
+
+    def _view(self, asked_s: float | None, now_s: float) -> RoundView:
+        members = self._observer.members()
+        world, _ = self._observer.world()
+        heard = all(self._observer.get(prefix) is not None for prefix in (MEMBERS, WORLD, DONE))
+        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+        if known - self._known:
+            self._last_join_s = now_s
+        self._known = known
+        placed = world.members if world is not None and members is not None else ()
+        missing = [member.node for member in placed if member.node not in (members or {})]
+        return RoundView(
+            me=self._membership.me,
+            etcd=self._etcd,
+            members=members if heard else None,
+            world=world,
+            done=self._observer.done(),
+            asked_s=asked_s,
+            registered=self._registered,
+            newcomer=self._newcomer,
+            placed=self._placed,
+            last_join_s=self._last_join_s,
+            missing_since_s=self._missing.update(missing, now_s),
+            store=StoreHealth(
+                reachable=self._store.reachable,
+                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
+                confirmed_s=self._membership.confirmed_s,
+            ),
+            token=secrets.token_hex(8),
+        )

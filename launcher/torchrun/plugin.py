@@ -1,0 +1,303 @@
+"""The plug-in for torchrun: `torchrun --rdzv-backend elasticzero --rdzv-endpoint HOST:2379 …`.
+
+torch loads this module whenever it imports its own rendezvous package, in every process and for
+every backend, and from within that import. So nothing heavy is imported before a handler is made.
+The only file of the launcher that imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+    )
+
+    from elasticzero.launcher.store.etcd.access import Access
+    from elasticzero.launcher.torchrun.node import NoPlace, Participant, Place
+    from elasticzero.launcher.torchrun.rules import RoundLimits
+else:
+    RendezvousHandler = object  # `create` registers the class with torch's
+
+DEFAULT_ETCD_PORT = 2379
+OPTIONS = ("join_timeout", "last_call_timeout", "close_timeout", "connect_timeout", "lease_ttl")
+"""What --rdzv-conf may say, in seconds; the first three are torch's own names."""
+ACCESS = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
+"""What --rdzv-conf may say besides: files and a user, as `elasticzero run` takes them."""
+TORCHS_OWN = ("timeout", "read_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+"""Options of torch's handlers that have no meaning here; torchrun always gives the first."""
+MEET_TIMEOUT_S = 60.0
+"""The nodes of a new world that have not met at rank 0's store by then do not reach it."""
+STORE_TIMEOUT_S = 60.0
+ARRIVED = "elasticzero/arrived"
+LOOK_S = 0.02
+PROBE_S = 2.0
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point: what makes a handler of torchrun's parameters."""
+    return create
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """A handler; raises `ValueError` for parameters that cannot be meant."""
+    from torch.distributed.elastic.rendezvous import api
+    from torch.distributed.elastic.utils.logging import get_logger
+
+    from elasticzero.errors import UserError
+    from elasticzero.launcher.secrets import forget_secrets
+    from elasticzero.launcher.store.etcd.store import EtcdStore
+    from elasticzero.launcher.store.membership import reachable_address
+    from elasticzero.launcher.torchrun.node import Participant, rendezvous_prefix
+
+    api.RendezvousHandler.register(Handler)
+    limits = _limits(parameters)
+    endpoints = _endpoints(parameters.endpoint)
+    try:
+        access = _access(parameters.config)
+        store = EtcdStore(endpoints, rendezvous_prefix(parameters.run_id), access=access)
+    except UserError as error:
+        raise ValueError(_in_torchs_words(str(error))) from None
+    forget_secrets(os.environ)
+    host = parameters.local_addr or reachable_address(endpoints[0].rpartition("://")[2])
+    say = get_logger(__name__).info
+    participant = Participant(store, ",".join(endpoints), host, limits, say)
+    return Handler(parameters.backend, parameters.run_id, participant)
+
+
+def _endpoints(text: str) -> list[str]:
+    """HOST[:PORT],… with etcd's usual port where none is given."""
+    found = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not found:
+        raise ValueError("the elasticzero rendezvous needs --rdzv-endpoint HOST:PORT of an etcd v3")
+    with_port = []
+    for endpoint in found:
+        _, colon, port = endpoint.rpartition("://")[2].rpartition(":")
+        has_port = bool(colon) and not port.endswith("]")
+        with_port.append(endpoint if has_port else f"{endpoint}:{DEFAULT_ETCD_PORT}")
+    return with_port
+
+
+def _access(given: Mapping[str, Any]) -> Access:
+    """How etcd is approached; raises `UserError`."""
+    from elasticzero.launcher.store.etcd.access import asked_for
+
+    values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
+    return asked_for(**values, environment=os.environ)
+
+
+def _in_torchs_words(text: str) -> str:
+    """A complaint about options of `elasticzero run`, by their names in --rdzv-conf."""
+    for option in sorted(ACCESS, key=len, reverse=True):
+        text = text.replace(f"--{option.replace('_', '-')} ", f"--rdzv-conf {option}=")
+    return text
+
+
+def _limits(parameters: RendezvousParameters) -> RoundLimits:
+    from elasticzero.launcher.torchrun.rules import RoundLimits
+
+    given: Mapping[str, Any] = parameters.config
+    unknown = sorted(set(given) - {*OPTIONS, *ACCESS, *TORCHS_OWN})
+    if unknown:
+        raise ValueError(
+            f"--rdzv-conf {unknown[0]}: unknown; there are {', '.join(OPTIONS + ACCESS)}"
+        )
+    seconds = {}
+    for option in OPTIONS:
+        if option in given:
+            try:
+                seconds[f"{option}_s"] = float(given[option])
+            except ValueError:
+                raise ValueError(
+                    f"--rdzv-conf {option}={given[option]}: seconds are wanted, as a number"
+                ) from None
+    return RoundLimits(min_nodes=parameters.min_nodes, max_nodes=parameters.max_nodes, **seconds)
+
+
+class Handler(RendezvousHandler):
+    """torch's `RendezvousHandler` over a `Participant`."""
+
+    def __init__(self, backend: str, run_id: str, participant: Participant) -> None:
+        self._backend, self._run_id = backend, run_id
+        self._participant = participant
+        self._store: TCPStore | None = None
+        """Of the present world, or of the one before it until there is a next: the workers of
+        nodes that have not left that one yet must not lose it."""
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers use the agents' store, which outlives them."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This node's rank among the nodes, and a store that all of them have reached."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+        from elasticzero.launcher.torchrun.node import NoPlace
+
+        store = None
+        while store is None:
+            try:
+                place = self._participant.next_place()
+            except NoPlace as error:
+                raise _torchs(error) from None
+            store = self._meet(place)
+        self._participant.begin()
+        self._store = store
+        info = RendezvousStoreInfo(place.host, place.port)
+        if not self.use_agent_store:
+            host = self._participant.host
+            info = RendezvousStoreInfo.build(place.index, store, local_addr=host)
+        return RendezvousInfo(store, place.index, place.size, info)
+
+    def is_closed(self) -> bool:
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        from elasticzero.errors import StoreUnavailable
+
+        try:
+            return self._participant.closed()
+        except StoreUnavailable as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def set_closed(self) -> None:
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        from elasticzero.errors import StoreUnavailable
+
+        try:
+            self._close(f"closed by {self._participant.name}", failed=False)
+        except StoreUnavailable as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0, torchrun starts its workers again, without counting that as a restart: when
+        somebody waits, and when somebody is lost too."""
+        change = self._participant.change()
+        return len(change.lost) + len(change.newcomers)
+
+    def shutdown(self) -> bool:
+        """Leave; a node that trained ends the run for all, as with torch's own handlers.
+
+        torchrun does not say how it ended; it calls this while its error is on the way. That of
+        one node makes the others give up at once, instead of waiting for a node that is gone.
+        """
+        from elasticzero.errors import StoreUnavailable
+
+        error = sys.exc_info()[1]
+        name = self._participant.name
+        reason = f"the workers of {name} finished"
+        if error is not None:
+            words = str(error).strip().splitlines() or [""]
+            reason = f"{name} ended with {type(error).__name__}: {words[0][:200]}"
+        closed = True
+        try:
+            if self._participant.ends_the_run():
+                self._close(reason, failed=error is not None)
+        except StoreUnavailable:
+            closed = False
+        self._participant.leave()
+        return closed
+
+    def _close(self, reason: str, *, failed: bool) -> None:
+        from elasticzero.launcher.protocol.documents import Done
+
+        outcome = Done(outcome="failed" if failed else "finished", step=0, reason=reason)
+        self._participant.close_for_all(outcome)
+
+    def _meet(self, place: Place) -> TCPStore | None:
+        """The store of a new world once all its nodes are there; None: the world is no more.
+
+        So no worker is started in a world of which a node was lost while it was made.
+        """
+        from torch.distributed import DistError
+
+        deadline_s = time.monotonic() + MEET_TIMEOUT_S
+        # torch's store blocks far past its timeout on a host that is dead or silent.
+        if place.socket is None and not self._wait(
+            lambda: _listens(place.host, place.port), place, deadline_s
+        ):
+            return None
+        try:
+            store = _open(place)
+            store.add(ARRIVED, 1)
+            if self._wait(lambda: store.add(ARRIVED, 0) >= place.size, place, deadline_s):
+                return store
+        except DistError:
+            # The first node has given this world up, or is gone: that will be seen in etcd.
+            self._wait(lambda: False, place, deadline_s)
+        return None
+
+    def _wait(self, so: Callable[[], bool], place: Place, deadline_s: float) -> bool:
+        """Whether it came to be so, before some node of the world was lost."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        while not so():
+            if self._participant.change().lost or self._participant.closed():
+                return False
+            if time.monotonic() > deadline_s:
+                first = place.world.members[0].node
+                raise RendezvousConnectionError(
+                    f"the {place.size} nodes of generation {place.world.generation} did not meet "
+                    f"within {MEET_TIMEOUT_S:g} s at {place.host}:{place.port}, the store of "
+                    f"{first}: check that all nodes reach that address; --local-addr on "
+                    "a node names another for it"
+                )
+            time.sleep(LOOK_S)
+        return True
+
+
+def _open(place: Place) -> TCPStore:
+    """The store of a world: the first node serves it, the others connect to it."""
+    from torch._C._distributed_c10d import TCPStore
+
+    lifetime = timedelta(seconds=STORE_TIMEOUT_S)
+    if place.socket is None:
+        return TCPStore(place.host, place.port, timeout=lifetime, wait_for_workers=False)
+    return TCPStore(
+        place.host,
+        place.port,
+        is_master=True,
+        timeout=lifetime,
+        wait_for_workers=False,
+        master_listen_fd=place.socket.detach(),
+        use_libuv=True,
+    )
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False
+
+
+def _torchs(error: NoPlace) -> Exception:
+    """The error of torch's that says the same."""
+    from torch.distributed.elastic.rendezvous import api
+
+    kinds = {
+        "closed": api.RendezvousClosedError,
+        "over": api.RendezvousGracefulExitError,
+        "timeout": api.RendezvousTimeoutError,
+        "connection": api.RendezvousConnectionError,
+        "state": api.RendezvousStateError,
+    }
+    return kinds[error.kind](str(error))

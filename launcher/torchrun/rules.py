@@ -1,0 +1,322 @@
+"""Registrations and the present world to what one node of a torchrun rendezvous does next.
+
+Pure. torchrun stops and starts its workers itself, and asks for a place when it wants them to
+train; so there is no alarm and no report here, only `members/`, `world` and `done`. A node asks by
+registering as a new incarnation, which tells everybody that it has left its old place.
+
+Rules of a node that asks, the first that applies:
+ T1  etcd was never heard of: wait for it, for `connect_timeout_s`.
+ T2  the rendezvous is closed: refused. A newcomer first gives the nodes of a closed one a TTL and a
+     second to be gone; then it opens it again, as a new run.
+ T3  this asking is not registered yet: register.
+ T4  `world` names this registration: take the place.
+ T5  `world` is full and all of it stands: wait as a spare, as long as it takes.
+ T6  asked longer than `join_timeout_s` ago: refused.
+ T7  some member of `world` still stands in its place: wait for it to leave. It does, for it sees
+     those who wait.
+ T8  a member is missing and may be well, because etcd was not: wait until that is known.
+ T9  fewer than MIN ask: wait.
+ T10 there is room for more, and somebody came a moment ago: wait for others. A moment is
+     `last_call_timeout_s` when all are new, and `GROW_SETTLE_S` when new ones join old ones.
+ T11 this node will be the first of the next world: write it.
+A node that has a place (`lost`, `newcomers`) asks for a new one when a member of its world has left
+or is gone, when somebody waits for whom there is room, or when the rendezvous failed elsewhere.
+Invariant: a world names only registrations that asked and have no place yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elasticzero.ipc.messages import Resume
+from elasticzero.launcher.protocol.documents import Done, Member, World, line_up
+from elasticzero.launcher.protocol.view import StoreHealth
+
+GROW_SETTLE_S = 0.5
+STRATEGY = "torchrun"
+"""What `world` says of the state: it is the script's own affair."""
+NAMES_SHOWN = 4
+
+Refusal = Literal["closed", "over", "timeout", "connection", "state"]
+"""Closed; over, and never needed; no place in time; no etcd; documents that make no sense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """What `--nnodes` and `--rdzv-conf` say; times in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    join_timeout_s: float = 600.0
+    """Who has no place by then gives up, unless it is a spare."""
+    last_call_timeout_s: float = 30.0
+    """A first world below MAX waits so long after the last node that came."""
+    close_timeout_s: float = 30.0
+    """How long to try to write that the rendezvous is closed."""
+    connect_timeout_s: float = 60.0
+    """How long to wait for a first answer of etcd."""
+    lease_ttl_s: float = 5.0
+    """A node that etcd has not heard of for so long is gone."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ValueError(f"nodes {self.min_nodes}:{self.max_nodes}: not MIN:MAX, MIN from 1")
+        if self.lease_ttl_s < 2:
+            raise ValueError(f"lease_ttl={self.lease_ttl_s:g}: etcd grants no lease below 2 s")
+        times = ("join_timeout_s", "last_call_timeout_s", "close_timeout_s", "connect_timeout_s")
+        for name in times:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name.removesuffix('_s')}={getattr(self, name):g}: below 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """All that one node sees; never changed in place."""
+
+    me: Member
+    etcd: str
+    """Its endpoints, for messages."""
+    members: Mapping[str, Member] | None = None
+    """Registrations, oldest first; None: etcd was not heard of yet."""
+    world: World | None = None
+    done: Done | None = None
+    asked_s: float | None = None
+    """Since when this node asks for a place; None: it does not."""
+    registered: bool = False
+    """`me` was registered since it asked."""
+    newcomer: bool = True
+    """It was never registered before."""
+    placed: bool = False
+    """It has had a place in this run."""
+    last_join_s: float = 0.0
+    """When the newest registration was first seen here."""
+    missing_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Members of the world without a registration, since when."""
+    store: StoreHealth = field(default_factory=StoreHealth)
+    token: str = ""
+    """For the next world, drawn by the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Put the registration into the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Take away what an earlier run of the same id left."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRound:
+    """Write the next world."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The place is there."""
+
+    world: World
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """There will be no place."""
+
+    kind: Refusal
+
+
+Action = Register | Reopen | WriteRound | Take | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What to do now, and why."""
+
+    action: Action | None
+    reason: str
+    spare: bool = False
+    """It waits though nothing is wrong: the time to join has not begun."""
+
+
+def decide(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
+    """The next action of this node, by the rules above."""
+    if view.asked_s is None:
+        return Turn(None, "not asking for a place")
+    asked_s, world = now_s - view.asked_s, view.world
+    if view.members is None:
+        if asked_s >= limits.connect_timeout_s:
+            return Turn(Refuse("connection"), _no_etcd(view, asked_s, "connect_timeout"))
+        return Turn(None, f"waiting for etcd at {view.etcd}")
+    if view.done is not None:
+        return _closed(view, view.done, asked_s, limits)
+    index = world.find(view.me.node, view.me.incarnation) if world is not None else None
+    if view.registered and world is not None and index is not None:
+        return Turn(Take(world, index), f"generation {world.generation}: {world.reason}")
+    if view.registered and world is not None and _is_full(view, world, limits):
+        reason = f"all {limits.max_nodes} places are taken; waiting as a spare"
+        return Turn(None, reason, spare=True)
+    if asked_s >= limits.join_timeout_s:
+        return _late(view, asked_s, limits)
+    if not view.registered:
+        return Turn(Register(), "registering")
+    return _next_world(view, now_s, limits)
+
+
+def _closed(view: RoundView, done: Done, asked_s: float, limits: RoundLimits) -> Turn:
+    """Rule T2."""
+    if not view.newcomer:
+        unneeded = done.outcome != "failed" and not view.placed
+        return Turn(Refuse("over" if unneeded else "closed"), _why_closed(view, done))
+    others = list(view.members or {})
+    if not others:
+        return Turn(Reopen(), "an earlier run of this id is over; beginning a new one")
+    if asked_s <= limits.lease_ttl_s + 1.0:
+        return Turn(None, f"an earlier run is over; waiting for {_names(others)} to be gone")
+    return Turn(Refuse("closed"), _why_closed(view, done))
+
+
+def _why_closed(view: RoundView, done: Done) -> str:
+    return f"the rendezvous at etcd {view.etcd} is closed: {done.reason}"
+
+
+def _no_etcd(view: RoundView, asked_s: float, option: str) -> str:
+    return (
+        f"etcd at {view.etcd} did not answer within {asked_s:.0f} s (--rdzv-conf {option}=S): "
+        "check --rdzv-endpoint, and that etcd runs and is in reach from this node"
+    )
+
+
+def _late(view: RoundView, asked_s: float, limits: RoundLimits) -> Turn:
+    """Rule T6."""
+    if not view.store.reachable:
+        return Turn(Refuse("connection"), _no_etcd(view, asked_s, "join_timeout"))
+    here, standing = len(view.members or {}), _standing(view, view.world)
+    missing = f"{_names(standing)} did not leave the generation before" if standing else ""
+    reason = (
+        f"no place within {asked_s:.0f} s (--rdzv-conf join_timeout=S) at etcd {view.etcd}: "
+        f"{missing or f'{here} of at least {limits.min_nodes} nodes are here'}"
+    )
+    return Turn(Refuse("timeout"), reason)
+
+
+def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
+    """Rules T7 to T11."""
+    world, members = view.world, view.members or {}
+    if standing := _standing(view, world):
+        assert world is not None
+        return Turn(None, f"waiting for {_names(standing)} to leave generation {world.generation}")
+    unsure = [
+        node
+        for node, since_s in view.missing_since_s.items()
+        if not _lapsed(view, since_s, now_s, limits)
+    ]
+    if unsure:
+        return Turn(None, f"{_names(unsure)} may be gone; waiting to be sure")
+    had_places = {member.node for member in world.members} if world is not None else set()
+    staying = [member for member in members.values() if member.node in had_places]
+    joiners = [member for member in members.values() if member.node not in had_places]
+    lined = line_up(world, joiners, staying, limits.max_nodes)
+    if len(lined) < limits.min_nodes:
+        return Turn(None, f"{len(lined)} of at least {limits.min_nodes} nodes are here")
+    pause_s = limits.last_call_timeout_s
+    if staying:
+        pause_s = min(GROW_SETTLE_S, pause_s) if joiners else 0.0
+    if len(lined) < limits.max_nodes and now_s - view.last_join_s < pause_s:
+        here = f"{len(lined)} of at most {limits.max_nodes} nodes are here"
+        return Turn(None, f"{here}; waiting {pause_s:g} s for more")
+    if lined[0].node != view.me.node or lined[0].incarnation != view.me.incarnation:
+        return Turn(None, f"waiting for {lined[0].node} to write the next generation")
+    following = World(
+        generation=world.generation + 1 if world is not None else 1,
+        token=view.token,
+        members=lined,
+        strategy=STRATEGY,
+        resume=Resume(tier="fresh"),
+        reason=_why(world, lined),
+    )
+    return Turn(WriteRound(following), following.reason)
+
+
+def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
+    """Nodes without which the world of this node, which has a place in it, cannot go on.
+
+    This node itself, if the world has gone on without it; the node whose failure closed it.
+    """
+    world = view.world
+    if view.done is not None:
+        return [view.done.reason] if view.done.outcome == "failed" else []
+    if world is None or not world.names(view.me):
+        return [view.me.node]
+    members = view.members or {}
+    missing = view.missing_since_s
+    return [
+        member.node
+        for member in world.members
+        if (
+            members[member.node].incarnation != member.incarnation
+            if member.node in members
+            else member.node in missing and _lapsed(view, missing[member.node], now_s, limits)
+        )
+    ]
+
+
+def newcomers(view: RoundView, lost_nodes: Sequence[str], limits: RoundLimits) -> list[str]:
+    """Nodes that wait and for which the world of this node has room."""
+    world = view.world
+    if world is None or view.done is not None:
+        return []
+    had_places = {member.node for member in world.members}
+    waiting = [node for node in view.members or {} if node not in had_places]
+    return waiting[: max(0, limits.max_nodes - len(had_places) + len(lost_nodes))]
+
+
+def _standing(view: RoundView, world: World | None) -> list[str]:
+    """Members of the world whose very registration is there: they have not left their places."""
+    members = view.members or {}
+    return [
+        member.node
+        for member in (world.members if world is not None else ())
+        if member.node in members and members[member.node].incarnation == member.incarnation
+    ]
+
+
+def _is_full(view: RoundView, world: World, limits: RoundLimits) -> bool:
+    """Whether nobody can be taken in beside those who stand in the world."""
+    return len(_standing(view, world)) == len(world.members) >= limits.max_nodes
+
+
+def _lapsed(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
+    """Whether a missing registration means a missing node.
+
+    After an outage every lease may be gone though every node is well: they get a TTL to come back.
+    One who is not of that world cannot know since when etcd is well, and waits a TTL too.
+    """
+    health, world, ttl_s = view.store, view.world, limits.lease_ttl_s
+    own_lease_is_fresh = now_s - health.confirmed_s <= ttl_s / 2
+    store_is_well = health.reachable and now_s - health.well_since_s >= ttl_s
+    knows = world is not None and any(member.node == view.me.node for member in world.members)
+    return own_lease_is_fresh and store_is_well and (knows or now_s - since_s >= ttl_s)
+
+
+def _why(world: World | None, lined: Sequence[Member]) -> str:
+    """Why the next world is made."""
+    if world is None:
+        return f"{len(lined)} node{'s' * (len(lined) > 1)} came together"
+    before, after = [m.node for m in world.members], [m.node for m in lined]
+    parts = []
+    if gone := [node for node in before if node not in after]:
+        parts.append(f"{_names(gone)} gone")
+    if came := [node for node in after if node not in before]:
+        parts.append(f"{_names(came)} joined")
+    return "; ".join(parts) or "the workers are started again"
+
+
+def _names(nodes: Sequence[str]) -> str:
+    shown = ", ".join(nodes[:NAMES_SHOWN])
+    return shown if len(nodes) <= NAMES_SHOWN else f"{shown} and {len(nodes) - NAMES_SHOWN} more"

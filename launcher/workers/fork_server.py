@@ -1,0 +1,324 @@
+"""A process that has the heavy imports done and forks workers on request: `python -m ... FD
+PRELOAD…`.
+
+The agent is its parent and speaks to it over the inherited socket FD, one JSON object a message
+(SOCK_SEQPACKET). A request carries the worker's descriptors. The server is single-threaded and the
+workers' parent. It reaps them and tells the agent at once. What a worker started ends with it: its
+process group is killed, and what has left that group when the last worker has ended. When the agent
+is gone the socket closes, and the server ends every process below it, then itself; the workers die
+with the server by a parent-death signal, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elasticzero.errors import UserError, is_final, is_peer_error, one_line
+from elasticzero.ipc.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.ipc.messages import Failed, Message, ScriptEnded
+from elasticzero.launcher.workers.script_exit import exit_process
+from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
+from elasticzero.serialization import decode, encode
+
+MAX_MESSAGE_BYTES = 1 << 20
+CLEAN_UP_S = 5.0
+"""Limit for processes to be gone after SIGKILL; one that waits for a disk may take long."""
+CANNOT_EXECUTE = 126
+"""Exit status of a program that could not be started, as of a shell."""
+_THREADS_AT_START = os.environ.get("OMP_NUM_THREADS")
+DUMP_SIGNAL = signal.SIGRTMAX - 1
+"""Has a worker write the stack of every thread into its log, whoever holds Python's lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a worker is: a script or module, its arguments and its whole environment."""
+
+    target: str
+    """Path of a script, or name of a module."""
+    is_module: bool
+    is_program: bool = False
+    """`target` is a program's path, and Python has nothing to do with it."""
+    stdout_apart: bool = False
+    """Stdout has a file of its own, the last of the descriptors."""
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+    exit_timeout_s: float = 30.0
+    """Limit for the process to end once its script and the exit functions have; 0: none."""
+
+
+def serve(sock: socket.socket, preload: list[str]) -> None:
+    """Answers requests until the agent closes the socket or dies; then no process below is left.
+
+    SIGTERM, which may reach every process of a machine that is to stop, is left to the agent.
+    """
+    adopt_orphans()
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            _answer(sock, preload)
+    finally:
+        kill_descendants(CLEAN_UP_S)
+
+
+def _answer(sock: socket.socket, preload: list[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.disable()  # it would take a quarter of the time that the imports take
+    for name in preload:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays: a worker's collector need not go through it
+    gc.enable()
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # From now on a closed socket tells of the agent's death; a stopped server wakes up for it.
+    die_with_parent(os.getppid(), signal.SIGCONT)
+    sock.send(json.dumps({"ready": os.getpid()}).encode())
+    workers: set[int] = set()
+    while True:
+        readable = select.select([sock.fileno(), wake_read], [], [])[0]
+        if wake_read in readable:
+            with suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _report_the_dead(sock, workers)
+        if sock.fileno() in readable:
+            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
+            if not data:
+                return
+            launch = decode(Launch, json.loads(data))
+            pid = _fork(sock, launch, fds, (wake_read, wake_write))
+            workers.add(pid)
+            for fd in fds:
+                os.close(fd)
+            sock.send(json.dumps({"started": pid, "fds": fds}).encode())
+
+
+def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
+    """Reaps what has ended; tells of workers, after their process groups have been killed."""
+    ended: list[tuple[int, int]] = []
+    with suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid in workers:  # not reaped yet, so the group is still its own
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(found.si_pid, signal.SIGKILL)
+            pid, status = os.waitpid(found.si_pid, 0)
+            if pid in workers:
+                workers.discard(pid)
+                ended.append((pid, os.waitstatus_to_exitcode(status)))
+    if ended and not workers:
+        kill_descendants(CLEAN_UP_S)
+    for pid, code in ended:
+        sock.send(json.dumps({"ended": pid, "status": code}).encode())
+
+
+def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
+    """Fork a worker; fds: log, channel, bell, for rank 0 the store's bound socket, and where stdout
+    is apart its file."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        _lead_a_group(pid)
+        return pid
+    try:
+        die_with_parent(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _lead_a_group(0)
+        sock.close()
+        for fd in wake:
+            os.close(fd)
+        _become(launch, fds)
+    except BaseException:  # noqa: BLE001 - the top of a process: print, and never return to serve()
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _lead_a_group(pid: int) -> None:
+    """Make `pid` (0: this process) the leader of a process group. Done by parent and child both, so
+    that the group is there for whoever is first to signal it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, 0 if pid == 0 else pid)
+
+
+def _become(launch: Launch, fds: list[int]) -> NoReturn:
+    os.dup2(fds[-1] if launch.stdout_apart else fds[0], 1)
+    os.dup2(fds[0], 2)
+    os.close(fds[0])
+    if launch.stdout_apart:
+        os.close(fds.pop())
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    faulthandler.enable(file=2)  # a crash in native code leaves the stacks of Python's threads
+    faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(launch.directory)
+    os.environ.clear()
+    os.environ.update(launch.environment)
+    os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
+    os.environ[BELL_FD_VARIABLE] = str(fds[2])
+    if launch.is_program:
+        _execute(launch, fds[1:])
+    _limit_threads()
+    sys.argv = [launch.target, *launch.arguments]
+    gloo = sys.modules.get("elasticzero.comm.gloo")
+    if gloo is not None:
+        gloo.settle_before_destroying()
+    code, left = 0, list[object]()  # what the script leaves is not destroyed
+    try:
+        if launch.is_module:
+            sys.path[0] = launch.directory
+            left.append(runpy.run_module(launch.target, run_name="__main__", alter_sys=True))
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(launch.target))
+            left.append(runpy.run_path(launch.target, run_name="__main__"))
+    except SystemExit as stop:
+        code = _exit_code(stop)
+        if code != 0:  # said now: what runs at exit may take its time, and lose the peers first
+            _tell(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
+    except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
+        traceback.print_exc()
+        _tell(fds[1], fds[2], _failure_of(error))
+        code = 1
+        left.append(error)  # and with it what the script's frames hold
+    with suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    rank = launch.environment.get("RANK", "0")
+    ended = ScriptEnded(exit_code=code)
+    exit_process(code, rank, launch.exit_timeout_s, lambda: _tell(fds[1], fds[2], ended))
+
+
+def _execute(launch: Launch, fds: list[int]) -> NoReturn:
+    """Become a program, which may be a Python that calls `elasticzero.run`: fds are left to it."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    faulthandler.unregister(DUMP_SIGNAL)
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # its default would end the program
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execve(launch.target, [launch.target, *launch.arguments], os.environ)
+    except OSError as error:
+        print(f"{launch.target}: {error.strerror}", file=sys.stderr, flush=True)
+        failure = UserError(f"{launch.target} cannot be run: {error.strerror}")
+        _tell(fds[0], fds[1], _failure_of(failure))
+        os._exit(CANNOT_EXECUTE)
+
+
+def _limit_threads() -> None:
+    """Torch read OMP_NUM_THREADS when the server imported it; a worker may have one of its own."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    torch = sys.modules.get("torch")
+    if torch is not None and wanted.isdecimal() and int(wanted) > 0 and wanted != _THREADS_AT_START:
+        torch.set_num_threads(int(wanted))
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _failure_of(error: BaseException, text: str = "") -> Failed:
+    """What ended a script that `elasticzero.run` does not look after. text: in the place of the
+    error's own words and of its traceback."""
+    return Failed(
+        step=0,
+        blame="peer" if is_peer_error(error) else "user",
+        message=text or one_line(error),
+        traceback="" if text else "".join(traceback.format_exception(error)),
+        final=is_final(error),
+    )
+
+
+def _tell(channel_fd: int, bell: int, message: Message) -> None:
+    with suppress(ChannelClosed, OSError):
+        Channel(socket.socket(fileno=os.dup(channel_fd)), bell).send(message)
+
+
+class ForkServer:
+    """The agent's end: starts the server, asks for workers, hears of their ends."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+        self._socket = mine
+        self._ready = False
+        self._early: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
+        """Fork a worker; returns its process id and the numbers that `fds` have there."""
+        data = json.dumps(encode(launch)).encode()
+        socket.send_fds(self._socket, [data], fds)
+        while True:
+            message = self._receive()
+            if "started" in message:
+                return int(message["started"]), list(message["fds"])
+            self._early.append(message)
+
+    def wait_until_ready(self) -> None:
+        """Return when the imports are done; raises `ChannelClosed` if the server died over them."""
+        self._early = [message for message in [self._receive()] if "ready" not in message]
+        self._ready = True
+
+    def ended(self) -> list[tuple[int, int]]:
+        """(process id, exit code) of every worker that ended since the last call; does not wait."""
+        messages, self._early = self._early, []
+        while select.select([self._socket], [], [], 0)[0]:
+            messages.append(self._receive())
+        return [(int(m["ended"]), int(m["status"])) for m in messages if "ended" in m]
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._socket.recv(MAX_MESSAGE_BYTES)
+        if not data:
+            raise ChannelClosed("the fork server ended")
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    def close(self) -> None:
+        """Ends the server and every process below it."""
+        self._socket.close()
+        if self._ready:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.send_signal(signal.SIGCONT)
+                self._process.wait(CLEAN_UP_S + 1.0)
+        self._process.kill()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

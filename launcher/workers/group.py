@@ -1,0 +1,345 @@
+"""The workers of one node in one generation: start, ask, stop, reap; what they say.
+
+A `Gang` lives as long as its generation's workers. It turns messages and exits into the `Workers`
+value that `decide` sees, and passes on to the agent what metrics and the event log want.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticzero.ipc.messages import (
+    Abort,
+    Assignment,
+    Attached,
+    Failed,
+    Finished,
+    Message,
+    Request,
+    Restored,
+    Save,
+    ScriptEnded,
+    Stepped,
+    Stopping,
+    Waiting,
+)
+from elasticzero.launcher.protocol.documents import BLAME_ORDER, Failure
+from elasticzero.launcher.protocol.failure_policy import judge_exit
+from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.workers import error_file
+from elasticzero.launcher.workers.console_output import Console
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.process import Logs, Worker, fatal_stack, fork, hand, is_ending
+from elasticzero.launcher.workers.progress_monitor import HangWatch, Pace
+
+MAX_TRACEBACK = 4000
+LATE_AFTER_S = 5.0
+"""Workers that have not their state in place by then start slowly; those that have not even called
+`elasticzero.run` are taken for a plain script."""
+EXIT_TIMEOUT_S = 30.0
+EXIT_MARGIN_S = 2.0
+"""A process ends by itself at --exit-timeout; so much later it is taken for stuck."""
+EXIT_FUNCTIONS_S = 10.0
+"""A script that has failed gets so long for its exit functions once others are told to stop."""
+UNASKED_GRACE_S = 2.0
+"""A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker's process is gone."""
+
+    exit_code: int
+
+
+Heard = tuple[Worker, Message | Ended]
+
+
+@dataclass(slots=True)
+class Gang:
+    """This node's workers of one generation."""
+
+    server: ForkServer
+    generation: int
+    bell: int
+    """Descriptor of a pipe by which workers wake the agent."""
+    workers: list[Worker] = field(default_factory=list)
+    first_rank: int = 0
+    started_s: float = 0.0
+    failure: Failure | None = None
+    hangs: HangWatch = field(default_factory=HangWatch)
+    exit_timeout_s: float = 0.0
+    """Limit for a process to end once its script has; 0: none."""
+    console: Console = field(default_factory=Console)
+    kept: int = 0
+    """So many workers are processes of a generation before."""
+    _view: Workers = field(default_factory=Workers)
+    _complete_given: bool = False
+    _early: list[Heard] = field(default_factory=list)
+    """What was taken from the channels before it was asked for."""
+
+    def start(
+        self,
+        assignments: Sequence[Assignment],
+        launch: Launch,
+        log_dir: Path,
+        store: socket.socket | None,
+        kept: Mapping[int, Worker] | None = None,
+    ) -> None:
+        """A worker for each assignment: the one kept from a generation before for its local rank,
+        or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.exit_timeout_s = launch.exit_timeout_s
+        ranks = [assignment.local_rank for assignment in assignments]
+        apart = frozenset(rank for rank in ranks if self.console.apart(rank))
+        logs = Logs(directory=log_dir, apart=apart)
+        for assignment in assignments:
+            mine = store.fileno() if store is not None and assignment.rank == 0 else None
+            old = (kept or {}).get(assignment.local_rank)
+            worker = hand(old, assignment, mine) if old is not None else None
+            if worker is not None:
+                self.kept += 1
+            else:
+                worker = fork(self.server, assignment, launch, logs, self.bell, mine)
+            self.workers.append(worker)
+            ask = worker.ask_where
+            self.hangs.add(Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask))
+        self._view = Workers(generation=self.generation, running=len(self.workers))
+
+    def take_waiting(self) -> dict[int, Worker]:
+        """The workers that are ready for another generation, by local rank; they are no more this
+        gang's."""
+        ready = {w.local_rank: w for w in self.workers if w.running and w.waiting and not w.deaf}
+        self.workers = [worker for worker in self.workers if worker not in ready.values()]
+        return ready
+
+    def view(self, now_s: float) -> Workers:
+        """What `decide` sees."""
+        workers = self.workers
+        late = now_s - self.started_s >= LATE_AFTER_S
+        restored = all(worker.restored for worker in workers)
+        running = sum(worker.at_work for worker in workers)
+        left = all(w.stopping is not None and w.failed is None for w in workers)
+        return replace(
+            self._view,
+            running=running,
+            attached=all(worker.attached for worker in workers),
+            restored=restored,
+            plain=late and not any(worker.attached for worker in workers),
+            late=late and not restored,
+            saving=sum(w.at_work and w.stopping is not None for w in workers),
+            finished=running == 0 and all(worker.finished for worker in workers),
+            at_boundary=bool(workers) and left and self._view.aborted_s is None,
+            failed=self.failure is not None,
+            failure=self.failure,
+            **self.hangs.seen(now_s),
+        )
+
+    def watch_for_hangs(self, now_s: float) -> list[Failure]:
+        """Go on with a look at workers that make no step; what it found, when it is over."""
+        found = self.hangs.poll(now_s, ending=self._view.aborted_s is not None)
+        for failure in found:
+            if failure.rank in self.hangs.guilty:
+                self._fail(failure)
+        return found
+
+    def tell(self, message: Message) -> None:
+        """Pass a message on to every worker."""
+        self._send_all(message)
+
+    def ask(self, flags: int) -> None:
+        """Have the workers raise `flags` in the control word."""
+        self._view = replace(self._view, asked=self._view.asked | flags)
+        self._send_all(Request(flags=self._view.asked))
+
+    def stop(self, reason: str, now_s: float) -> None:
+        """Tell the workers to stop where they are; a script that does not listen gets SIGTERM.
+
+        What they have said, and whose end has begun, is looked at first: see B7 in `blame`.
+        """
+        for worker in self.workers:
+            if worker.running:
+                worker.ending = is_ending(worker.pid)
+                self._early += self._receive(worker, now_s)
+        self._view = replace(self._view, aborted_s=now_s)
+        self._send_all(Abort(reason=reason))
+        for worker in self.workers:
+            if worker.must_be_signalled:
+                worker.send_signal(signal.SIGTERM)
+
+    def kill(self, *, spare_saving: bool = False) -> None:
+        """SIGKILL, to each worker's whole process group; perhaps not to those that write their
+        snapshot."""
+        self._view = replace(self._view, killed=not spare_saving)
+        for worker in self.workers:
+            if worker.at_work and not (spare_saving and worker.stopping):
+                worker.send_signal(signal.SIGKILL)
+
+    def kill_deaf(self) -> None:
+        """SIGKILL to those that, as a look has found, could not obey."""
+        for worker in self.workers:
+            if worker.running and worker.rank in self.hangs.deaf:
+                worker.send_signal(signal.SIGKILL)
+
+    def kill_stopped(self) -> None:
+        """SIGKILL to those that a signal has stopped."""
+        for worker in self.workers:
+            if worker.at_work and worker.rank in self.hangs.stopped:
+                worker.send_signal(signal.SIGKILL)
+
+    def end_the_deaf(self, now_s: float) -> None:
+        """SIGKILL to scripts that did not heed SIGTERM in time."""
+        told_s = self._view.aborted_s
+        if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
+            for worker in self.workers:
+                ending = worker.failed is not None and not worker.attached and worker.running
+                slow = ending and now_s - told_s >= EXIT_FUNCTIONS_S
+                if worker.must_be_signalled or slow:
+                    worker.send_signal(signal.SIGKILL)
+
+    def kill_overdue(self, now_s: float) -> list[Worker]:
+        """SIGKILL to processes that are stuck after the end of their scripts; which they are."""
+        if self.exit_timeout_s <= 0:
+            return []
+        limit_s = self.exit_timeout_s + EXIT_MARGIN_S
+        stuck = [
+            worker
+            for worker in self.workers
+            if worker.running and now_s - (worker.script_ended_s or now_s) >= limit_s
+        ]
+        for worker in stuck:
+            worker.script_ended_s = None
+            worker.send_signal(signal.SIGKILL)
+        return stuck
+
+    def outlasted(self, now_s: float) -> list[Worker]:
+        """The workers that have finished so long ago that it is worth saying, with others of the
+        world still running."""
+        limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
+        return [w for w in self.workers if w.finished and 0 < w.ended_s <= now_s - limit_s]
+
+    def hear(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
+        """Everything the workers said, and which of them ended, since the last call; does not
+        wait."""
+        heard, self._early = self._early, []
+        for worker in self.workers:
+            heard += self._receive(worker, now_s)
+        by_pid = {worker.pid: worker for worker in self.workers}
+        for pid, code in ended:
+            if pid in by_pid:
+                worker = by_pid[pid]
+                heard += self._receive(worker, now_s)
+                heard.append((worker, Ended(code)))
+                self._take(worker, Ended(code), now_s)
+        return heard
+
+    def _receive(self, worker: Worker, now_s: float) -> list[Heard]:
+        messages = worker.receive()
+        for message in messages:
+            self._take(worker, message, now_s)
+        return [(worker, message) for message in messages]
+
+    def lost(self, message: str) -> None:
+        """The fork server died, and with it every worker."""
+        for worker in self.workers:
+            if worker.running:
+                self._take(worker, Ended(-signal.SIGKILL), 0.0)
+                worker.send_signal(signal.SIGKILL)  # what it started must not outlive it
+        self._fail(Failure(rank=self.first_rank, blame="environment", message=message))
+
+    def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
+        if isinstance(message, Ended):
+            self.hangs.gone(worker.rank, now_s)
+        else:
+            self.hangs.note(worker.rank, message, now_s)
+        match message:
+            case Attached():
+                worker.attached = True
+                if self._view.asked:
+                    worker.send(Request(flags=self._view.asked))
+                if self._view.aborted_s is not None:
+                    worker.send(Abort(reason="the generation is over"))
+            case Restored():
+                worker.restored = True
+            case Stepped():
+                step = max(self._view.step, message.step)
+                at_s = max(self._view.stepped_s, message.at_s)
+                self._view = replace(self._view, step=step, stepped_s=at_s)
+            case Waiting():
+                worker.waiting = True
+            case Finished():
+                worker.finished = True
+                step, reason = max(self._view.step, message.step), message.reason
+                self._view = replace(self._view, step=step, end_reason=reason)
+            case Stopping():
+                worker.stopping = message
+                wanted = message.clean and not (message.complete and self._complete_given)
+                self._complete_given |= wanted and message.complete
+                worker.send(Save(wanted=wanted))
+            case Failed():
+                worker.failed = message
+                self._blame(worker, message)
+            case ScriptEnded():
+                worker.script_ended_s = now_s
+                worker.script_exit_code = message.exit_code
+            case Ended():
+                said = worker.script_exit_code
+                worker.exit_code = message.exit_code if said is None else said
+                worker.ended_s = now_s
+                worker.channel.close()
+                self._judge_exit(worker)
+            case _:
+                pass
+
+    def _judge_exit(self, worker: Worker) -> None:
+        """An exit that no message explains is a failure of its own, with status 0 too (`os._exit`);
+        a plain script says nothing at all."""
+        code = worker.exit_code or 0
+        if worker.failed or worker.stopping:
+            return
+        if code == 0 and (worker.finished or not worker.attached):
+            worker.finished = True
+            return
+        asked = self._view.aborted_s is not None
+        step = self._view.step
+        failure = judge_exit(worker.rank, code, step, asked=asked, had_begun=worker.ending)
+        if failure is None:
+            return
+        trace = fatal_stack(worker) if code < 0 else ""
+        recorded = error_file.read(error_file.error_file(worker.log.parent, worker.local_rank))
+        if recorded is not None and code > 0:
+            failure, trace = replace(failure, message=recorded.message), recorded.traceback
+        self._fail(replace(failure, traceback=trace[-MAX_TRACEBACK:]))
+
+    def _blame(self, worker: Worker, message: Failed) -> None:
+        asked = self._view.aborted_s is not None
+        if asked and (message.blame == "peer" or not worker.attached):
+            return  # what a script says that SIGTERM has ended is no failure
+        failure = Failure(
+            rank=worker.rank,
+            blame=message.blame,
+            message=message.message,
+            step=message.step,
+            final=message.final,
+            bad_step=message.bad_step,
+            odd=message.odd,
+            verified=message.verified,
+            traceback=message.traceback[-MAX_TRACEBACK:],
+        )
+        self._fail(failure)
+
+    def _fail(self, failure: Failure) -> None:
+        """Keep the failure that explains the others; of equals the first."""
+        known = self.failure
+        order = BLAME_ORDER.index
+        if known is None or order(failure.blame) < order(known.blame):
+            self.failure = failure
+
+    def _send_all(self, message: Message) -> None:
+        for worker in self.workers:
+            if worker.at_work:
+                worker.send(message)

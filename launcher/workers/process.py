@@ -1,0 +1,246 @@
+"""One worker's process: forked, or kept from a generation before; told and heard; its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.messages import (
+    Assignment,
+    Failed,
+    Locate,
+    Message,
+    Stopping,
+    torchrun_environment,
+)
+from elasticzero.launcher import secrets as secret
+from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
+from elasticzero.launcher.workers.error_file import error_file
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+
+TAIL_BYTES = 1 << 20
+STACK_BYTES = 1 << 16
+"""The end of a log in which the stack of a crash is looked for."""
+FATAL = "Fatal Python error: "
+"""How such a stack begins."""
+PF_EXITING, PF_DUMPCORE = 0x4, 0x200
+"""Bits of a process's flags in /proc (include/linux/sched.h)."""
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+LOCAL_RANK_MACRO = "${local_rank}"
+"""torchrun replaces it in the arguments of scripts."""
+HAND_S = 1.0
+"""A kept process takes its new assignment within so long."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process and what it has said so far."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    channel: Channel
+    log: Path
+    """What it writes to stderr, and to stdout unless that has a file of its own."""
+    log_start: int
+    """Size of the log when this worker began."""
+    stdout_log: Path | None = None
+    stdout_start: int = 0
+    deaf: bool = False
+    """Its end of the channel is closed, though the process may still run."""
+    attached: bool = False
+    restored: bool = False
+    finished: bool = False
+    stopping: Stopping | None = None
+    failed: Failed | None = None
+    waiting: bool = False
+    """At an end with its generation, and ready for another."""
+    script_ended_s: float | None = None
+    """When its script and the exit functions had ended, though the process may still run."""
+    script_exit_code: int | None = None
+    ending: bool = False
+    """Its end had begun when it was asked to stop."""
+    exit_code: int | None = None
+    ended_s: float = 0.0
+    """When its process had ended; 0: it has not."""
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def at_work(self) -> bool:
+        """It belongs to its generation still."""
+        return self.running and not self.waiting
+
+    @property
+    def must_be_signalled(self) -> bool:
+        """It can be asked to stop by a signal alone. A script that has failed ends by itself: its
+        exit functions run."""
+        return self.running and not self.attached and self.failed is None
+
+    def send(self, message: Message) -> None:
+        """A worker that hears no more is passed over: its end is seen elsewhere."""
+        with suppress(ChannelClosed):
+            self.channel.send(message)
+
+    def ask_where(self) -> None:
+        """Have it say where its main thread is."""
+        self.send(Locate())
+
+    def receive(self) -> list[Message]:
+        """What it has said since the last call; does not wait."""
+        if not self.running or self.deaf:
+            return []
+        try:
+            return self.channel.drain()
+        except ChannelClosed:
+            self.deaf = True
+            return []
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To its whole process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logs:
+    """Where the output of a node's workers goes."""
+
+    directory: Path
+    apart: frozenset[int] = frozenset()
+    """Local ranks whose stdout has a file of its own."""
+
+
+def fork(
+    server: ForkServer,
+    assignment: Assignment,
+    launch: Launch,
+    logs: Logs,
+    bell: int,
+    store_fd: int | None,
+) -> Worker:
+    """A new process. bell: what it writes to when the agent is to hear it at once; store_fd: rank
+    0's bound socket, for rank 0."""
+    local_rank = assignment.local_rank
+    log = logs.directory / f"{local_rank}.log"
+    stdout_log = logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.apart else None
+    error_file(logs.directory, local_rank).unlink(missing_ok=True)
+    mine, theirs = socket.socketpair()
+    opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
+    fds = [opened[0], theirs.fileno(), bell]
+    if store_fd is not None:
+        fds.append(store_fd)
+    fds += opened[1:]
+    log_start, stdout_start = os.fstat(opened[0]).st_size, os.fstat(opened[-1]).st_size
+    environment = launch.environment | torchrun_environment(assignment)
+    arguments = tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
+    mine_to_run = replace(
+        launch,
+        environment=environment,
+        arguments=arguments,
+        stdout_apart=stdout_log is not None,
+    )
+    try:
+        pid, numbers = server.start(mine_to_run, fds)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        theirs.close()
+    channel = Channel(mine)
+    its_fd = numbers[3] if store_fd is not None else None
+    with suppress(ChannelClosed):
+        channel.send(replace(assignment, store_fd=its_fd))
+    mine.setblocking(False)  # a worker that reads no more must not hold the agent up
+    worker = Worker(assignment.rank, local_rank, pid, channel, log, log_start)
+    worker.stdout_log, worker.stdout_start = stdout_log, stdout_start
+    return worker
+
+
+def end(workers: Iterable[Worker]) -> None:
+    """SIGKILL to processes that were kept and are not needed."""
+    for worker in workers:
+        worker.send_signal(signal.SIGKILL)
+        worker.channel.close()
+
+
+def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
+    """Give a kept process its place in another generation; None: it cannot be reached, and is
+    killed."""
+    try:
+        old.channel.hand(assignment, store_fd, HAND_S)
+    except ChannelClosed:
+        end([old])
+        return None
+    log_start = old.log.stat().st_size
+    new = Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
+    if old.stdout_log is not None:
+        new.stdout_log, new.stdout_start = old.stdout_log, old.stdout_log.stat().st_size
+    return new
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process's end has begun: the kernel has marked it, though it may still write a core
+    dump or give back its memory; or it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    words = text.rpartition(")")[2].split()
+    return words[0] in "ZX" or bool(int(words[6]) & (PF_EXITING | PF_DUMPCORE))
+
+
+def fatal_stack(worker: Worker) -> str:
+    """What Python wrote into a worker's log about the signal that ended it; empty if it wrote
+    nothing."""
+    try:
+        with worker.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(worker.log_start, size - STACK_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    begins = text.rfind(FATAL)
+    return text[begins:].rstrip() if begins >= 0 else ""
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The agent's environment as a worker may see it."""
+    return {key: value for key, value in environment.items() if key not in secret.VARIABLES}
+
+
+@dataclass(slots=True)
+class LogTail:
+    """Follows the workers' log files and gives whole new lines."""
+
+    write: Callable[[str], object]
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
+        """Write what was added to a worker's log since the last call, each line with its `[rank]`;
+        streams: of `console`; last: also a last line without an end."""
+        if streams & OUT and worker.stdout_log is not None:
+            self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
+        if streams & (ERR if worker.stdout_log is not None else ALL):
+            self._follow(worker.rank, worker.log, worker.log_start, last)
+
+    def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
+        offset = self._offsets.setdefault(log, start)
+        try:
+            with log.open("rb") as file:
+                file.seek(offset)
+                data = file.read(TAIL_BYTES)
+        except FileNotFoundError:
+            return
+        whole = last or len(data) == TAIL_BYTES
+        end = len(data) if whole else data.rfind(b"\n") + 1
+        self._offsets[log] = offset + end
+        for line in data[:end].decode(errors="replace").splitlines():
+            self.write(f"[{rank}] {line}\n")

@@ -1,0 +1,234 @@
+"""Follows the progress of a node's workers: since when each has made no step, and a look at those
+that are past their time.
+
+What too long means is decided elsewhere (`hangs`); here is counted and looked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticzero.ipc.messages import (
+    Attached,
+    Busy,
+    Failed,
+    Finished,
+    Located,
+    Looped,
+    Message,
+    Restored,
+    Stepped,
+    Stopping,
+    Waiting,
+)
+from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.hang_rules import STOPPED_S, blame, due_s
+from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state
+
+STEPS_REMEMBERED = 20
+"""The longest of so many says how long a step may take."""
+FROZEN_EVERY_S = 1.0
+"""So often is looked for workers that a signal has stopped, while none is told to stop."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How one worker gets on."""
+
+    rank: int
+    pid: int
+    log: Path
+    ask: Callable[[], None]
+    """Have it asked where it is."""
+    starting: bool = True
+    """Its script has not called `elasticzero.run` yet; a plain one never does."""
+    expected: bool = False
+    """It is to train: it obeys requests, and has not said that it is at an end."""
+    step: int = 0
+    """The last one it finished."""
+    progress_s: float = 0.0
+    """When it last said something that shows progress."""
+    in_loop: bool = False
+    """It has made a step, and is in the loop over batches, or left it early and waits for the
+    other ranks."""
+    busy: bool = False
+    over: bool = False
+    """Its process has ended, or waits for another generation."""
+    frozen_since_s: float | None = None
+    """Since when it is seen stopped by a signal."""
+    frozen_s: float = 0.0
+    """From the first to the last time that it was seen so."""
+
+    @property
+    def silent_since_s(self) -> float:
+        """Before it has said anything: since it was stopped, the one thing that is looked for."""
+        if self.starting and self.frozen_since_s is not None:
+            return self.frozen_since_s
+        return self.progress_s
+
+    def look(self, now_s: float) -> None:
+        """See whether a signal has stopped it."""
+        if self.over or process_state(self.pid) != "T":
+            self.frozen_since_s, self.frozen_s = None, 0.0
+        elif self.frozen_since_s is None:
+            self.frozen_since_s = now_s
+        else:
+            self.frozen_s = now_s - self.frozen_since_s
+
+    def end(self) -> None:
+        """It has nothing to do with its generation any more."""
+        self.over, self.frozen_since_s, self.frozen_s = True, None, 0.0
+
+
+@dataclass(slots=True)
+class HangWatch:
+    """The progress of the workers of one node in one generation."""
+
+    guilty: set[int] = field(default_factory=set)
+    """Ranks that a look found to blame for a hang."""
+    deaf: set[int] = field(default_factory=set)
+    """Ranks that could not obey, as a look has found."""
+    _paces: dict[int, Pace] = field(default_factory=dict)
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    _look: StallLook | None = None
+    _judged: bool = False
+    _limit_s: float | None = None
+    """Of the last look."""
+    _stalled: Failure | None = None
+    _frozen_looked_s: float = 0.0
+
+    def add(self, pace: Pace) -> None:
+        self._paces[pace.rank] = pace
+
+    @property
+    def looking(self) -> bool:
+        """A look is under way."""
+        return self._look is not None and not self._judged
+
+    def seen(self, now_s: float) -> dict[str, Any]:
+        """The fields of `Workers` that tell of progress."""
+        paces = [pace for pace in self._paces.values() if pace.expected]
+        alive = [pace for pace in self._paces.values() if pace.expected or pace.starting]
+        due = [pace for pace in paces if not pace.busy]
+        silent = [now_s - pace.progress_s for pace in due if pace.in_loop]
+        before = [now_s - pace.progress_s for pace in due if not pace.in_loop]
+        look = "none" if self._look is None else "over" if self._judged else "open"
+        return {
+            "silent_s": max(silent, default=0.0),
+            "before_step_s": max(before, default=0.0),
+            "frozen_s": max((pace.frozen_s for pace in alive), default=0.0),
+            "stopped_s": max((pace.frozen_s for pace in self._paces.values()), default=0.0),
+            "longest_step_s": max(self._steps_s, default=0.0),
+            "look": look,
+            "stalled": self._stalled if self._all_due(now_s) else None,
+        }
+
+    def _all_due(self, now_s: float) -> bool:
+        """Whether each worker is past its own time: one that was busy until just now is on its
+        way, and with it those that waited for it."""
+        paces = [pace for pace in self._paces.values() if pace.expected]
+        limits = [due_s(self._limit_s, in_loop=pace.in_loop) for pace in paces]
+        return all(now_s - p.progress_s >= due for p, due in zip(paces, limits, strict=True))
+
+    def note(self, rank: int, message: Message, now_s: float) -> None:
+        """Take in what a worker said."""
+        pace = self._paces[rank]
+        match message:
+            case Located():
+                if self._look is not None:
+                    self._look.located(rank, message)
+                return
+            case Stepped():
+                now_s = message.at_s
+                self._steps_s.append(max(0.0, now_s - pace.progress_s))
+                pace.step, pace.in_loop = message.step, True
+            case Looped(awaits=awaits):
+                pace.in_loop = awaits
+            case Busy():
+                pace.busy = message.doing is not None
+            case Attached():
+                pace.starting, pace.expected = False, True
+            case Finished() | Stopping() | Failed():
+                pace.expected = False
+            case Restored():
+                pass
+            case Waiting():
+                pace.end()
+                return
+            case _:
+                return
+        self._moved(pace, now_s)
+
+    def gone(self, rank: int, now_s: float) -> None:
+        """Its process has ended."""
+        pace = self._paces[rank]
+        pace.expected = False
+        pace.end()
+        self._moved(pace, now_s)
+
+    def _moved(self, pace: Pace, now_s: float) -> None:
+        """It shows progress, or is at an end: what a look found is so no more."""
+        pace.progress_s = max(pace.progress_s, now_s)
+        if self._look is not None:
+            self._look.moved(pace.rank)
+            if self._judged:
+                self._look, self._stalled = None, None
+
+    def look_into(self, limit_s: float | None, now_s: float) -> None:
+        """Find out where those are that make no step, and have their stacks dumped.
+
+        limit_s: seconds without a step that are too many in the loop; None: none are.
+        """
+        subjects = [
+            Subject(
+                rank=pace.rank,
+                pid=pace.pid,
+                log=pace.log,
+                step=pace.step,
+                silent_since_s=pace.silent_since_s,
+                due_s=due_s(limit_s, in_loop=pace.in_loop),
+                ask=pace.ask,
+                mute=pace.starting,
+            )
+            for pace in self._paces.values()
+            if (pace.expected and not pace.busy)
+            or ((pace.expected or pace.starting) and pace.frozen_since_s is not None)
+        ]
+        self._look, self._judged = StallLook(subjects, now_s, py_spy=find_py_spy()), False
+        self._limit_s = limit_s
+
+    @property
+    def stopped(self) -> set[int]:
+        """Ranks that a signal has stopped: P7."""
+        return {rank for rank, pace in self._paces.items() if pace.frozen_s >= STOPPED_S}
+
+    def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
+        """Go on with a look; what it found about each worker, when it is over. Now and then see
+        which workers a signal has stopped; ending: they are told to stop, so see it at once."""
+        if ending or now_s - self._frozen_looked_s >= FROZEN_EVERY_S:
+            self._frozen_looked_s = now_s
+            for pace in self._paces.values():
+                pace.look(now_s)
+        if self._look is None or self._judged or not self._look.poll(now_s):
+            return []
+        self._judged = True
+        silences = self._look.findings(now_s)
+        if self._look.subjects and not silences:
+            self._look = None  # they come on, so the next that does not is looked at again
+            return []
+        found = [blame(silence) for silence in silences]
+        self.deaf |= {silence.rank for silence in silences if silence.deaf}
+        self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}
+        all_wait = len(found) == sum(pace.expected for pace in self._paces.values())
+        found.sort(key=lambda failure: not failure.final)
+        self._stalled = found[0] if found and all_wait and not self.guilty else None
+        return found
+
+    def close(self) -> None:
+        """Leave no program running."""
+        if self._look is not None:
+            self._look.close()

@@ -1,0 +1,84 @@
+"""The end of a worker's process once its script has ended, as Python itself would end it.
+
+The interpreter is not finalized: destructors of native libraries can hang, as in
+`elasticzero/comm/gloo.py`. So this does what a finalization owes a script: its exit functions run,
+and threads that are no daemons may come to their end, these within a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from elasticzero.ipc.thread_location import main_thread
+
+
+def exit_process(code: int, rank: str, limit_s: float, ending: Callable[[], None]) -> NoReturn:
+    """Runs the exit functions, waits for threads, and ends this process with the script's code.
+
+    limit_s: for the threads; exit functions take the time they need, and a line says so each time
+    it has passed. 0: no limit. ending: called once the exit functions have run.
+    """
+    over = threading.Event()
+    if limit_s > 0:
+        words = (rank, limit_s, over)
+        threading.Thread(target=_tell_of_slow_functions, args=words, daemon=True).start()
+    _run_exit_functions()
+    over.set()
+    ending()
+    left = _wait_for_threads(limit_s)
+    if left:
+        running = "a thread still runs" if len(left) == 1 else f"{len(left)} threads still run"
+        _say(
+            f"rank {rank}: the script has ended, but {running} after {limit_s:g} s "
+            f"(--exit-timeout): {', '.join(left)}; the process ends with the script's exit code "
+            f"{code}"
+        )
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_exit_functions() -> None:
+    """Those of threading, by which executors finish their work, then those of atexit (loggers,
+    DataLoader workers)."""
+    import atexit
+
+    for function in reversed(getattr(threading, "_threading_atexits", [])):
+        with suppress(BaseException):
+            function()
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+
+
+def _wait_for_threads(limit_s: float) -> list[str]:
+    """The names of threads that a Python program would wait for and that do not end in time."""
+    deadline_s = time.monotonic() + limit_s
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()) if limit_s > 0 else None)
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.current_thread()
+    ]
+
+
+def _tell_of_slow_functions(rank: str, every_s: float, over: threading.Event) -> None:
+    began_s = time.monotonic()
+    while not over.wait(every_s):
+        _say(
+            f"rank {rank}: the script has ended, and its exit functions still run after "
+            f"{time.monotonic() - began_s:.0f} s: the main thread is at {main_thread()[0]}"
+        )
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,244 @@
+"""A look at workers that make no step: where each is, and its stack into its log.
+
+Nothing here waits: the agent's loop calls `poll` until the look is over. Each worker is first asked
+where it is, which a thread of its own answers unless the process is stopped or something holds
+Python's lock. When all have answered, or ANSWER_S later, their stacks are dumped: by py-spy where
+it is installed and may read them, which works on a stopped process too; else by a signal whose
+handler (`faulthandler`) needs no lock; where neither can, the kernel's account of the process
+stands in the log.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticzero.ipc.messages import Located
+from elasticzero.launcher.protocol.hang_rules import Silence
+from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
+
+ANSWER_S = 1.0
+FAULTHANDLER_S = 0.5
+"""The handler has written by then, if it is going to."""
+PY_SPY_S = 5.0
+MOST_THREADS = 32
+
+
+def find_py_spy() -> str | None:
+    """The program that reads a process's Python stack from outside, if it is installed."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def process_state(pid: int) -> str:
+    """One letter, as in /proc/PID/stat; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def kernel_wait(pid: int) -> str:
+    """The kernel's function that the main thread sleeps in; empty if it runs or is not known."""
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return "" if name == "0" else name
+    return ""
+
+
+def kernel_account(pid: int) -> str:
+    """What the kernel says of a process: its status, and where its threads sleep."""
+    lines = []
+    with suppress(OSError):
+        wanted = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk")
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines += [line for line in status if line.partition(":")[0] in wanted]
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
+    for thread in threads[:MOST_THREADS]:
+        with suppress(OSError):
+            task = Path(f"/proc/{pid}/task/{thread}")
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            name, wait = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
+            lines.append(f"thread {thread} ({name}): state {state}, {wait}")
+    with suppress(OSError):
+        lines += ["the main thread's stack in the kernel:"]
+        lines += Path(f"/proc/{pid}/stack").read_text().splitlines()
+    return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Subject:
+    """A worker that is looked at."""
+
+    rank: int
+    pid: int
+    log: Path
+    step: int
+    silent_since_s: float
+    due_s: float
+    """Seconds of silence after which it is past its time."""
+    ask: Callable[[], None]
+    """Have it asked where it is."""
+    mute: bool = False
+    """It does not listen yet, so nothing follows from its silence but where a signal stopped it."""
+    located: Located | None = None
+    state: str = ""
+    wait: str = ""
+    moved: bool = False
+    """It made a step meanwhile, or ended."""
+    py_spy: subprocess.Popen[bytes] | None = None
+    signalled_s: float | None = None
+    log_bytes: int = 0
+    """Size of the log when it was signalled."""
+    dumped: bool = False
+
+
+class StallLook:
+    """One look at some workers of a node."""
+
+    def __init__(
+        self, subjects: Sequence[Subject], now_s: float, *, py_spy: str | None = None
+    ) -> None:
+        """py_spy: the program; None: it is done without."""
+        self.subjects = list(subjects)
+        self._py_spy = py_spy
+        self._began_s = now_s
+        self._dumping_s: float | None = None
+        for subject in self.subjects:
+            subject.ask()
+
+    @property
+    def over(self) -> bool:
+        return all(subject.dumped for subject in self.subjects)
+
+    def located(self, rank: int, answer: Located) -> None:
+        for subject in self.subjects:
+            if subject.rank == rank:
+                subject.located = answer
+
+    def moved(self, rank: int) -> None:
+        """This worker makes steps again, or is gone: nothing is said of it."""
+        for subject in self.subjects:
+            if subject.rank == rank:
+                subject.moved = True
+
+    def findings(self, now_s: float) -> list[Silence]:
+        """Of those that are still silent."""
+        return [
+            Silence(
+                rank=subject.rank,
+                step=subject.step,
+                silent_s=now_s - subject.silent_since_s,
+                overdue=now_s - subject.silent_since_s >= subject.due_s,
+                state=subject.state,
+                wait=subject.wait,
+                located=subject.located,
+            )
+            for subject in self.subjects
+            if not subject.moved
+        ]
+
+    def poll(self, now_s: float) -> bool:
+        """Go on as far as is possible without waiting; whether the look is over."""
+        if self._dumping_s is None:
+            silent = [s for s in self.subjects if s.located is None and not s.moved]
+            if silent and now_s - self._began_s < ANSWER_S:
+                return False
+            self._dumping_s = now_s
+            for subject in self.subjects:
+                self._begin_dump(subject, now_s)
+        for subject in self.subjects:
+            if not subject.dumped:
+                self._go_on(subject, now_s)
+        return self.over
+
+    def close(self) -> None:
+        """Leave no program running."""
+        for subject in self.subjects:
+            if subject.py_spy is not None and subject.py_spy.poll() is None:
+                subject.py_spy.kill()
+                subject.py_spy.wait()
+
+    def _begin_dump(self, subject: Subject, now_s: float) -> None:
+        subject.state, subject.wait = process_state(subject.pid), kernel_wait(subject.pid)
+        runs = subject.state in ("", "Z") or (subject.mute and subject.state != "T")
+        if subject.moved or runs:
+            subject.moved = subject.dumped = True
+            return
+        answer = subject.located
+        where = "it does not answer" if answer is None else f"it is at {answer.place}"
+        _write(
+            subject.log,
+            f"elasticzero: rank {subject.rank} (process {subject.pid}) made no step for "
+            f"{now_s - subject.silent_since_s:.1f} s, the last one is {subject.step}; {where}; "
+            f"state {subject.state} {subject.wait}".rstrip(),
+        )
+        if self._py_spy is not None:
+            subject.py_spy = _start_py_spy(self._py_spy, subject)
+        if subject.py_spy is None:
+            self._signal(subject, now_s)
+
+    def _go_on(self, subject: Subject, now_s: float) -> None:
+        program = subject.py_spy
+        if program is not None:
+            code = program.poll()
+            assert self._dumping_s is not None
+            if code is None and now_s - self._dumping_s >= PY_SPY_S:
+                program.kill()
+                code = program.wait()
+            if code is None:
+                return
+            subject.py_spy = None
+            if code == 0:
+                subject.dumped = True
+            else:
+                self._signal(subject, now_s)
+        elif subject.signalled_s is not None and now_s - subject.signalled_s >= FAULTHANDLER_S:
+            if _size(subject.log) <= subject.log_bytes:
+                _write(subject.log, kernel_account(subject.pid))
+            subject.dumped = True
+
+    def _signal(self, subject: Subject, now_s: float) -> None:
+        """Have faulthandler dump, which a stopped process cannot."""
+        if subject.state == "T":
+            _write(subject.log, kernel_account(subject.pid))
+            subject.dumped = True
+            return
+        subject.log_bytes, subject.signalled_s = _size(subject.log), now_s
+        try:
+            os.kill(subject.pid, DUMP_SIGNAL)
+        except ProcessLookupError:
+            subject.moved = subject.dumped = True
+
+
+def _start_py_spy(program: str, subject: Subject) -> subprocess.Popen[bytes] | None:
+    try:
+        with subject.log.open("ab") as log:
+            return subprocess.Popen(
+                [program, "dump", "--nonblocking", "--pid", str(subject.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.DEVNULL,
+            )
+    except OSError:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _write(path: Path, text: str) -> None:
+    with suppress(OSError), path.open("ab") as file:
+        file.write(text.encode() + b"\n")
