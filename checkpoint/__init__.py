@@ -18,7 +18,7 @@ __all__ = ["load", "load_state", "save"]
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use only (PEP 562)."""
     if name in __all__:
-        from elasticzero.checkpoint import api as standalone
+        from elasticzero.checkpoint import api
 
-        return getattr(standalone, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.format.manifest import TensorSpec
-from elasticzero.checkpoint.rewrite import reshard
-from elasticzero.checkpoint.rewrite import step_copy as copying
+from elasticzero.checkpoint.rewrite import reshard, step_copy
 from elasticzero.checkpoint.rewrite.casting import DTYPES, unconverted
 from elasticzero.checkpoint.rewrite.diff import Comparison, compare
 from elasticzero.checkpoint.rewrite.progress import Progress
@@ -125,7 +124,7 @@ def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> No
     command.add_argument(
         "--buffer-size",
         type=_bytes,
-        default=copying.DEFAULT_BUFFER_BYTES,
+        default=step_copy.DEFAULT_BUFFER_BYTES,
         metavar="SIZE",
         help="memory for data on its way, all threads together (default: 64MiB); more helps where "
         "many ranks wrote",
@@ -150,7 +149,7 @@ def _reshard(args: argparse.Namespace) -> int:
     source = commit.resolve(args.path)
     shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
 
-    def work(effort: copying.Effort) -> copying.Copied:
+    def work(effort: step_copy.Effort) -> step_copy.Copied:
         _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
         return reshard.reshard(source, open_directory(args.target), shape, effort)
 
@@ -161,7 +160,7 @@ def _reshard(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     a, b = commit.resolve(args.a), commit.resolve(args.b)
 
-    def work(effort: copying.Effort) -> Comparison:
+    def work(effort: step_copy.Effort) -> Comparison:
         return compare(a, b, model_only=args.model_only, effort=effort)
 
     result = _working(args, work, "the two were not compared to the end")
@@ -197,7 +196,7 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
 def _export(args: argparse.Namespace) -> int:
     source = commit.resolve(args.path)
 
-    def work(effort: copying.Effort) -> huggingface.Exported:
+    def work(effort: step_copy.Effort) -> huggingface.Exported:
         _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
         if args.format == "dcp":
             _refuse(args, "dcp", "max_shard_size", "config")
@@ -234,7 +233,7 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
 
-    def work(effort: copying.Effort) -> copying.Copied:
+    def work(effort: step_copy.Effort) -> step_copy.Copied:
         if args.format == "dcp":
             from elasticzero.checkpoint.convert.dcp_import import open_dcp
 
@@ -264,14 +263,14 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
         )
 
 
-def _working(args: argparse.Namespace, work: Callable[[copying.Effort], _T], left: str) -> _T:
+def _working(args: argparse.Namespace, work: Callable[[step_copy.Effort], _T], left: str) -> _T:
     """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
         with _ended_as_by_ctrl_c(), Progress(stream) as progress:
             return work(
-                copying.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
+                step_copy.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
             )
     except KeyboardInterrupt:
         complain(f"interrupted: {left}")
@@ -291,7 +290,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _told_copied(done: copying.Copied, args: argparse.Namespace, source: str) -> int:
+def _told_copied(done: step_copy.Copied, args: argparse.Namespace, source: str) -> int:
     if args.json:
         say(json.dumps({**asdict(done), "source": source}))
         return 0

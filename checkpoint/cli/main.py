@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.cli import report as listing
+from elasticzero.checkpoint.cli import report
 from elasticzero.checkpoint.format.manifest import step_of
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.base import Directory, open_directory
@@ -89,28 +89,28 @@ def _list(args: argparse.Namespace) -> int:
         raise UserError(
             f"{directory.where} is one step: list {parent}, or look at this step with `inspect`"
         )
-    rows = [listing.row_of(info) for info in commit.steps(directory)]
+    rows = [report.row_of(info) for info in commit.steps(directory)]
     left = [info.name for info in commit.uncommitted(directory)]
     if args.json:
         say(json.dumps({"steps": rows, "uncommitted": left}))
     else:
-        say(listing.steps_text(directory.where, rows, left), end="")
+        say(report.steps_text(directory.where, rows, left), end="")
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = commit.find(args.path)
-    seen = listing.look(storage)
-    say(json.dumps(seen.to_json()) if args.json else listing.step_text(seen), end="")
+    seen = report.look(storage)
+    say(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     found = [info.storage for info in commit.steps(_existing(args.path))]
-    report = []
+    verified = []
     for step in found or [commit.find(args.path)]:
         bad = list(verify.faults(step))
-        report.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
+        verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
         say(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
@@ -118,8 +118,8 @@ def _verify(args: argparse.Namespace) -> int:
             where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
             say(f"  {fault.file}{where}: {shown(fault.reason)}")
     if args.json:
-        say(json.dumps(report))
-    return int(ExitCode.DONE if all(step["good"] for step in report) else ExitCode.FAILED)
+        say(json.dumps(verified))
+    return int(ExitCode.DONE if all(step["good"] for step in verified) else ExitCode.FAILED)
 
 
 def _existing(url: str) -> Directory:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.format import checksums as blocks
+from elasticzero.checkpoint.format import checksums
 from elasticzero.checkpoint.format.checksums import BlockReader, BlockSums, SharedSums
 from elasticzero.checkpoint.format.manifest import ShardFile
 from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -27,7 +27,7 @@ def written(folder: str) -> tuple[DiskStorage, str, bytes]:
     """A shard file in blocks of 64 bytes: 8 KiB of head, then 803 bytes."""
     draft = draft_of(simple_layout(world_size=1, numel=50))
     storage = DiskStorage(Path(folder), durable=False)
-    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
+    with patch.object(checksums, "BLOCK_BYTES", BLOCK):
         write_ranks(storage, draft, elements(draft.layout.tensors))
     name = draft.file_name(0)
     return storage, name, (Path(folder) / name).read_bytes()
@@ -36,7 +36,7 @@ def written(folder: str) -> tuple[DiskStorage, str, bytes]:
 def filled(storage: DiskStorage, name: str, pieces: list[Piece], at_once: int) -> list[bytes]:
     reader = BlockReader(storage, ShardFile(name, 0, None))
     buffers = [(start, bytearray(count)) for start, count in pieces]
-    with patch.object(blocks, "READ_BYTES", at_once):
+    with patch.object(checksums, "READ_BYTES", at_once):
         reader.fill([(start, memoryview(buffer)) for start, buffer in buffers])
     return [bytes(buffer) for _, buffer in buffers]
 
@@ -120,7 +120,7 @@ def test_the_last_block_is_as_short_as_the_file(tmp_path: Path) -> None:
 
 @given(data=st.binary(max_size=2000), order=st.randoms(use_true_random=False))
 def test_shared_sums_in_any_order_are_those_of_one_stream(data: bytes, order: Random) -> None:
-    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
+    with patch.object(checksums, "BLOCK_BYTES", BLOCK):
         stream, shared = BlockSums(), SharedSums(len(data))
         assert b"".join(stream.watch([data])) == data
         starts = [*range(0, len(data), 3 * BLOCK), *range(0, len(data), 2 * BLOCK)]
@@ -131,7 +131,7 @@ def test_shared_sums_in_any_order_are_those_of_one_stream(data: bytes, order: Ra
 
 
 def test_blocks_that_nobody_has_read_are_not_taken_for_known() -> None:
-    with patch.object(blocks, "BLOCK_BYTES", BLOCK):
+    with patch.object(checksums, "BLOCK_BYTES", BLOCK):
         shared = SharedSums(5 * BLOCK + 1)
         shared.add(2 * BLOCK, memoryview(bytes(3 * BLOCK + 1)))
         with pytest.raises(AssertionError, match="not read"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.cli import report as listing
+from elasticzero.checkpoint.cli import report
 from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
@@ -244,9 +244,9 @@ def test_a_step_that_may_not_be_read_is_not_called_damaged(
     refuse(monkeypatch, tmp_path)
     with pytest.raises(StorageError, match="Permission denied"):
         commit.resolve(tmp_path)
-    found = [listing.row_of(info) for info in commit.steps(DiskDirectory(tmp_path))]
+    found = [report.row_of(info) for info in commit.steps(DiskDirectory(tmp_path))]
     assert [row["unreadable"] for row in found] == [True, True]
-    text = listing.steps_text("there", found, [])
+    text = report.steps_text("there", found, [])
     assert "UNREADABLE: " in text and "DAMAGED" not in text
     with pytest.raises(StorageError, match="Permission denied"):
         list(verify.faults(storages[1]))

@@ -13,8 +13,7 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tenacity import stop_after_attempt, wait_none
 
-from elasticzero.checkpoint.storage import multipart
-from elasticzero.checkpoint.storage import object_store as objects
+from elasticzero.checkpoint.storage import multipart, object_store
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.object_store import RETRY, ObjectStorage, Remote, is_transient
 from elasticzero.errors import StorageError
@@ -141,9 +140,9 @@ def test_reads_are_given_up_after_some_tries_and_the_place_is_named() -> None:
 @pytest.fixture
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Accepts connections and never answers; a tenth of a second is long here."""
-    monkeypatch.setattr(objects, "_ANSWER_S", 0.1)
-    monkeypatch.setattr(objects, "_SILENT_S", 0.15)
-    monkeypatch.setattr(objects, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(object_store, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(object_store, "_SILENT_S", 0.15)
+    monkeypatch.setattr(object_store, "_REQUEST_S", 0.2)
     monkeypatch.setattr(multipart, "PART_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -15,9 +15,7 @@ import torch
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
 from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.shards import open_shard
-from elasticzero.checkpoint.io import read_parts as parts
-from elasticzero.checkpoint.io import read_pool as lanes
-from elasticzero.checkpoint.io import reader
+from elasticzero.checkpoint.io import read_parts, read_pool, reader
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -70,10 +68,10 @@ class Meeting:
 
 @pytest.fixture(autouse=True)
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (parts, reader):
+    for module in (read_parts, reader):
         monkeypatch.setattr(module, "PART_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(parts, "STAGING_BYTES", 1 << 16)
-    monkeypatch.setattr(lanes, "spare_cores", lambda: 2)
+    monkeypatch.setattr(read_parts, "STAGING_BYTES", 1 << 16)
+    monkeypatch.setattr(read_pool, "spare_cores", lambda: 2)
     yield
     assert not [t.name for t in threading.enumerate() if "checkpoint-read" in t.name]
 
@@ -140,11 +138,11 @@ class Slow:
 
 
 def test_more_lanes_come_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "spare_cores", lambda: 1)
+    monkeypatch.setattr(read_pool, "spare_cores", lambda: 1)
     slow, tensors = Slow(step_in(tmp_path)), filled()
     sources(slow).load(targets(tensors))
     assert {name: as_bytes(t) for name, t in tensors.items()} == CONTENTS
-    assert 1 < slow.most <= lanes.LANES
+    assert 1 < slow.most <= read_pool.LANES
 
 
 def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Pat
     checkpoint = sources(Gone(step_in(tmp_path)))
     with pytest.raises(StorageError, match="nobody answers"):
         checkpoint.load(targets(filled()))
-    assert len(reads) <= lanes.LANES
+    assert len(reads) <= read_pool.LANES
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)])
@@ -170,7 +168,7 @@ def test_the_cores_are_shared_by_the_node_s_ranks(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
-    assert lanes.spare_cores() == max(1, len(os.sched_getaffinity(0)) // ranks)
+    assert read_pool.spare_cores() == max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def test_parts_of_one_shard_are_read_at_the_same_time(tmp_path: Path) -> None:

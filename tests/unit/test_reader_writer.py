@@ -27,7 +27,7 @@ from elasticzero.checkpoint.format.manifest import (
     snapshot_manifest_name,
     step_directory,
 )
-from elasticzero.checkpoint.io import read_parts as parts
+from elasticzero.checkpoint.io import read_parts
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
 from elasticzero.checkpoint.ram.store import SnapshotStore
@@ -181,7 +181,7 @@ def test_a_target_not_in_plain_memory_is_filled_through_the_staging_buffer(
     draft = draft_of(simple_layout(numel=1000))
     whole = tensors_of(dict(draft.layout.tensors))
     checkpoint = open_step(DiskStorage(write_all(tmp_path, draft, whole)))
-    monkeypatch.setattr(parts, "STAGING_BYTES", 64)
+    monkeypatch.setattr(read_parts, "STAGING_BYTES", 64)
     matrix = torch.zeros(10, 100, dtype=torch.float64).t()
     checkpoint.read("model/w", Span(0, 1000), matrix)
     assert torch.equal(matrix.reshape(-1), whole["model/w"].reshape(-1))
