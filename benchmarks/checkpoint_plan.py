@@ -7,15 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elasticzero.checkpoint.format.manifest import (
-    Group,
-    Layout,
-    Manifest,
-    ShardFile,
-    TensorSpec,
-    from_json,
-    to_json,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json, to_json
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import write_shard
 from elasticzero.checkpoint.steps import commit

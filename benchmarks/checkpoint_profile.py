@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from checkpoint_ranks import Rank, Variant, finish, start
 from checkpoint_state import STEP
 
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io import reader
 from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
 from elasticzero.checkpoint.rewrite.step_copy import Effort

@@ -18,16 +18,9 @@ import torch.distributed as dist
 
 from elasticzero import spans
 from elasticzero.checkpoint.format.dtypes import check_fillable, check_plain, spec_of, torch_dtype
-from elasticzero.checkpoint.format.manifest import (
-    TREE,
-    Group,
-    Layout,
-    Manifest,
-    TensorSpec,
-    check_names,
-    checked_step,
-    step_directory,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, check_tensor_names
+from elasticzero.checkpoint.format.manifest import TREE, Manifest
+from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.io.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
@@ -200,7 +193,7 @@ def _savable(
     if not named:
         raise UserError("checkpoint.save was given no tensors: there is nothing to save")
     try:
-        check_names(named)
+        check_tensor_names(named)
     except ValueError as error:
         raise UserError(f"checkpoint.save: {error}") from None
     for name, tensor in named.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elasticzero.checkpoint.convert import huggingface
-from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite import reshard, step_copy
 from elasticzero.checkpoint.rewrite.casting import DTYPES, unconverted
 from elasticzero.checkpoint.rewrite.diff import Comparison, compare

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.checkpoint.cli import report
-from elasticzero.checkpoint.format.manifest import step_of
+from elasticzero.checkpoint.format.names import step_of
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError

@@ -23,7 +23,8 @@ from elasticzero.checkpoint.convert.huggingface import (
     model_specs,
 )
 from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
-from elasticzero.checkpoint.format.manifest import TREE, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_jobs

@@ -27,7 +27,8 @@ from elasticzero.checkpoint.convert.dcp_metadata import (
 )
 from elasticzero.checkpoint.convert.huggingface import check_foreign
 from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
-from elasticzero.checkpoint.format.manifest import TREE, TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import TREE
 from elasticzero.checkpoint.rewrite.reshard import Foreign
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
 from elasticzero.checkpoint.storage.base import Readable, open_storage

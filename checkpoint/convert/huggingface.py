@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    TensorSpec,
-    check_names,
-    itemsize,
-    step_of,
-)
+from elasticzero.checkpoint.format.layout import TensorSpec, check_tensor_names, itemsize
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_of
 from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
 from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
@@ -125,8 +120,8 @@ def what_else(where: str, *, has_config: bool) -> str:
 def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
     """Raise `UserError` for a name that a safetensors file cannot hold without its prefix."""
     try:
-        check_names(name.removeprefix(MODEL_PREFIX) for name in names)
-        check_names([*aliases, *aliases.values()])
+        check_tensor_names(name.removeprefix(MODEL_PREFIX) for name in names)
+        check_tensor_names([*aliases, *aliases.values()])
     except ValueError as error:
         raise UserError(f"this model cannot be exported as safetensors: {error}") from None
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX, ShardFile
+from elasticzero.checkpoint.format.manifest import ShardFile
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
 from elasticzero.checkpoint.storage.base import Bytes, Readable, Views, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 

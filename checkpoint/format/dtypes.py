@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.errors import UserError
 
 _TORCH_NAMES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.format.manifest import Layout
+from elasticzero.checkpoint.format.layout import Layout
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.spans import Span, covering
 

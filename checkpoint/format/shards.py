@@ -11,14 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.checksums import BlockReader, BlockSums
-from elasticzero.checkpoint.format.manifest import (
-    ITEM_BYTES,
-    SUMS_SUFFIX,
-    Manifest,
-    ShardFile,
-    TensorSpec,
-    itemsize,
-)
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, TensorSpec, itemsize
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
 from elasticzero.checkpoint.storage.base import Bytes, Readable, Storage
 from elasticzero.errors import CheckpointDamaged, StorageError, UserError

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.format.manifest import ITEM_BYTES, TREE, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, TensorSpec
+from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.nested import decode_value
 
 _UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.startswith("F8"))})

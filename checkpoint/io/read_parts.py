@@ -10,7 +10,7 @@ import torch
 
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
 from elasticzero.checkpoint.format.dtypes import byte_view, is_as_stored
-from elasticzero.checkpoint.format.manifest import itemsize
+from elasticzero.checkpoint.format.layout import itemsize
 from elasticzero.checkpoint.format.plan import Copy
 from elasticzero.checkpoint.format.shards import ShardReader
 from elasticzero.spans import Span

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 
 from elasticzero.checkpoint.format.dtypes import torch_dtype
-from elasticzero.checkpoint.format.manifest import Manifest, TensorSpec, snapshot_manifest_name
+from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import ShardReader, open_shard
 from elasticzero.checkpoint.io.read_parts import PART_BYTES, Fill, Lane, Part, cut, fill_all

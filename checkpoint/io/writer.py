@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
-from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, TensorSpec, step_directory
+from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import Bytes, Directory, Storage, explain

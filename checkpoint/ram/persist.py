@@ -6,13 +6,8 @@ import time
 from collections.abc import Callable
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
-from elasticzero.checkpoint.format.manifest import (
-    SUMS_SUFFIX,
-    Manifest,
-    ShardFile,
-    from_json,
-    step_directory,
-)
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import Directory, Storage, read_small

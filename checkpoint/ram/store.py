@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -24,16 +23,19 @@ from weakref import WeakValueDictionary
 from elasticzero.checkpoint.format import finite
 from elasticzero.checkpoint.format.checksums import SharedSums
 from elasticzero.checkpoint.format.finite import Range
-from elasticzero.checkpoint.format.manifest import (
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, to_json, with_digest
+from elasticzero.checkpoint.format.names import (
     SUMS_SUFFIX,
-    Manifest,
-    ShardFile,
-    file_name,
+    generation_directory,
+    generation_of,
+    is_snapshot_file,
+    rank_of_snapshot_draft,
+    rank_of_snapshot_manifest,
+    shard_file_name,
+    snapshot_draft_name,
     snapshot_manifest_name,
     step_directory,
     step_of,
-    to_json,
-    with_digest,
 )
 from elasticzero.checkpoint.ram.slots import SLOTS
 from elasticzero.checkpoint.steps.commit import read_manifest
@@ -46,11 +48,6 @@ HELD = "held"
 _PART_BYTES = 16 << 20
 """Copied at a time: what a disk takes past the page cache as fast as it can."""
 _SHARD_SUFFIX = ".safetensors"
-_GENERATION = re.compile(r"gen-(\d{1,18})")
-_RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
-_MANIFEST = re.compile(rf"manifest-{_RANK}\.json")
-_DRAFT = re.compile(rf"draft-{_RANK}\.json")
-_SHARD = re.compile(rf"{_RANK}-[A-Za-z0-9_-]{{1,64}}\.safetensors(\.sums)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +129,7 @@ class SnapshotStore:
     def path(self, generation: int, step: int, root: Path | None = None) -> Path:
         """The directory of one snapshot, there or not. `root`: one of the two directories; None:
         the one in shared memory."""
-        return (root or self.root) / f"gen-{generation}" / step_directory(step)
+        return (root or self.root) / generation_directory(generation) / step_directory(step)
 
     def path_of(self, shard: ShardName) -> Path:
         """The directory of the snapshot's part that holds this shard; where none does, the one in
@@ -152,7 +149,7 @@ class SnapshotStore:
     def held(self) -> list[HeldSnapshot]:
         """Every snapshot of which some rank's shard stands here whole, oldest first."""
         found: dict[tuple[int, int, int], list[int]] = {}
-        for shard in self._shards(_MANIFEST, snapshot_manifest_name):
+        for shard in self._shards(rank_of_snapshot_manifest):
             if self._whole(shard):
                 key = (shard.generation, shard.step, shard.world_size)
                 found.setdefault(key, []).append(shard.rank)
@@ -165,7 +162,7 @@ class SnapshotStore:
 
     def drafts(self) -> list[ShardName]:
         """Shards that workers have written and nobody has sealed, oldest first."""
-        return self._shards(_DRAFT, draft_name)
+        return self._shards(rank_of_snapshot_draft)
 
     def has(self, shard: ShardName) -> bool:
         """Whether a shard was written, sealed or not."""
@@ -186,7 +183,7 @@ class SnapshotStore:
     def file_of(self, shard: ShardName) -> str:
         """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
         path = self.path_of(shard)
-        start = file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
+        start = shard_file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
         for name in _names(path):
             if name.startswith(start) and name.endswith(_SHARD_SUFFIX):
                 return name
@@ -203,7 +200,7 @@ class SnapshotStore:
     def drop_draft(self, shard: ShardName) -> None:
         """Give up a shard that cannot be sealed."""
         path = self.path_of(shard)
-        (path / draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
+        (path / snapshot_draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
 
     def write_draft(
         self,
@@ -223,7 +220,7 @@ class SnapshotStore:
             json.dumps(encode(list(must_be_finite)), separators=(",", ":")).encode(),
             to_json(manifest).strip(),
         )
-        storage.write(draft_name(rank, manifest.layout.world_size), [text])
+        storage.write(snapshot_draft_name(rank, manifest.layout.world_size), [text])
 
     def seal(self, shard: ShardName) -> Seal | None:
         """Add the checksums and the manifest to a shard that its worker has written.
@@ -235,11 +232,15 @@ class SnapshotStore:
         storage = DiskStorage(self.path_of(shard), durable=False)
         of = (shard.rank, shard.world_size)
         if self.sealed(shard):
-            storage.remove(draft_name(*of))  # who sealed it may have been killed before this
+            storage.remove(
+                snapshot_draft_name(*of)
+            )  # who sealed it may have been killed before this
             return None
-        draft = json.loads((storage.path / draft_name(*of)).read_bytes())
+        draft = json.loads((storage.path / snapshot_draft_name(*of)).read_bytes())
         value = draft["manifest"]
-        names = [file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)]
+        names = [
+            shard_file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)
+        ]
         own = names[shard.rank]
         ranges = decode(tuple[Range, ...], draft.get("finite", []), "the draft of a snapshot")
         with self.holding(shard, own) as held:
@@ -253,7 +254,7 @@ class SnapshotStore:
         value.pop("digest")
         text = with_digest(value)
         storage.write(snapshot_manifest_name(*of), [text])
-        storage.remove(draft_name(*of))
+        storage.remove(snapshot_draft_name(*of))
         return Seal(data, text)
 
     @contextmanager
@@ -291,7 +292,7 @@ class SnapshotStore:
         kept = {generation for generation, _ in states}
         for root in self._roots:
             for generation in _generations(root):
-                folder = root / f"gen-{generation}"
+                folder = root / generation_directory(generation)
                 for name in _names(folder):
                     if (generation, step_of(name)) not in states:
                         shutil.rmtree(folder / name, ignore_errors=True)
@@ -302,13 +303,13 @@ class SnapshotStore:
     def clear(self) -> None:
         """Remove every snapshot and slot; the roots themselves stay."""
         for root in self._roots:
-            generations = [f"gen-{generation}" for generation in _generations(root)]
+            generations = [generation_directory(generation) for generation in _generations(root)]
             for name in (*generations, SLOTS, HELD):
                 shutil.rmtree(root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
         """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
-        if not (_SHARD.fullmatch(name) or _MANIFEST.fullmatch(name)) or min(generation, step) < 0:
+        if not is_snapshot_file(name) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
         paths = [self.path(generation, step, root) / name for root in self._roots]
         path = next((path for path in paths if os.path.lexists(path)), paths[0])
@@ -316,20 +317,18 @@ class SnapshotStore:
             raise FileNotFoundError(f"{name!r} is a link, which no snapshot has")
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
-    def _shards(
-        self, pattern: re.Pattern[str], canonical: Callable[[int, int], str]
-    ) -> list[ShardName]:
+    def _shards(self, rank_of: Callable[[str], tuple[int, int] | None]) -> list[ShardName]:
+        """Every shard of which there is a file with a name that `rank_of` reads, oldest first."""
         found = set()
         for root in self._roots:
             for generation in _generations(root):
-                for directory in _names(root / f"gen-{generation}"):
+                for directory in _names(root / generation_directory(generation)):
                     step = step_of(directory)
                     if step is None:
                         continue
                     for name in _names(self.path(generation, step, root)):
-                        match = pattern.fullmatch(name)
-                        if match and name == canonical(int(match[1]), int(match[2])):
-                            found.add(ShardName(generation, step, int(match[1]), int(match[2])))
+                        if (of := rank_of(name)) is not None:
+                            found.add(ShardName(generation, step, *of))
         return sorted(found)
 
     def _whole(self, shard: ShardName) -> bool:
@@ -338,7 +337,7 @@ class SnapshotStore:
             manifest = read_manifest(storage, snapshot_manifest_name(shard.rank, shard.world_size))
             file = manifest.files[shard.rank]
             return (
-                file.name == file_name(shard.rank, shard.world_size, manifest.token)
+                file.name == shard_file_name(shard.rank, shard.world_size, manifest.token)
                 and storage.size(file.name) == file.bytes
                 and storage.size(file.name + SUMS_SUFFIX) > 0
             )
@@ -347,15 +346,17 @@ class SnapshotStore:
 
 
 def _generations(root: Path) -> list[int]:
-    matches = (_GENERATION.fullmatch(name) for name in _names(root))
-    return sorted(int(match[1]) for match in matches if match)
+    found = (generation_of(name) for name in _names(root))
+    return sorted(generation for generation in found if generation is not None)
 
 
 def _is_in(path: Path, shard: ShardName) -> bool:
     """Whether a snapshot's directory has a shard, sealed or not."""
     of = (shard.rank, shard.world_size)
     # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
-    return (path / draft_name(*of)).exists() or (path / snapshot_manifest_name(*of)).exists()
+    return (path / snapshot_draft_name(*of)).exists() or (
+        path / snapshot_manifest_name(*of)
+    ).exists()
 
 
 def _inodes(folder: Path) -> list[tuple[int, int]]:
@@ -364,11 +365,6 @@ def _inodes(folder: Path) -> list[tuple[int, int]]:
         return [(device, entry.inode()) for entry in os.scandir(folder)]
     except FileNotFoundError:
         return []
-
-
-def draft_name(rank: int, world_size: int) -> str:
-    """The name of what a worker leaves beside a shard that is not sealed yet."""
-    return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
 def _names(path: Path) -> list[str]:

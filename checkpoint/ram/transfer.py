@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
-from elasticzero.checkpoint.format.manifest import SUMS_SUFFIX, from_json, snapshot_manifest_name
+from elasticzero.checkpoint.format.manifest import from_json
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX, snapshot_manifest_name
 from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.commit import MANIFEST_LIMIT_BYTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.sources import Source, model_names
 from elasticzero.spans import Span
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticzero.checkpoint.format.manifest import TensorSpec, itemsize
+from elasticzero.checkpoint.format.layout import TensorSpec, itemsize
 from elasticzero.checkpoint.rewrite.progress import Progress
 from elasticzero.checkpoint.rewrite.sources import CheckpointSource, Source, model_names
 from elasticzero.checkpoint.rewrite.step_copy import Effort

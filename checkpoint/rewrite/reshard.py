@@ -9,17 +9,9 @@ from typing import Any
 
 import xxhash
 
-from elasticzero.checkpoint.format.manifest import (
-    TREE,
-    Group,
-    Layout,
-    Manifest,
-    TensorSpec,
-    check_names,
-    checked_step,
-    step_directory,
-    to_json,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, check_tensor_names
+from elasticzero.checkpoint.format.manifest import TREE, Manifest, to_json
+from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.rewrite.casting import DTYPES, CastSource, cast_specs
 from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
@@ -172,7 +164,7 @@ def adopt(
     step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
     try:
-        check_names(specs)
+        check_tensor_names(specs)
     except ValueError as error:
         raise UserError(f"this cannot be imported: {error}") from None
     draft = Manifest(

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
-from elasticzero.checkpoint.format.manifest import Manifest, TensorSpec, itemsize
+from elasticzero.checkpoint.format.layout import TensorSpec, itemsize
+from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import ShardReader, open_shard
 from elasticzero.checkpoint.storage.base import Readable

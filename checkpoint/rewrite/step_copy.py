@@ -7,7 +7,6 @@ its checksum file beside it is whole and durable, and is not written again.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,7 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from elasticzero.checkpoint.format.checksums import read_sums
-from elasticzero.checkpoint.format.manifest import SUMS_SUFFIX, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX, is_own_partial
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.format.strict_json import check_depth
 from elasticzero.checkpoint.format.validation import check_nesting
@@ -34,8 +35,6 @@ _MOST_WORKERS = 8
 _WORKERS_PER_CORE = 2
 """A rank's file is one job: with as many workers as cores, all but one core would often be idle
 while the last file is written; and on a disk a worker waits most of the time."""
-_PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
-"""What a writer calls a file until it is whole."""
 
 Job = Callable[[Source], None]
 """Reads what it needs from a source of its own."""
@@ -123,7 +122,7 @@ def new_directory(url: str) -> Iterator[Storage]:
     """
     storage = open_storage(url)
     names = storage.names()
-    partial = [name for name in names if _PARTIAL.fullmatch(name)]
+    partial = [name for name in names if is_own_partial(name)]
     if len(partial) == len(names):
         for left in partial:
             storage.remove(left)

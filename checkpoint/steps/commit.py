@@ -16,16 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticzero.checkpoint.format.checksums import missing, read_sums
-from elasticzero.checkpoint.format.manifest import (
-    MANIFEST_NAME,
-    SUMS_SUFFIX,
-    Manifest,
-    ShardFile,
-    from_json,
-    step_directory,
-    step_of,
-    to_json,
-)
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json, to_json
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory, step_of
 from elasticzero.checkpoint.format.strict_json import check_memory, reason
 from elasticzero.checkpoint.format.validation import check_committed
 from elasticzero.checkpoint.storage.base import (

@@ -7,24 +7,26 @@ between two files of the same storage, by its clock alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory, step_of
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import (
+    MANIFEST_NAME,
+    is_partial,
+    step_directory,
+    step_of,
+    token_generation,
+    token_of_file,
+)
 from elasticzero.checkpoint.steps.commit import fault, read_manifest
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-_TOKEN = re.compile(r"g(\d{6,18})-[0-9a-f]{16}")
-_RANK_FILE = re.compile(
-    r"\.?rank-\d{5,9}-of-\d{5,9}-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.safetensors(\.sums)?"
-    r"(\.[0-9a-f-]+\.partial)?"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,6 @@ class SaveName:
     step: int
     generation: int
     token: str
-
-
-def token_generation(token: str) -> int | None:
-    """The generation that a token names; None for a token of a checkpoint saved by hand."""
-    match = _TOKEN.fullmatch(token)
-    return int(match[1]) if match else None
 
 
 def tidy(
@@ -167,18 +163,18 @@ class _Broom:
             tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
             named = None
             if MANIFEST_NAME in times and (
-                len(set(tokens.values())) > 1 or any(map(_staged, times))
+                len(set(tokens.values())) > 1 or any(map(is_partial, times))
             ):
                 named = _token_of_step(storage)
                 if named is None:
                     return
             elif MANIFEST_NAME in times:
                 return
-            loose = [file for file in tokens if tokens[file] != named or _staged(file)]
+            loose = [file for file in tokens if tokens[file] != named or is_partial(file)]
             dead = [file for file in loose if self._is_dead(step, tokens[file], times[file])]
             # A manifest is staged after its shards: while those live it may be about to stand.
             alone = len(dead) == len(loose)
-            dead += [file for file in times if _staged(file) and file not in tokens and alone]
+            dead += [file for file in times if is_partial(file) and file not in tokens and alone]
             for file in dead:
                 storage.remove(file)
                 self.tidied.files.append(f"{name}/{file}")
@@ -252,13 +248,3 @@ def _token_of_step(storage: Storage) -> str | None:
         return read_manifest(storage).token
     except CheckpointDamaged:
         return None
-
-
-def token_of_file(name: str) -> str | None:
-    match = _RANK_FILE.fullmatch(name)
-    return match[1] if match else None
-
-
-def _staged(name: str) -> bool:
-    """Whether a writer gave the file this name until it would be whole."""
-    return name.startswith(".") and name.endswith(".partial")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.format.checksums import BlockReader
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, ShardFile
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
+from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
 from elasticzero.checkpoint.steps.commit import read_manifest, trouble
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.dtypes import spelling_of
-from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.serialization import encode
 from elasticzero.spans import Span

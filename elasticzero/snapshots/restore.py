@@ -8,7 +8,7 @@ import torch
 
 from elasticzero.checkpoint.format.dtypes import spec_of as stored_spec_of
 from elasticzero.checkpoint.format.dtypes import torch_dtype
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import Readable, open_directory

@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 
 from elasticzero.checkpoint.format.finite import not_finite
-from elasticzero.checkpoint.format.manifest import Layout, Manifest, to_json, with_own_file
+from elasticzero.checkpoint.format.layout import Layout
+from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_file
 from elasticzero.checkpoint.format.shards import shard_header, write_shard
 from elasticzero.checkpoint.io.writer import Piece, shard_bytes
 from elasticzero.checkpoint.ram.slots import SlotsInUse, allocated_bytes, free_bytes

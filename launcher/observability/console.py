@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END

@@ -21,18 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from elasticzero.checkpoint.format.manifest import Manifest, from_json, step_directory
+from elasticzero.checkpoint.format.manifest import Manifest, from_json
+from elasticzero.checkpoint.format.names import step_directory, token_of_file
 from elasticzero.checkpoint.ram.persist import await_commit, persist
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.steps.retention import (
-    Keep,
-    SaveName,
-    Tidied,
-    make_room,
-    tidy,
-    token_of_file,
-)
+from elasticzero.checkpoint.steps.retention import Keep, SaveName, Tidied, make_room, tidy
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.concurrency import each
 from elasticzero.errors import ElasticZeroError, StorageError, one_line

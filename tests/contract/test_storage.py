@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage import multipart

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from elasticzero.checkpoint.format.dtypes import torch_dtype
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME
+from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
 from elasticzero.checkpoint.steps import verify
 from elasticzero.checkpoint.storage.base import Storage

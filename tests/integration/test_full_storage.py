@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore

@@ -11,7 +11,8 @@ from typing import get_args
 import pytest
 import torch
 
-from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.data.sampling import Order
 from elasticzero.ipc.messages import FLAG_LEAVE, Failed, Finished, Request, Resume, Stopping
 from tests.integration.scripts import loops

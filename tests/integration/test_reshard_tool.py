@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage

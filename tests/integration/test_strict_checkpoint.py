@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import step_directory, step_of
+from elasticzero.checkpoint.format.names import step_directory, step_of
 from elasticzero.checkpoint.steps.commit import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import ExitCode

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.messages import (
     FLAG_GROW,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage

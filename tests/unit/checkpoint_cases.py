@@ -8,15 +8,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.format.manifest import (
-    ITEM_BYTES,
-    Group,
-    Layout,
-    Manifest,
-    TensorSpec,
-    itemsize,
-    step_directory,
-)
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, Group, Layout, TensorSpec, itemsize
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.staging import SnapshotWriter

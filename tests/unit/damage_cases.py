@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from elasticzero.checkpoint.format.checksums import BlockSums, parse_sums
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
 
 
 def signed(value: Any) -> bytes:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
-from elasticzero.checkpoint.format.manifest import Layout, Manifest, TensorSpec, step_directory
+from elasticzero.checkpoint.format.layout import Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory

@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint.format.manifest import (
-    Group,
-    Layout,
-    Manifest,
-    TensorSpec,
-    snapshot_manifest_name,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.io.reader import open_snapshot
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.persist import await_commit, persist

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint.cli import report
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, step_directory
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError

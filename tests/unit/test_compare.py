@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.rewrite.diff import Difference, compare
 from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
 from elasticzero.checkpoint.rewrite.step_copy import Effort

@@ -16,7 +16,7 @@ import pytest
 
 from elasticzero import checkpoint
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX, step_directory
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError

@@ -18,7 +18,7 @@ from torch import nn
 
 from elasticzero.checkpoint.api import load, save
 from elasticzero.checkpoint.convert.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
-from elasticzero.checkpoint.format.manifest import TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.rewrite.reshard import Shape, adopt, tied
 from elasticzero.checkpoint.steps import commit

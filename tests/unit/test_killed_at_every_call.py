@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from elasticzero.checkpoint.format.dtypes import torch_dtype
-from elasticzero.checkpoint.format.manifest import (
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import (
     MANIFEST_NAME,
-    Manifest,
     snapshot_manifest_name,
     step_directory,
 )

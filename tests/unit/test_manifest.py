@@ -11,19 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from elasticzero.checkpoint.format.manifest import (
-    MAX_STEP,
-    Group,
-    Layout,
-    Manifest,
-    ShardFile,
-    TensorSpec,
-    checked_step,
-    from_json,
-    step_directory,
-    step_of,
-    to_json,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json, to_json
+from elasticzero.checkpoint.format.names import MAX_STEP, checked_step, step_directory, step_of
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 from tests.unit.checkpoint_cases import draft_of, layouts, simple_layout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import step_directory
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.console import Narrator, split_damage, worth_telling
 

@@ -17,7 +17,7 @@ import torch
 
 from elasticzero import checkpoint
 from elasticzero.checkpoint.cli.main import main
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, SUMS_SUFFIX
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.steps.retention import Keep, tidy

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
-from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.shards import open_shard
 from elasticzero.checkpoint.io import read_parts, read_pool, reader
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint.format.manifest import Group, Layout, TensorSpec, step_directory
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.persist import persist

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.checkpoint.format.manifest import Layout, itemsize
+from elasticzero.checkpoint.format.layout import Layout, itemsize
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.spans import Span

@@ -18,15 +18,9 @@ from hypothesis import strategies as st
 
 import elasticzero.checkpoint
 from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
-from elasticzero.checkpoint.format.manifest import (
-    ITEM_BYTES,
-    Group,
-    Layout,
-    Manifest,
-    TensorSpec,
-    snapshot_manifest_name,
-    step_directory,
-)
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import snapshot_manifest_name, step_directory
 from elasticzero.checkpoint.io import read_parts
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint

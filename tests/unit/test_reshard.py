@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
-from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, TensorSpec
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import open_shard, shard_specs
 from elasticzero.checkpoint.rewrite.progress import Progress

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import MANIFEST_NAME, Manifest, step_directory
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory, token_generation
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.steps.retention import (
-    DAY_S,
-    HOUR_S,
-    Keep,
-    Tidied,
-    tidy,
-    tidy_by_hand,
-    token_generation,
-)
+from elasticzero.checkpoint.steps.retention import DAY_S, HOUR_S, Keep, Tidied, tidy, tidy_by_hand
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint_cases import (

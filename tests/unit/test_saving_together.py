@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticzero.checkpoint.format.manifest import Manifest, step_directory
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.writer import Piece, Terms, Written, write_checkpoint
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage

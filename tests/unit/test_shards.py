@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES, BlockReader, BlockSums, read_sums
-from elasticzero.checkpoint.format.manifest import (
-    Group,
-    Layout,
-    Manifest,
-    ShardFile,
-    TensorSpec,
-    itemsize,
-)
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, itemsize
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.shards import (
     ShardReader,
     header,

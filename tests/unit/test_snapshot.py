@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.format.manifest import (
-    Manifest,
-    ShardFile,
-    snapshot_manifest_name,
-    to_json,
-)
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, to_json
+from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.ram.store import HeldSnapshot, SnapshotStore
 from elasticzero.checkpoint.storage.disk import DiskStorage

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from elasticzero.checkpoint.format.dtypes import spec_of
-from elasticzero.checkpoint.format.manifest import Group, Layout, Manifest, step_directory
+from elasticzero.checkpoint.format.layout import Group, Layout
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.steps.retention import Keep, tidy

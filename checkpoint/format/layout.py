@@ -1,0 +1,229 @@
+"""Which rank holds which span of which tensor.
+
+Pure. A layout states a rule for each group of tensors instead of a place for each rank's part, so
+its size grows with tensors plus ranks and not with their product.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from elasticzero import spans
+from elasticzero.serialization import encode
+from elasticzero.spans import EMPTY, Rule, Span
+
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Bytes of one element, by safetensors' spelling of the dtype."""
+_MAX_DIMS = 64
+"""Maximum number of dimensions that torch computes with."""
+TOO_MANY_BYTES = 1 << 63
+"""More bytes than any file can have: a limit that its size must stay below."""
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; `ValueError` for a dtype that safetensors does not have."""
+    try:
+        return ITEM_BYTES[dtype]
+    except KeyError:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}") from None
+
+
+def check_tensor_names(names: Iterable[str]) -> None:
+    """Raises `ValueError` for a name that no safetensors file can hold: its header is strict JSON,
+    in which one key is taken."""
+    for name in names:
+        if name == "__metadata__":
+            raise ValueError("no tensor can have the name '__metadata__' in safetensors")
+        if not name.isascii() and _LONE_SURROGATE.search(name):
+            raise ValueError(f"no tensor can have the name {name!r} in safetensors: not Unicode")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    dtype: str
+    """Safetensors' spelling: "F32", "BF16", "I64", "BOOL", ..."""
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        width = itemsize(self.dtype)
+        if len(self.shape) > _MAX_DIMS:
+            raise ValueError(f"a shape of {len(self.shape)} dimensions: {_MAX_DIMS} are the most")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"shape {list(self.shape)} has a negative size")
+        if width * math.prod(size for size in self.shape if size) >= TOO_MANY_BYTES:
+            raise ValueError(f"shape {list(self.shape)} has more bytes than can be counted")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are dealt to the ranks together, by one rule."""
+
+    rule: Rule
+    tensors: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+    """Rule `whole` only: the rank of each tensor."""
+
+    def __post_init__(self) -> None:
+        expected = len(self.tensors) if self.rule == "whole" else 0
+        if len(self.ranks) != expected:
+            raise ValueError(
+                f"a group of rule {self.rule!r} with {len(self.tensors)} tensors names "
+                f"{expected} ranks, not {len(self.ranks)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    group: int
+    index: int
+    offset: int
+    """Elements of the group before this tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which rank holds which span of which tensor."""
+
+    world_size: int
+    tensors: Mapping[str, TensorSpec]
+    groups: tuple[Group, ...]
+    """Every tensor is in exactly one."""
+    _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
+    _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _known: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """What was worked out before: a layout serves many captures, each within milliseconds."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world size {self.world_size} is not positive")
+        places: dict[str, _Place] = {}
+        totals = []
+        check_tensor_names(self.tensors)
+        for number, group in enumerate(self.groups):
+            offset = 0
+            for index, name in enumerate(group.tensors):
+                if name not in self.tensors:
+                    raise ValueError(f"a group names the tensor {name!r}, which is not described")
+                if name in places:
+                    raise ValueError(f"tensor {name!r} stands in the groups twice")
+                places[name] = _Place(number, index, offset)
+                offset += self.tensors[name].numel
+            if any(not 0 <= rank < self.world_size for rank in group.ranks):
+                raise ValueError(f"a group names a rank outside 0..{self.world_size - 1}")
+            totals.append(offset)
+        if missing := next((name for name in self.tensors if name not in places), None):
+            raise ValueError(f"tensor {missing!r} is in no group")
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_totals", tuple(totals))
+        object.__setattr__(self, "_known", {})
+
+    def digest(self) -> str:
+        """xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
+        if "digest" not in self._known:
+            self._known["digest"] = self._digest()
+        return str(self._known["digest"])
+
+    def _digest(self) -> str:
+        tensors = [(name, spec.dtype, spec.shape) for name, spec in self.tensors.items()]
+        groups = [(group.rule, group.tensors, group.ranks) for group in self.groups]
+        text = json.dumps([self.world_size, sorted(tensors), groups])
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    def json(self) -> Any:
+        """The layout's own part of a manifest's JSON."""
+        if "json" not in self._known:
+            self._known["json"] = encode(self)
+        return self._known["json"]
+
+    def spans(self, rank: int) -> dict[str, Span]:
+        """What `rank` holds, in the groups' order; a tensor without elements lies with one rank."""
+        known = self._known.get("spans")
+        if known is None or known[0] != rank:
+            self._known["spans"] = known = (rank, self._spans(rank))
+        return dict(known[1])
+
+    def _spans(self, rank: int) -> dict[str, Span]:
+        held: dict[str, Span] = {}
+        for group in self.groups:
+            specs = [self.tensors[name] for name in group.tensors]
+            if group.rule == "even":
+                numels = [spec.numel for spec in specs]
+                parts = dict(spans.even(numels, self.world_size, rank))
+            elif group.rule == "fsdp_rows":
+                rows = (spans.fsdp_rows(spec.shape, self.world_size, rank) for spec in specs)
+                parts = {index: span for index, span in enumerate(rows) if span}
+            else:
+                parts = {i: Span(0, specs[i].numel) for i, r in enumerate(group.ranks) if r == rank}
+            if rank == 0 and group.rule != "whole":
+                parts |= {i: EMPTY for i, spec in enumerate(specs) if not spec.numel}
+            held |= {group.tensors[index]: parts[index] for index in sorted(parts)}
+        return held
+
+    def holders(self, name: str, within: Span | None = None) -> list[tuple[int, Span]]:
+        """(rank, span) of every rank that `spans` gives a part of the tensor, by rank.
+
+        `within`: only of those that hold elements of this span.
+        """
+        place, spec = self._places[name], self.tensors[name]
+        group = self.groups[place.group]
+        whole = Span(0, spec.numel)
+        if group.rule == "whole":
+            return [(group.ranks[place.index], whole)]
+        if not spec.numel:
+            return [(0, EMPTY)]
+        asked = whole if within is None else spans.intersect(whole, within)
+        if not asked:
+            return []
+        if group.rule == "fsdp_rows":
+            rows = -(-(spec.shape[0] if spec.shape else 1) // self.world_size)
+            size = rows * math.prod(spec.shape[1:])
+            ranks = range(asked.start // size, (asked.stop - 1) // size + 1)
+            return [(r, spans.fsdp_rows(spec.shape, self.world_size, r)) for r in ranks]
+        size = -(-self._totals[place.group] // self.world_size)
+        first, last = place.offset + asked.start, place.offset + asked.stop - 1
+        tensor = Span(place.offset, place.offset + spec.numel)
+        return [
+            (r, Span(part.start - place.offset, part.stop - place.offset))
+            for r in range(first // size, last // size + 1)
+            if (part := spans.intersect(tensor, Span(r * size, (r + 1) * size)))
+        ]
