@@ -24,7 +24,7 @@ from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.io.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import tidy_by_hand
 from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import (
@@ -105,7 +105,9 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
     `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
     """
-    checkpoint = open_step(commit.resolve(path) if _is_rank_0() else commit.resolve(path, _ignore))
+    checkpoint = open_step(
+        catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
+    )
     given: dict[str, torch.Tensor] = {}
     own = None if into is None else encode_value(into, "", given)
     for name, tensor in given.items():
@@ -133,7 +135,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state` that the checkpoint was saved with; `path` as in `load`."""
-    manifest = commit.read_manifest(commit.resolve(path, _ignore))
+    manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
     return {key: value for key, value in manifest.state.items() if key != TREE}
 
 
@@ -162,7 +164,7 @@ def _prepared(
     named, json_state = _savable(tensors, state)
     writers = _writers(named, world_size)
     directory = open_directory(path)
-    commit.check_target(directory)
+    catalog.check_target(directory)
     return _Prepared(
         step=number,
         named=named,

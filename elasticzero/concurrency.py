@@ -7,39 +7,45 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 THREADS = 4
-"""Items worked on at a time."""
+"""Default number of items that are worked on at a time."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def each(items: Iterable[Item], work: Callable[[Item], None]) -> None:
-    """`work` on every item, some at a time; raises the first error once all have ended.
+def run_parallel(
+    items: Iterable[Item], work: Callable[[Item], Result], *, threads: int = THREADS
+) -> list[Result]:
+    """Calls `work` on every item, up to `threads` at a time; returns the results in order.
 
-    By threads of its own: those of an executor are waited for at exit, and one whose storage hangs
-    would keep the agent from ending.
+    After an error no further item is begun; once those under way have ended, the error of the first
+    item that failed is raised. The threads are daemons and not an executor's, which Python waits
+    for at exit: one whose storage hangs would keep the agent from ending.
     """
-    waiting = list(items)
-    errors: list[BaseException] = []
+    waiting = list(enumerate(items))
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
 
     def loop() -> None:
         while waiting and not errors:
             try:
-                item = waiting.pop(0)
+                index, item = waiting.pop(0)
             except IndexError:
                 return
             try:
-                work(item)
+                results[index] = work(item)
             except BaseException as error:  # noqa: BLE001 - the top of a thread: handed on
-                errors.append(error)
+                errors[index] = error
 
-    threads = [
-        threading.Thread(target=loop, name=f"elasticzero-copy-{i}", daemon=True)
-        for i in range(min(THREADS, len(waiting)) - 1)
+    others = [
+        threading.Thread(target=loop, name=f"elasticzero-parallel-{i}", daemon=True)
+        for i in range(min(threads, len(waiting)) - 1)
     ]
-    for thread in threads:
+    for thread in others:
         thread.start()
     loop()
-    for thread in threads:
+    for thread in others:
         thread.join()
     if errors:
-        raise errors[0]
+        raise errors[min(errors)]
+    return [results[index] for index in sorted(results)]

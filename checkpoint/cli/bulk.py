@@ -20,7 +20,7 @@ from elasticzero.checkpoint.rewrite import reshard, step_copy
 from elasticzero.checkpoint.rewrite.casting import DTYPES, unconverted
 from elasticzero.checkpoint.rewrite.diff import Comparison, compare
 from elasticzero.checkpoint.rewrite.progress import Progress
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES
@@ -37,7 +37,7 @@ _MOST_LINES = 20
 
 
 def _add_reshard(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help=commit.RESOLVABLE)
+    command.add_argument("path", help=catalog.RESOLVABLE)
     command.add_argument("target", help="checkpoint directory to write the step into")
     command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
     command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
@@ -47,7 +47,7 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument("a", help=commit.RESOLVABLE)
+    command.add_argument("a", help=catalog.RESOLVABLE)
     command.add_argument("b", help="the other")
     command.add_argument(
         "--model-only", action="store_true", help="compare the model's tensors only"
@@ -57,7 +57,7 @@ def _add_diff(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help=commit.RESOLVABLE)
+    command.add_argument("path", help=catalog.RESOLVABLE)
     command.add_argument("target", help="new directory")
     command.add_argument(
         "--format",
@@ -146,11 +146,11 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _reshard(args: argparse.Namespace) -> int:
-    source = commit.resolve(args.path)
+    source = catalog.resolve(args.path)
     shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
 
     def work(effort: step_copy.Effort) -> step_copy.Copied:
-        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
+        _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
         return reshard.reshard(source, open_directory(args.target), shape, effort)
 
     hint = "finished rank files stay in {}, and the same command goes on from there"
@@ -158,7 +158,7 @@ def _reshard(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = commit.resolve(args.a), commit.resolve(args.b)
+    a, b = catalog.resolve(args.a), catalog.resolve(args.b)
 
     def work(effort: step_copy.Effort) -> Comparison:
         return compare(a, b, model_only=args.model_only, effort=effort)
@@ -194,10 +194,10 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    source = commit.resolve(args.path)
+    source = catalog.resolve(args.path)
 
     def work(effort: step_copy.Effort) -> huggingface.Exported:
-        _tell_unconverted(args, commit.read_manifest(source).layout.tensors)
+        _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
         if args.format == "dcp":
             _refuse(args, "dcp", "max_shard_size", "config")
             from elasticzero.checkpoint.convert.dcp_export import Wishes, export_dcp

@@ -16,7 +16,7 @@ from typing import Any
 
 from elasticzero.checkpoint.cli import report
 from elasticzero.checkpoint.format.names import step_of
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.text import complain, say, shown
@@ -56,7 +56,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             command.add_argument("directory", help="checkpoint directory; a path or a URL")
             command.set_defaults(run_command=_list)
         case "inspect":
-            command.add_argument("path", help=commit.RESOLVABLE)
+            command.add_argument("path", help=catalog.RESOLVABLE)
             command.set_defaults(run_command=_inspect)
         case "verify":
             text = "checkpoint directory (every step in it), or one step's"
@@ -89,8 +89,8 @@ def _list(args: argparse.Namespace) -> int:
         raise UserError(
             f"{directory.where} is one step: list {parent}, or look at this step with `inspect`"
         )
-    rows = [report.row_of(info) for info in commit.steps(directory)]
-    left = [info.name for info in commit.uncommitted(directory)]
+    rows = [report.row_of(info) for info in catalog.steps(directory)]
+    left = [info.name for info in catalog.uncommitted(directory)]
     if args.json:
         say(json.dumps({"steps": rows, "uncommitted": left}))
     else:
@@ -99,16 +99,16 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    storage = commit.find(args.path)
+    storage = catalog.find(args.path)
     seen = report.look(storage)
     say(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = [info.storage for info in commit.steps(_existing(args.path))]
+    found = [info.storage for info in catalog.steps(_existing(args.path))]
     verified = []
-    for step in found or [commit.find(args.path)]:
+    for step in found or [catalog.find(args.path)]:
         bad = list(verify.faults(step))
         verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:

@@ -11,7 +11,7 @@ from typing import Any
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import encode
@@ -45,8 +45,8 @@ class Look:
 
 def look(storage: Readable) -> Look:
     """Look at a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
-    manifest = commit.read_manifest(storage)
-    error = commit.trouble(storage)
+    manifest = catalog.read_manifest(storage)
+    error = catalog.trouble(storage)
     return Look(
         where=storage.where,
         manifest=manifest,
@@ -56,7 +56,7 @@ def look(storage: Readable) -> Look:
     )
 
 
-def row_of(info: commit.StepInfo) -> dict[str, Any]:
+def row_of(info: catalog.StepInfo) -> dict[str, Any]:
     """One step in a list, with as much as can be known of it."""
     storage = info.storage
     row: dict[str, Any] = {"step": info.step, "path": storage.where}

@@ -28,7 +28,7 @@ from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX, CheckpointSource, Source
 from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_jobs
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, explain
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
 from elasticzero.nested import decode_value, tensor_names
@@ -66,7 +66,7 @@ def export_dcp(
     if "://" in target and not target.startswith("file://"):
         raise UserError(f"{target} is not on this machine's disks: export to a directory and copy")
     check_export_target(target)
-    manifest = commit.read_manifest(source)
+    manifest = catalog.read_manifest(source)
     chosen = manifest.layout.tensors if wishes.everything else model_specs(source, manifest)
     specs = cast_specs(chosen, wishes.dtype)
     placeholders = _Placeholders(specs)

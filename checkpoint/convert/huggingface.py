@@ -27,7 +27,7 @@ from elasticzero.checkpoint.rewrite.sources import (
     model_names,
 )
 from elasticzero.checkpoint.rewrite.step_copy import Effort, Job, new_directory, run_jobs
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import (
     Readable,
     Storage,
@@ -81,7 +81,7 @@ def export_hf(
     """
     check_export_target(target)
     wishes, effort = wishes or Wishes(), effort or Effort()
-    manifest = commit.read_manifest(source)
+    manifest = catalog.read_manifest(source)
     specs = model_specs(source, manifest)
     config = None if wishes.config is None else _config(wishes.config)
     parts = _packed(cast_specs(specs, wishes.dtype), wishes.max_shard_bytes)
@@ -130,7 +130,7 @@ def check_export_target(target: str) -> None:
     """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
     directory."""
     where = open_directory(target).where
-    commit.check_outside_steps(where)
+    catalog.check_outside_steps(where)
     parent = where.rstrip("/").rpartition("/")[0] or "/"
     if parent.endswith(":/"):  # the bucket itself
         return

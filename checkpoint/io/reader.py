@@ -17,7 +17,7 @@ from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import ShardReader, open_shard
 from elasticzero.checkpoint.io.read_parts import PART_BYTES, Fill, Lane, Part, cut, fill_all
 from elasticzero.checkpoint.io.read_pool import LANES, read_all
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError
 from elasticzero.spans import Span
@@ -157,7 +157,7 @@ class Checkpoint:
 
 def open_step(storage: Readable) -> Checkpoint:
     """The checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not there."""
-    manifest = commit.read_manifest(storage)
+    manifest = catalog.read_manifest(storage)
     return Checkpoint(
         manifest,
         {r: [_way(storage, manifest, r)] for r in range(manifest.layout.world_size)},
@@ -198,7 +198,7 @@ def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
     name = snapshot_manifest_name(0, world_size)
     for number, storage in enumerate(sources, 1):
         try:
-            return commit.read_manifest(storage, name)
+            return catalog.read_manifest(storage, name)
         except (StorageError, CheckpointDamaged):
             if number == len(sources):
                 raise
@@ -214,7 +214,7 @@ def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[
 
     def open_own() -> ShardReader:
         name = snapshot_manifest_name(rank, manifest.layout.world_size)
-        own = commit.read_manifest(storage, name)
+        own = catalog.read_manifest(storage, name)
         same = (own.step, own.generation, own.token) == (
             manifest.step,
             manifest.generation,

@@ -14,7 +14,7 @@ from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.base import Bytes, Directory, Storage, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError, one_line
 
@@ -115,7 +115,7 @@ def write_checkpoint(
         if verdict == _REPLACE:
             return False
         with suppress(ElasticZeroError, OSError):
-            return commit.read_manifest(storage).token != draft.token and commit.stands(storage)
+            return catalog.read_manifest(storage).token != draft.token and commit.stands(storage)
         return False
 
     verdict = _together(storage, terms, look)

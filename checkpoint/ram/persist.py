@@ -9,7 +9,7 @@ from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
 from elasticzero.checkpoint.format.names import SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.base import Directory, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -86,7 +86,7 @@ def await_commit(
 
 def _stands(storage: Storage, token: str) -> bool:
     try:
-        manifest = commit.read_manifest(storage)
+        manifest = catalog.read_manifest(storage)
     except CheckpointDamaged:
         return False
     return manifest.token == token or commit.stands(storage)

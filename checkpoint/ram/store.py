@@ -38,7 +38,7 @@ from elasticzero.checkpoint.format.names import (
     step_of,
 )
 from elasticzero.checkpoint.ram.slots import SLOTS
-from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import decode, encode

@@ -9,7 +9,7 @@ from elasticzero.checkpoint.format.manifest import from_json
 from elasticzero.checkpoint.format.names import SUMS_SUFFIX, snapshot_manifest_name
 from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps.commit import MANIFEST_LIMIT_BYTES
+from elasticzero.checkpoint.steps.catalog import MANIFEST_LIMIT_BYTES
 from elasticzero.checkpoint.storage.base import Readable, read_small
 from elasticzero.errors import CheckpointDamaged
 

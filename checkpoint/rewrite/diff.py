@@ -10,7 +10,7 @@ from elasticzero.checkpoint.format.layout import TensorSpec, itemsize
 from elasticzero.checkpoint.rewrite.progress import Progress
 from elasticzero.checkpoint.rewrite.sources import CheckpointSource, Source, model_names
 from elasticzero.checkpoint.rewrite.step_copy import Effort
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.spans import Span
 
@@ -53,7 +53,7 @@ def compare(
     `model_only`: nothing but the model's own tensors.
     """
     effort = effort or Effort()
-    manifests = commit.read_manifest(a), commit.read_manifest(b)
+    manifests = catalog.read_manifest(a), catalog.read_manifest(b)
     left, right = (_chosen(m.layout.tensors, model_only) for m in manifests)
     alike = [name for name in left if left[name] == right.get(name)]
     unlike = [name for name in left if name in right and left[name] != right[name]]

@@ -20,7 +20,7 @@ from elasticzero.checkpoint.rewrite.sources import (
     Source,
 )
 from elasticzero.checkpoint.rewrite.step_copy import LEAST_BUFFER_BYTES, Copied, Effort, write_step
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Directory, Readable
 from elasticzero.errors import UserError
 from elasticzero.spans import STRATEGIES, Rule, Span
@@ -77,8 +77,8 @@ def reshard(
     The same source and shape give the same file names, so a run that was interrupted goes on where
     it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
     """
-    commit.check_outside_steps(directory.where)
-    old = commit.read_manifest(source)
+    catalog.check_outside_steps(directory.where)
+    old = catalog.read_manifest(source)
     target = directory.step(step_directory(old.step))
     if target.where == source.where:
         raise UserError(f"{source.where} cannot be resharded into its own directory: give another")

@@ -22,7 +22,7 @@ from elasticzero.checkpoint.format.strict_json import check_depth
 from elasticzero.checkpoint.format.validation import check_nesting
 from elasticzero.checkpoint.rewrite.progress import Progress
 from elasticzero.checkpoint.rewrite.sources import OpenSource, Source
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import tidy_by_hand
 from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
@@ -172,7 +172,7 @@ def write_step(
     says all that the bytes depend on; then finished files stay when the user interrupts. A failure
     leaves nothing. Raises `UserError` if another checkpoint of that step stands in the directory.
     """
-    commit.check_writable(directory)
+    catalog.check_writable(directory)
     try:
         check_depth(draft.state)
         check_nesting(draft)
@@ -234,15 +234,15 @@ def _finished(
 
 def _standing(storage: Storage, draft: Manifest) -> Copied:
     """The step that stands already, if it is the draft's; else `UserError`."""
-    if commit.read_manifest(storage).token != draft.token:
+    if catalog.read_manifest(storage).token != draft.token:
         raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
     return _copied(storage, already=True)
 
 
 def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied:
-    if (error := commit.trouble(storage)) is not None:
+    if (error := catalog.trouble(storage)) is not None:
         raise error
-    manifest = commit.read_manifest(storage)
+    manifest = catalog.read_manifest(storage)
     return Copied(
         where=storage.where,
         step=manifest.step,

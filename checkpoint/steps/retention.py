@@ -21,7 +21,7 @@ from elasticzero.checkpoint.format.names import (
     token_generation,
     token_of_file,
 )
-from elasticzero.checkpoint.steps.commit import fault, read_manifest
+from elasticzero.checkpoint.steps.catalog import fault, read_manifest
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 

@@ -9,7 +9,7 @@ from elasticzero.checkpoint.format.checksums import BlockReader
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
-from elasticzero.checkpoint.steps.commit import read_manifest, trouble
+from elasticzero.checkpoint.steps.catalog import read_manifest, trouble
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 

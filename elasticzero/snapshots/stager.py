@@ -24,7 +24,7 @@ from elasticzero.checkpoint.format.shards import shard_header, write_shard
 from elasticzero.checkpoint.io.writer import Piece, shard_bytes
 from elasticzero.checkpoint.ram.slots import SlotsInUse, allocated_bytes, free_bytes
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import make_room
 from elasticzero.checkpoint.storage.base import open_directory, out_of_space
 from elasticzero.errors import (
@@ -242,7 +242,7 @@ class Captures:
         if not self._saving or directory is None:
             return "there is no --checkpoint-dir, so the state of no step is kept"
         try:
-            step = commit.newest_good(open_directory(directory))
+            step = catalog.newest_good(open_directory(directory))
         except (ElasticZeroError, OSError) as error:
             return f"{directory} cannot be read: {one_line(error)}"
         if step is None:

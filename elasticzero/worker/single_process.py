@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece, write_checkpoint
-from elasticzero.checkpoint.steps.commit import check_writable, fault, steps
+from elasticzero.checkpoint.steps.catalog import check_writable, fault, steps
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import (

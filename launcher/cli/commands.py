@@ -113,7 +113,7 @@ and returns the exit code."""
 
 
 def _run(args: argparse.Namespace) -> int:
-    from elasticzero.checkpoint.steps.commit import check_writable
+    from elasticzero.checkpoint.steps.catalog import check_writable
     from elasticzero.checkpoint.storage.base import open_directory, within
     from elasticzero.launcher.agent import main as runner
     from elasticzero.launcher.agent.agent import AgentOptions

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.steps.commit import fault, steps
+from elasticzero.checkpoint.steps.catalog import fault, steps
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.launcher.protocol.view import Damage

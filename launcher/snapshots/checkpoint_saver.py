@@ -25,10 +25,10 @@ from elasticzero.checkpoint.format.manifest import Manifest, from_json
 from elasticzero.checkpoint.format.names import step_directory, token_of_file
 from elasticzero.checkpoint.ram.persist import await_commit, persist
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import Keep, SaveName, Tidied, make_room, tidy
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
-from elasticzero.concurrency import each
+from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.ipc.messages import Captured, Kept
 from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
@@ -275,7 +275,7 @@ class Saver:
         newest = None
         with suppress(ElasticZeroError, OSError):
             assert self._checkpoint_dir is not None
-            newest = commit.newest_good(open_directory(self._checkpoint_dir), job.post.bad_steps)
+            newest = catalog.newest_good(open_directory(self._checkpoint_dir), job.post.bad_steps)
         return SaveFailed(
             step=job.step,
             generation=job.post.generation,
@@ -305,7 +305,7 @@ class Saver:
             return self._reason_to_give_up(job)
 
         with self._writing:
-            each(job.shards, write)
+            run_parallel(job.shards, write)
         for rank, text in job.manifests.items():
             written[rank] = from_json(text.encode(), f"the manifest of rank {rank}"), 0
         notes: list[str] = []

@@ -22,7 +22,7 @@ from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import pull
 from elasticzero.checkpoint.storage.http import HttpStorage
-from elasticzero.concurrency import each
+from elasticzero.concurrency import run_parallel
 from elasticzero.errors import NotFinite, StorageError, one_line
 from elasticzero.ipc.messages import Captured, Kept
 
@@ -171,7 +171,7 @@ class Keeper:
             self._unsealed.clear()
             if self._closed:
                 return
-            each(self._snapshots.drafts(), self._seal_one)
+            run_parallel(self._snapshots.drafts(), self._seal_one)
             self._dirty.set()
 
     def _seal_one(self, shard: ShardName) -> None:
@@ -215,7 +215,7 @@ class Keeper:
                 return self._dirty.is_set() or time.monotonic() > deadline_s
 
             try:
-                each(charge.ranks, lambda rank: self._pull(step, charge, rank, over))
+                run_parallel(charge.ranks, lambda rank: self._pull(step, charge, rank, over))
             except Exception as lost:  # noqa: BLE001 - the top of a thread's work: told
                 error = lost
             if self._dirty.is_set():

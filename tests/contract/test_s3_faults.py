@@ -15,7 +15,7 @@ import pytest
 from tenacity import stop_after_attempt, wait_none
 
 from elasticzero.checkpoint.cli.main import main
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory
 from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, file_system
@@ -199,8 +199,8 @@ def test_a_writer_killed_in_the_middle_leaves_the_step_before(
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     s3.harm = lambda _: None
-    assert commit.newest_good(directory) == 7
-    assert list(verify.faults(commit.resolve(URL))) == []
+    assert catalog.newest_good(directory) == 7
+    assert list(verify.faults(catalog.resolve(URL))) == []
     whole_step(directory, 8)
-    assert commit.newest_good(directory) == 8
-    assert list(verify.faults(commit.resolve(URL))) == []
+    assert catalog.newest_good(directory) == 8
+    assert list(verify.faults(catalog.resolve(URL))) == []

@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import (
@@ -180,7 +180,7 @@ def test_a_directory_that_is_not_there_is_empty(directory: Directory) -> None:
     assert directory.files() == {}
     assert directory.step("step").names() == []
     directory.remove("step")
-    assert commit.newest_good(directory) is None
+    assert catalog.newest_good(directory) is None
 
 
 def test_a_directory_names_its_steps_and_their_files(directory: Directory) -> None:
@@ -203,11 +203,11 @@ def test_a_directory_names_its_steps_and_their_files(directory: Directory) -> No
 
 
 def test_a_new_directory_can_be_written_and_stays_empty(directory: Directory) -> None:
-    commit.check_writable(directory)
+    catalog.check_writable(directory)
     assert directory.names() == []
     directory.make("thesis").write("text", [b"x"])
     with pytest.raises(UserError, match="holds other things"):
-        commit.check_writable(directory)
+        catalog.check_writable(directory)
 
 
 def test_a_checkpoint_is_written_found_verified_and_tidied(directory: Directory) -> None:
@@ -215,15 +215,15 @@ def test_a_checkpoint_is_written_found_verified_and_tidied(directory: Directory)
         draft = write_step(directory, step)
     left = replace(draft, step=2, token="g000001-0123456789abcdef")
     write_ranks(commit.prepare(directory, 2), left, elements(LAYOUT.tensors))
-    assert commit.newest_good(directory) == 3
-    newest = commit.resolve(directory.where)
+    assert catalog.newest_good(directory) == 3
+    newest = catalog.resolve(directory.where)
     assert newest.where == f"{directory.where}/{step_directory(3)}"
-    assert commit.resolve(newest.where).where == newest.where
+    assert catalog.resolve(newest.where).where == newest.where
     assert list(verify.faults(newest)) == []
     tidied = tidy(directory, draft, Keep())
     assert (len(tidied.files), tidied.steps, tidied.problems) == (4, [], [])
     newest.remove(draft.file_name(1))
-    assert commit.newest_good(directory) == 2
+    assert catalog.newest_good(directory) == 2
     draft = write_step(directory, 4)
     tidied = tidy(directory, draft, Keep(last=1))
     assert (sorted(tidied.steps), tidied.files, tidied.problems) == ([1, 2, 3], [], [])
@@ -238,10 +238,10 @@ def test_the_first_whole_save_of_a_step_wins_and_a_damaged_one_is_replaced(
     second = draft_of(LAYOUT, step=1, token="second")
     write_ranks(storage, second, elements(LAYOUT.tensors, seed=2))
     assert not commit.commit(storage, second, wait_s=0.0)
-    assert commit.read_manifest(storage).token == "first"
+    assert catalog.read_manifest(storage).token == "first"
     storage.remove(first.file_name(0))
     assert commit.commit(storage, second, wait_s=0.0)
-    assert commit.read_manifest(storage).token == "second"
+    assert catalog.read_manifest(storage).token == "second"
     assert list(verify.faults(storage)) == []
     assert len(storage.names()) == 5 and MANIFEST_NAME in storage.names()
 

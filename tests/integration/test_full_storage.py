@@ -14,7 +14,7 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
@@ -46,7 +46,7 @@ def terminal(told: Story, node: int = 0) -> str:
 
 
 def newest(checkpoints: Path) -> int | None:
-    return commit.newest_good(open_directory(checkpoints))
+    return catalog.newest_good(open_directory(checkpoints))
 
 
 @pytest.mark.parametrize(("strategy", "nodes"), [("ddp", 1), ("zero2", 2)])

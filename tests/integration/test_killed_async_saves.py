@@ -16,7 +16,7 @@ import pytest
 
 from elasticzero.checkpoint.io.reader import open_snapshot
 from elasticzero.checkpoint.ram.store import SnapshotStore
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
@@ -59,9 +59,9 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
         kill_soon(dice, victims, within_s=0.25)
         ended = savers.wait()
         assert not any(ended[each] for each in ended.keys() - victims), ended
-        newest = commit.newest_good(place)
+        newest = catalog.newest_good(place)
         assert newest is not None
-        assert assert_right(commit.resolve(directory)) == (1 if newest == 1 else 2)
+        assert assert_right(catalog.resolve(directory)) == (1 if newest == 1 else 2)
         assert_memory_right(memory)
         if agent in victims:
             memory.clear()
@@ -70,8 +70,8 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
             assert newest_whole(memory) == {(1 if newest == 1 else 2, newest)}
         following = newest + 2 - newest % 2  # where a checkpoint may have been begun
         savers.save(folder, directory, 3, following, following)
-        assert commit.newest_good(place) == following
-        assert assert_right(commit.resolve(directory)) == 3
+        assert catalog.newest_good(place) == following
+        assert assert_right(catalog.resolve(directory)) == 3
         assert newest_whole(memory) == {(3, following)}
         assert_memory_right(memory)
         assert_nothing_left(directory)

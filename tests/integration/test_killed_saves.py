@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
@@ -39,16 +39,16 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
     dice = random.Random(seed)
     place = DiskDirectory(directory)
     savers.save(directory, 1, 1, 1, WAIT_S)
-    assert_right(commit.resolve(directory))
+    assert_right(catalog.resolve(directory))
     processes = savers.start(directory, 2, 2, FOREVER, 0.4)
     kill_soon(dice, dice.choice([processes[:1], processes[1:], processes]), within_s=0.15)
     savers.wait()
-    newest = commit.newest_good(place)
+    newest = catalog.newest_good(place)
     assert newest is not None
-    assert assert_right(commit.resolve(directory)) == (1 if newest == 1 else 2)
+    assert assert_right(catalog.resolve(directory)) == (1 if newest == 1 else 2)
     savers.save(directory, 3, newest + 1, newest + 1, WAIT_S)
-    assert commit.newest_good(place) == newest + 1
-    assert assert_right(commit.resolve(directory)) == 3
+    assert catalog.newest_good(place) == newest + 1
+    assert assert_right(catalog.resolve(directory)) == 3
     assert_nothing_left(directory)
 
 
@@ -82,10 +82,10 @@ def test_two_generations_that_save_the_same_steps_never_mix(
         savers.start(tmp_path, generation, 2, 6, WAIT_S)
         time.sleep(dice.uniform(0.0, 0.02))
     savers.wait()
-    assert commit.newest_good(place) == 6
-    for info in commit.steps(place):
+    assert catalog.newest_good(place) == 6
+    for info in catalog.steps(place):
         with suppress(FileNotFoundError):
             assert assert_right(info.storage) in (1, 2, 3)
     savers.save(tmp_path, 4, 7, 7, WAIT_S)
-    assert assert_right(commit.resolve(tmp_path)) == 4
+    assert assert_right(catalog.resolve(tmp_path)) == 4
     assert_nothing_left(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from elasticzero.checkpoint.ram.slots import SLOTS
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
@@ -113,7 +113,7 @@ def test_memory_is_bounded_whatever_happens_to_the_world(
         told.wait("the end", lambda: count() and not told.cluster.running())
     # One rank a node: two slots of its own, two for a replica, and a third for a stop.
     assert max(most.values()) <= 5, most
-    left = [step.step for step in commit.steps(open_directory(tmp_path / "c"))]
+    left = [step.step for step in catalog.steps(open_directory(tmp_path / "c"))]
     assert len(left) == 2, left
 
 
@@ -159,7 +159,7 @@ def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
             told.cluster.drain(told.cluster.nodes[name])
         codes = told.wait_for_end()
     assert set(codes.values()) == {75}
-    assert commit.newest_good(open_directory(tmp_path / "c")) == told.step
+    assert catalog.newest_good(open_directory(tmp_path / "c")) == told.step
 
 
 def test_without_shared_memory_checkpoints_are_written_all_the_same(
@@ -173,6 +173,6 @@ def test_without_shared_memory_checkpoints_are_written_all_the_same(
         codes = told.wait_for_end()
     assert codes == {"node-0": 0}
     assert {event["direct"] for event in told.of("captured")} == {True}
-    steps = [info.step for info in commit.steps(open_directory(tmp_path / "c"))]
+    steps = [info.step for info in catalog.steps(open_directory(tmp_path / "c"))]
     assert sorted(steps) == [30, 60, 90, 102]
     check_weights(tmp_path / "c", reference)

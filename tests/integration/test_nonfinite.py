@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.checkpoint.steps.commit import newest_good
+from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.ipc.messages import Failed
 from elasticzero.spans import STRATEGIES

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from tests.contract.s3_server import running_server
 from tests.integration.clusters import REGRESSION, elasticzero
@@ -45,10 +45,10 @@ def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None) -> N
     told = run("--checkpoint-every", "10", "--keep", "2", *faults, str(REGRESSION), "--epochs=1")
     assert "checkpoint of step 34 written" in told
     directory = open_directory(URL)
-    steps = commit.steps(directory)
+    steps = catalog.steps(directory)
     assert len(steps) == 2 and steps[0].step == 34
     assert [list(verify.faults(info.storage)) for info in steps] == [[], []]
     assert sum(len(files) for files in directory.files().values()) == 2 * 5
     told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
     assert "step 34 from" in told
-    assert commit.newest_good(directory) == 68
+    assert catalog.newest_good(directory) == 68

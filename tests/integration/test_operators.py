@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
@@ -106,7 +106,7 @@ def test_two_operators_drain_scale_and_stop_a_job(
         codes = told.wait_for_end()
     assert codes == {first: 0, second: 0, third: 0}
     assert told.lineage.recomputed == 0 and ram_only(told)
-    assert commit.newest_good(open_directory(checkpoints)) == told.step
+    assert catalog.newest_good(open_directory(checkpoints)) == told.step
     goes_on = f"--restart goes on from the checkpoint of step {told.step}"
     assert goes_on in said_at_the_end
     assert goes_on in told.cluster.nodes[first].log.read_text()
@@ -151,7 +151,7 @@ def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
         operator.asks("stop", "--wait")
         codes = told.wait_for_end()
     assert codes[survivor] == 0
-    saved = commit.newest_good(open_directory(checkpoints))
+    saved = catalog.newest_good(open_directory(checkpoints))
     assert saved is not None and told.step - 2 <= saved <= told.step
 
 

@@ -17,7 +17,7 @@ import pytest
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 
 MIB = 1 << 20
@@ -94,12 +94,12 @@ def test_stopped_on_the_way_and_run_again(space: Path, number: signal.Signals) -
     done = len(finished(space))
     assert 1 <= done < WORLD
     directory = DiskDirectory(space / "new")
-    assert commit.steps(directory) == []
+    assert catalog.steps(directory) == []
     again = started("reshard", old.where, str(space / "new"), "--world-size", str(WORLD))
     out, told = again.communicate(timeout=60)
     assert (again.returncode, told) == (0, "")
     assert f"({done} rank" in out and "written before)" in out
-    (step,) = commit.steps(directory)
+    (step,) = catalog.steps(directory)
     assert list(verify.faults(step.storage)) == []
     assert len(step.storage.names()) == 2 * WORLD + 1
     compared = started("diff", str(space / "old"), str(space / "new"))

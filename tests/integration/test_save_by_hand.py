@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
 
 pytestmark = pytest.mark.slow

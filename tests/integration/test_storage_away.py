@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.integration.clusters import REGRESSION, Story, story
@@ -24,7 +24,7 @@ def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:
 
 
 def newest(checkpoints: Path) -> int | None:
-    return commit.newest_good(open_directory(checkpoints))
+    return catalog.newest_good(open_directory(checkpoints))
 
 
 def logs_of_workers(told: Story) -> str:

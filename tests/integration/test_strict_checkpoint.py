@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint.format.names import step_directory, step_of
-from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import ExitCode
 from tests.integration.clusters import REGRESSION, elasticzero, events_in

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.ipc.messages import (
@@ -138,11 +138,11 @@ def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path
     given: dict[str, Any] = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
     start(pool, tmp_path, 2, told, **given).finish()
     newest = DiskStorage(directory / step_directory(10))
-    shard = newest.path / commit.read_manifest(newest).files[1].name
+    shard = newest.path / catalog.read_manifest(newest).files[1].name
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    assert commit.fault(newest) is None
+    assert catalog.fault(newest) is None
     resume = Resume(tier="storage", step=10)
     second = start(pool, tmp_path, 2, told, generation=2, resume=resume, **given)
     second.until(second.ended)
@@ -183,7 +183,7 @@ def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> No
     running.workers[0].channel.send(Abort(reason="rank 1 failed"))
     running.until(running.ended)
     assert [w.exit_code for w in running.workers] == [75, 1], running.logs()
-    assert commit.newest_good(open_directory(directory)) == 8
+    assert catalog.newest_good(open_directory(directory)) == 8
     failed, *more = running.workers[1].all(Failed)
     assert (failed.blame, failed.final, failed.traceback) == ("storage", False, "")
     assert failed.message.startswith("the last checkpoint, of step 10, was not saved: cannot write")

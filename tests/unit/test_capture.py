@@ -20,7 +20,7 @@ from elasticzero.checkpoint.ram.slots import SLOTS, Slots
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import pull
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
@@ -156,7 +156,7 @@ def test_another_run_s_snapshot_of_the_same_number_is_not_taken_for_this_one(
     assert store.held() == []
     store.seal(ShardName(1, 5, 0, 1))
     name = snapshot_manifest_name(0, 1)
-    assert commit.read_manifest(store.open(1, 5), name).token == "g000001-y"
+    assert catalog.read_manifest(store.open(1, 5), name).token == "g000001-y"
     assert torch.equal(read(store, 5), TENSORS["a"])
 
 
@@ -248,7 +248,7 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
         _, size = persist(store, shards[rank], directory, late)
         assert size > 0
     storage = directory.step("step-000000000005")
-    assert commit.steps(directory) == []
+    assert catalog.steps(directory) == []
     waiter = threading.Thread(
         target=await_commit, args=(storage, manifest.token, lambda: None), kwargs={"wait_s": 20.0}
     )
@@ -260,7 +260,7 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     again.write(manifest, 0, pieces(manifest), set())
     stores[0].seal(shards[0])
     own, size = persist(stores[0], shards[0], directory, lambda: stores[0].read_seal(shards[0]))
-    assert size == 0 and own.files[0] == commit.read_manifest(storage).files[0]
+    assert size == 0 and own.files[0] == catalog.read_manifest(storage).files[0]
 
 
 def test_a_wait_for_a_commit_ends_with_the_reason_to_give_up(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import safetensors.numpy
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.steps.commit import read_manifest
+from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.launcher.cli.main import main as launcher_main
 from elasticzero.text import READER_GONE

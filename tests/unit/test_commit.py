@@ -14,7 +14,7 @@ import pytest
 
 from elasticzero.checkpoint.cli import report
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from tests.unit.checkpoint_cases import (
@@ -43,7 +43,7 @@ def shards(directory: Path, step: int, token: str) -> DiskStorage:
 
 def test_the_manifest_names_what_was_written(tmp_path: Path) -> None:
     storage = write(tmp_path, 12)
-    manifest = commit.read_manifest(storage)
+    manifest = catalog.read_manifest(storage)
     assert manifest.layout == LAYOUT
     assert [file.name for file in manifest.files] == [
         "rank-00000-of-00002-token.safetensors",
@@ -52,7 +52,7 @@ def test_the_manifest_names_what_was_written(tmp_path: Path) -> None:
     assert [file.bytes for file in manifest.files] == [
         storage.size(file.name) for file in manifest.files
     ]
-    assert commit.fault(storage) is None
+    assert catalog.fault(storage) is None
     assert commit.stands(storage)
 
 
@@ -103,7 +103,7 @@ def test_the_first_whole_save_of_a_step_wins(tmp_path: Path) -> None:
     storage = write(tmp_path, 1, "first")
     shards(tmp_path, 1, "second")
     assert not commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
-    assert commit.read_manifest(storage).token == "first"
+    assert catalog.read_manifest(storage).token == "first"
 
 
 def test_a_save_that_waits_gives_way_to_one_that_stands(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_damaged_step_is_replaced_by_a_whole_save(tmp_path: Path) -> None:
     assert not commit.stands(storage)
     shards(tmp_path, 1, "second")
     assert commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
-    assert commit.read_manifest(storage).token == "second"
+    assert catalog.read_manifest(storage).token == "second"
     assert commit.stands(storage)
 
 
@@ -135,7 +135,7 @@ def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
     with watched(storage.path / MANIFEST_NAME) as missing:
         assert commit.commit(storage, second, wait_s=0.0, replacing=True)
     assert not missing
-    assert commit.read_manifest(storage).token == "second"
+    assert catalog.read_manifest(storage).token == "second"
     assert commit.stands(storage)
     assert not [name for name in storage.names() if "first" in name]
 
@@ -176,9 +176,9 @@ def test_steps_are_listed_newest_first_and_only_when_committed(tmp_path: Path) -
     shards(tmp_path, 200, "token")
     (tmp_path / "step-3").mkdir()
     (tmp_path / "notes.txt").write_bytes(b"")
-    assert [info.step for info in commit.steps(DiskDirectory(tmp_path))] == [100, 20, 5]
-    assert [info.step for info in commit.uncommitted(DiskDirectory(tmp_path))] == [200]
-    assert commit.steps(DiskDirectory(tmp_path / "nowhere")) == []
+    assert [info.step for info in catalog.steps(DiskDirectory(tmp_path))] == [100, 20, 5]
+    assert [info.step for info in catalog.uncommitted(DiskDirectory(tmp_path))] == [200]
+    assert catalog.steps(DiskDirectory(tmp_path / "nowhere")) == []
 
 
 def remove_shard(storage: DiskStorage) -> None:
@@ -202,35 +202,35 @@ def test_the_newest_good_step_is_chosen(
     tmp_path: Path, damage: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storages = {step: write(tmp_path, step) for step in (1, 2, 3)}
-    assert commit.newest_good(DiskDirectory(tmp_path)) == 3
-    assert commit.newest_good(DiskDirectory(tmp_path), excluding={3}) == 2
+    assert catalog.newest_good(DiskDirectory(tmp_path)) == 3
+    assert catalog.newest_good(DiskDirectory(tmp_path), excluding={3}) == 2
     damage(storages[3])  # type: ignore[operator]
-    assert commit.fault(storages[3]) is not None
-    assert commit.newest_good(DiskDirectory(tmp_path)) == 2
-    assert commit.newest_good(DiskDirectory(tmp_path), excluding=(2,)) == 1
-    assert commit.newest_good(DiskDirectory(tmp_path), excluding=(1, 2)) is None
+    assert catalog.fault(storages[3]) is not None
+    assert catalog.newest_good(DiskDirectory(tmp_path)) == 2
+    assert catalog.newest_good(DiskDirectory(tmp_path), excluding=(2,)) == 1
+    assert catalog.newest_good(DiskDirectory(tmp_path), excluding=(1, 2)) is None
     assert capsys.readouterr().err == ""
-    assert commit.resolve(tmp_path).where == storages[2].where
+    assert catalog.resolve(tmp_path).where == storages[2].where
     told = capsys.readouterr().err
     assert told.startswith("step 3 is damaged (") and told.endswith("); step 2 is used\n")
     (tmp_path / step_directory(4)).mkdir()
-    assert commit.resolve(storages[2].path).where == storages[2].where
+    assert catalog.resolve(storages[2].path).where == storages[2].where
     assert capsys.readouterr().err == ""
-    assert commit.find(storages[3].path).where == storages[3].where
+    assert catalog.find(storages[3].path).where == storages[3].where
     with pytest.raises(CheckpointDamaged):
-        commit.resolve(storages[3].path)
+        catalog.resolve(storages[3].path)
 
 
 def test_paths_that_mean_no_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        commit.resolve(tmp_path / "nowhere")
+        catalog.resolve(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
-        commit.resolve(tmp_path / "step-000000000001")
+        catalog.resolve(tmp_path / "step-000000000001")
     with pytest.raises(UserError, match="holds no checkpoint: it is empty"):
-        commit.resolve(tmp_path)
+        catalog.resolve(tmp_path)
     empty_manifest(write(tmp_path, 1))
     with pytest.raises(UserError, match="1 damaged"):
-        commit.resolve(tmp_path)
+        catalog.resolve(tmp_path)
 
 
 def test_a_step_that_may_not_be_read_is_not_called_damaged(
@@ -238,13 +238,13 @@ def test_a_step_that_may_not_be_read_is_not_called_damaged(
 ) -> None:
     storages = {step: write(tmp_path, step) for step in (1, 2)}
     refuse(monkeypatch, storages[2].path)
-    assert commit.resolve(tmp_path).where == storages[1].where
+    assert catalog.resolve(tmp_path).where == storages[1].where
     told = capsys.readouterr().err
     assert told.startswith("step 2 cannot be read (") and "Permission denied); step 1" in told
     refuse(monkeypatch, tmp_path)
     with pytest.raises(StorageError, match="Permission denied"):
-        commit.resolve(tmp_path)
-    found = [report.row_of(info) for info in commit.steps(DiskDirectory(tmp_path))]
+        catalog.resolve(tmp_path)
+    found = [report.row_of(info) for info in catalog.steps(DiskDirectory(tmp_path))]
     assert [row["unreadable"] for row in found] == [True, True]
     text = report.steps_text("there", found, [])
     assert "UNREADABLE: " in text and "DAMAGED" not in text
@@ -265,28 +265,28 @@ def refuse(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
 
 
 def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
-    commit.check_writable(DiskDirectory(tmp_path / "a" / "b"))
+    catalog.check_writable(DiskDirectory(tmp_path / "a" / "b"))
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
 def test_directories_of_checkpoints_and_fresh_volumes_are_taken(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / ".snapshot").mkdir()
-    commit.check_writable(DiskDirectory(tmp_path))
+    catalog.check_writable(DiskDirectory(tmp_path))
     write(tmp_path, 1)
     (tmp_path / "notes.txt").write_bytes(b"")
-    commit.check_writable(DiskDirectory(tmp_path))
+    catalog.check_writable(DiskDirectory(tmp_path))
 
 
 def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
     for name in ("thesis.tex", "b", "c", "d"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=r"holds other things \(b, c, d, \.\.\.\)"):
-        commit.check_writable(DiskDirectory(tmp_path))
+        catalog.check_writable(DiskDirectory(tmp_path))
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/elasticzero")):
         with pytest.raises(StorageError, match=f"directory {place} cannot be written"):
-            commit.check_writable(DiskDirectory(place))
+            catalog.check_writable(DiskDirectory(place))

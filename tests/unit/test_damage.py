@@ -17,7 +17,7 @@ import pytest
 from elasticzero import checkpoint
 from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 from tests.unit.checkpoint_cases import draft_of, elements, flip, simple_layout, write_step
@@ -333,7 +333,7 @@ def test_damage_is_found_named_and_passed_over(place: Place, name: str) -> None:
     harm, named, complaint = (CASES | CHEAP)[name]
     harm(place)
     storage = DiskStorage(place.step)
-    found = commit.fault(storage)
+    found = catalog.fault(storage)
     if name in CASES:
         assert found is None, "not seen at a cheap look"
         found = failed_load(place.step)
@@ -346,9 +346,9 @@ def test_damage_is_found_named_and_passed_over(place: Place, name: str) -> None:
         size = size_of(storage, named)
         assert (0, size) in [(f.start, f.stop) for f in faults if f.file == named]
     directory = DiskDirectory(place.root)
-    assert commit.newest_good(directory) == (NEW if name in CASES else OLD)
-    assert commit.newest_good(directory, excluding={NEW}) == OLD
-    assert commit.fault(DiskStorage(place.old)) is None
+    assert catalog.newest_good(directory) == (NEW if name in CASES else OLD)
+    assert catalog.newest_good(directory, excluding={NEW}) == OLD
+    assert catalog.fault(DiskStorage(place.old)) is None
 
 
 def failed_load(step: Path) -> str:
@@ -384,7 +384,7 @@ def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None
 
 
 def size_of(storage: DiskStorage, name: str) -> int:
-    files = commit.read_manifest(storage).files
+    files = catalog.read_manifest(storage).files
     return next(file.bytes for file in files if file.name == name)
 
 
@@ -405,7 +405,7 @@ def test_an_io_error_is_told_with_its_bytes_and_passed_over(
     assert SHARD in text and "Input/output error (bytes 0 to " in text
     (fault,) = verify.faults(DiskStorage(place.step))
     assert fault.file == SHARD and "Input/output error (bytes 0 to " in fault.reason
-    assert commit.newest_good(DiskDirectory(place.root), excluding={NEW}) == OLD
+    assert catalog.newest_good(DiskDirectory(place.root), excluding={NEW}) == OLD
     assert len(checkpoint.load(place.old)) == len(LAYOUT.tensors)
 
 
@@ -413,7 +413,7 @@ def test_a_step_under_another_step_s_name_is_not_that_step(place: Place) -> None
     later = place.root / step_directory(30)
     shutil.copytree(place.step, later)
     assert "manifest.json is of step 20" in failed_load(later)
-    assert commit.newest_good(DiskDirectory(place.root)) == NEW
+    assert catalog.newest_good(DiskDirectory(place.root)) == NEW
     elsewhere = shutil.copytree(place.step, place.root / "the-best")
     assert len(checkpoint.load(elsewhere)) == len(LAYOUT.tensors)
 
@@ -427,7 +427,7 @@ def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
             each["bytes"] = 1 << 60
 
     place.edit_manifest(huge)
-    assert commit.fault(DiskStorage(place.step)) is not None
+    assert catalog.fault(DiskStorage(place.step)) is not None
     with pytest.raises(CheckpointDamaged, match=f"has .* bytes, not {1 << 60}"):
         checkpoint.load(place.step)
 
@@ -436,7 +436,7 @@ def test_a_step_without_a_manifest_is_none(place: Place) -> None:
     (place.step / MANIFEST_NAME).unlink()
     assert "never committed" in failed_load(place.step)
     assert [fault.file for fault in verify.faults(DiskStorage(place.step))] == [MANIFEST_NAME]
-    assert [info.step for info in commit.steps(DiskDirectory(place.root))] == [OLD]
+    assert [info.step for info in catalog.steps(DiskDirectory(place.root))] == [OLD]
     assert len(checkpoint.load(place.root)) == len(LAYOUT.tensors)
 
 
@@ -445,6 +445,6 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_found(place: Place) -> None:
     for position in range(path.stat().st_size):
         flip(path, position)
         with pytest.raises(CheckpointDamaged, match=MANIFEST_NAME):
-            commit.read_manifest(DiskStorage(place.step))
+            catalog.read_manifest(DiskStorage(place.step))
         flip(path, position)
-    commit.read_manifest(DiskStorage(place.step))
+    catalog.read_manifest(DiskStorage(place.step))

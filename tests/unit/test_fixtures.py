@@ -18,7 +18,7 @@ from torch import Tensor
 
 from elasticzero import checkpoint
 from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
 from elasticzero.launcher.cli.control import look
@@ -109,10 +109,10 @@ def test_an_earlier_checkpoint_is_loaded(name: str) -> None:
 
 def test_its_manifest_says_what_it_said(name: str) -> None:
     directory = DiskDirectory(FOLDER / "checkpoints" / name)
-    assert commit.newest_good(directory) == STEPS
-    storage = commit.resolve(directory.where)
+    assert catalog.newest_good(directory) == STEPS
+    storage = catalog.resolve(directory.where)
     assert not list(verify.faults(storage))
-    manifest = commit.read_manifest(storage)
+    manifest = catalog.read_manifest(storage)
     assert (manifest.step, manifest.generation, manifest.layout.world_size) == (STEPS, 1, 2)
     assert manifest.strategy == CHECKPOINTS[name]["strategy"]
     state = checkpoint.load_state(directory.where)
@@ -127,8 +127,8 @@ def test_an_earlier_checkpoint_is_resharded(
 ) -> None:
     path = FOLDER / "checkpoints" / name
     shape = Shape(world_size=world_size, strategy=strategy)
-    reshard(commit.resolve(path), DiskDirectory(tmp_path), shape)
-    assert not list(verify.faults(commit.resolve(tmp_path)))
+    reshard(catalog.resolve(path), DiskDirectory(tmp_path), shape)
+    assert not list(verify.faults(catalog.resolve(tmp_path)))
     before, after = checkpoint.load(path), assert_expected(tmp_path, name)
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     assert checkpoint.load_state(tmp_path) == checkpoint.load_state(path)

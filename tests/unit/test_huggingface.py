@@ -21,7 +21,7 @@ from elasticzero.checkpoint.convert.huggingface import INDEX_NAME, Wishes, expor
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.rewrite.reshard import Shape, adopt, tied
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
@@ -99,7 +99,7 @@ def test_the_exported_model_is_whole_and_under_its_own_names(
         back = adopt(
             open_hf(str(target)), DiskDirectory(Path(directory) / "new"), 3, Shape(world_size=2)
         )
-        held = commit.read_manifest(open_storage(back.where)).layout.tensors
+        held = catalog.read_manifest(open_storage(back.where)).layout.tensors
         assert held == model
 
 

@@ -33,7 +33,7 @@ from elasticzero.checkpoint.ram import slots
 from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.steps import commit, verify
+from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskDirectory
@@ -211,7 +211,7 @@ class Node:
                 storage = self.memory.open(snapshot.generation, snapshot.step)
                 for rank in snapshot.ranks:
                     name = snapshot_manifest_name(rank, snapshot.world_size)
-                    manifest = commit.read_manifest(storage, name)
+                    manifest = catalog.read_manifest(storage, name)
                     assert manifest.generation == snapshot.generation
                     assert_shard(storage, manifest, rank)
         assert not self.memory.drafts()
@@ -240,7 +240,7 @@ def assert_shard(storage: Readable, manifest: Manifest, rank: int) -> None:
 def assert_holds(storage: Readable, generation: int) -> None:
     """A step is whole, and holds just what that generation saved."""
     assert list(verify.faults(storage)) == []
-    manifest = commit.read_manifest(storage)
+    manifest = catalog.read_manifest(storage)
     assert manifest.generation == generation
     for rank in range(LAYOUT.world_size):
         assert_shard(storage, manifest, rank)
@@ -249,7 +249,7 @@ def assert_holds(storage: Readable, generation: int) -> None:
 def assert_next_save_works(node: Node) -> None:
     """And leaves nothing of the harmed one."""
     assert node.save(draft(3, 9))
-    assert_holds(commit.resolve(node.path), 9)
+    assert_holds(catalog.resolve(node.path), 9)
     assert node.newest_whole() == ({(9, 3)} if node.way == "by memory" else set())
     files = node.directory.files()
     assert all(len(names) == 5 and MANIFEST_NAME in names for names in files.values()), files
@@ -274,10 +274,10 @@ def test_the_old_state_or_the_new_one(root: Path, way: Way, harm: Harm) -> None:
         faults = Faults(node.path, harm, at)
         try:
             saved = node.save_harmed(faults, draft(2, 5))
-            newest = commit.newest_good(node.directory)
+            newest = catalog.newest_good(node.directory)
             outcomes.add(newest)
             assert newest == 2 or (newest == 1 and not saved)
-            assert_holds(commit.resolve(node.path), 4 if newest == 1 else 5)
+            assert_holds(catalog.resolve(node.path), 4 if newest == 1 else 5)
             assert_next_save_works(node)
         except BaseException as error:
             error.add_note(f"{harm} at call {at}, {faults.calls[at]}, of {faults.calls}")
@@ -303,8 +303,8 @@ def test_a_damaged_step_is_replaced_without_a_moment_with_less(
         try:
             node.save_harmed(faults, draft(2, 5), replacing=True, keep=9)
             storage = node.directory.step(step_directory(2))
-            assert commit.fault(storage) is None
-            if commit.read_manifest(storage).generation == 5:
+            assert catalog.fault(storage) is None
+            if catalog.read_manifest(storage).generation == 5:
                 assert_holds(storage, 5)
             else:
                 assert {name: (storage.path / name).read_bytes() for name in before} == before

@@ -22,7 +22,7 @@ from elasticzero.checkpoint.rewrite.progress import Progress
 from elasticzero.checkpoint.rewrite.reshard import Shape, reshaped, reshard
 from elasticzero.checkpoint.rewrite.sources import CheckpointSource
 from elasticzero.checkpoint.rewrite.step_copy import Copied, Effort
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
@@ -40,8 +40,8 @@ from tests.unit.checkpoint_cases import (
 
 def assert_holds(storage: Storage, contents: dict[str, bytes]) -> Manifest:
     """A step's shards hold exactly their spans of `contents`."""
-    manifest = commit.read_manifest(storage)
-    assert commit.fault(storage) is None
+    manifest = catalog.read_manifest(storage)
+    assert catalog.fault(storage) is None
     assert manifest.layout.tensors.keys() == contents.keys()
     for rank in range(manifest.layout.world_size):
         shard = open_shard(storage, manifest, rank)
@@ -179,7 +179,7 @@ def test_little_more_is_read_than_is_needed(tmp_path: Path, strategy: str) -> No
     cuts = sum(
         span.start > 0 or span.stop < layout.tensors[copy.name].numel
         for rank in range(3)
-        for copy in plan(layout, commit.read_manifest(new).layout.spans(rank))
+        for copy in plan(layout, catalog.read_manifest(new).layout.spans(rank))
         for span in [copy.span_in_tensor]
     )
     needed = sum(spec.nbytes for spec in tensors.values())
@@ -202,9 +202,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    (step,) = commit.uncommitted(target)
+    (step,) = catalog.uncommitted(target)
     finished = [n for n in step.storage.names() if n.endswith(".sums")]
-    assert 1 < len(finished) < 8 and commit.steps(target) == []
+    assert 1 < len(finished) < 8 and catalog.steps(target) == []
     # As a process killed in the middle of a write leaves it.
     partial = f".{finished[0].removesuffix('.sums')}.partial"
     (tmp_path / "new" / step.name / partial).write_bytes(b"half")
@@ -221,7 +221,7 @@ def test_files_of_an_interrupted_run_that_are_not_whole_are_written_again(tmp_pa
     contents = elements(layout.tensors)
     source = write_step(tmp_path / "a", draft_of(layout), contents)
     step = resharded(source, tmp_path / "b", 3)
-    cut_off, unsummed = (commit.read_manifest(step).file_name(rank) for rank in (0, 2))
+    cut_off, unsummed = (catalog.read_manifest(step).file_name(rank) for rank in (0, 2))
     step.remove("manifest.json")
     path = Path(step.where)
     os.truncate(path / cut_off, 100)
@@ -250,7 +250,7 @@ def test_a_conversion_is_torchs_own_and_leaves_the_rest(tmp_path: Path) -> None:
     source = write_step(tmp_path / "a", draft_of(layout), contents)
     for dtype, spelling, kind in (("bf16", "BF16", torch.bfloat16), ("fp16", "F16", torch.half)):
         new = resharded(source, tmp_path / dtype, 3, dtype=dtype)
-        manifest = commit.read_manifest(new)
+        manifest = catalog.read_manifest(new)
         held = manifest.layout.tensors
         assert held["model/w"] == TensorSpec(spelling, (3, 7))
         assert held["model/none"] == TensorSpec(spelling, (0, 7))
@@ -263,7 +263,7 @@ def test_a_small_buffer_opens_many_shards_by_turns(tmp_path: Path) -> None:
     layout = Layout(world_size=25, tensors=tensors, groups=(Group("fsdp_rows", tuple(tensors)),))
     contents = elements(tensors)
     source = write_step(tmp_path / "a", draft_of(layout), contents)
-    reader = CheckpointSource(source, commit.read_manifest(source), 64)
+    reader = CheckpointSource(source, catalog.read_manifest(source), 64)
     for name in tensors:
         assert b"".join(map(bytes, reader.chunks(name, Span(0, 150)))) == contents[name]
         assert max(len(chunk) for chunk in reader.chunks(name, Span(0, 150))) <= 32
@@ -276,7 +276,7 @@ def test_to_an_object_store_and_back(tmp_path: Path) -> None:
     source = write_step(tmp_path / "old", draft_of(layout), contents)
     url = f"memory://{tmp_path.name}/new"
     done = reshard(source, open_directory(url), Shape(world_size=1))
-    there = commit.resolve(url)
+    there = catalog.resolve(url)
     assert done.where == there.where
     assert_holds(there, contents)
     assert reshard(source, open_directory(url), Shape(world_size=1)).already

@@ -9,7 +9,7 @@ import pytest
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory, token_generation
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import DAY_S, HOUR_S, Keep, Tidied, tidy, tidy_by_hand
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError, UserError
@@ -55,7 +55,7 @@ def age(directory: Path, step: int, seconds: float) -> None:
 
 
 def steps(directory: Path) -> list[int]:
-    return [info.step for info in commit.steps(DiskDirectory(directory))]
+    return [info.step for info in catalog.steps(DiskDirectory(directory))]
 
 
 def names(directory: Path, step: int) -> list[str]:

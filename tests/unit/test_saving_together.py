@@ -16,7 +16,7 @@ import torch
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.writer import Piece, Terms, Written, write_checkpoint
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
 from tests.unit.checkpoint_cases import draft_of, simple_layout
@@ -91,9 +91,9 @@ def test_one_rank_that_knows_of_the_damage_is_enough(tmp_path: Path) -> None:
     storage = DiskStorage(tmp_path / step_directory(DRAFT.step))
     assert written() == [True, False, False]
     assert written() == [False, False, False]
-    assert commit.read_manifest(storage).token == "save0"
+    assert catalog.read_manifest(storage).token == "save0"
     assert written(replacing=2) == [True, False, False]
-    assert commit.read_manifest(storage).token == "save2" and commit.stands(storage)
+    assert catalog.read_manifest(storage).token == "save2" and commit.stands(storage)
 
 
 def test_a_failed_replacement_leaves_what_stood(tmp_path: Path) -> None:

@@ -1,0 +1,233 @@
+"""Which steps a checkpoint directory holds, which of them are good, and which one a path means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from elasticzero.checkpoint.format.checksums import missing
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_of
+from elasticzero.checkpoint.format.strict_json import reason
+from elasticzero.checkpoint.format.validation import check_committed
+from elasticzero.checkpoint.storage.base import (
+    Directory,
+    Readable,
+    Storage,
+    open_directory,
+    open_storage,
+    out_of_reach,
+    read_small,
+)
+from elasticzero.concurrency import run_parallel
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError, UserError
+from elasticzero.text import complain
+
+MANIFEST_LIMIT_BYTES = 1 << 28
+FILES_AT_ONCE = 16
+"""Files looked at together."""
+RESOLVABLE = "checkpoint directory (its newest good step), or one step's; a path or a URL"
+"""What `resolve` takes, as the commands that do say it."""
+_NOT_OURS_TO_JUDGE = ("lost+found",)
+"""What a fresh volume may hold without being somebody's data."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One committed step in a checkpoint directory."""
+
+    step: int
+    name: str
+    """Of the step's directory."""
+    storage: Storage
+
+
+def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
+    """The manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong.
+
+    `name`: of a snapshot's manifest, which knows one rank's file only.
+    """
+    where = f"{storage.where}/{name}"
+    try:
+        manifest = from_json(read_small(storage, name, MANIFEST_LIMIT_BYTES), where)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{where} is missing: this step was never committed") from None
+    if step_of(storage.where.rstrip("/").rpartition("/")[2]) not in (None, manifest.step):
+        raise CheckpointDamaged(
+            f"{where} is of step {manifest.step}: a step's directory must keep its name"
+        )
+    if name == MANIFEST_NAME:
+        try:
+            check_committed(manifest)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {reason(error)}") from None
+    return manifest
+
+
+def trouble(storage: Readable) -> ElasticZeroError | None:
+    """Why a step is not good, or None: the manifest makes sense, and its files are there and have
+    exactly their size.
+
+    This alone says whether a step is good: every command, `load`, an agent's look for the newest
+    good step and retention ask it. It reads no tensor; `elasticzero checkpoint verify` does so
+    after it.
+    """
+    try:
+        manifest = read_manifest(storage)
+        found = run_parallel(
+            manifest.files, lambda file: _file_fault(storage, file), threads=FILES_AT_ONCE
+        )
+    except ElasticZeroError as error:
+        return error
+    reason = next((reason for reason in found if reason is not None), None)
+    return None if reason is None else CheckpointDamaged(reason)
+
+
+def fault(storage: Readable) -> str | None:
+    """`trouble` in words."""
+    error = trouble(storage)
+    return None if error is None else str(error)
+
+
+def in_words(error: ElasticZeroError) -> str:
+    """What is the matter with a step: that it is damaged, or only cannot be read, and why."""
+    return f"{'cannot be read' if out_of_reach(error) else 'is damaged'} ({error})"
+
+
+def _file_fault(storage: Readable, file: ShardFile) -> str | None:
+    for name in (file.name, file.name + SUMS_SUFFIX):
+        try:
+            size = storage.size(name)
+        except FileNotFoundError:
+            return str(missing(storage, name))
+        if name == file.name and size != file.bytes:
+            return f"{storage.where}/{name} has {size} bytes, not {file.bytes}"
+    return None
+
+
+def steps(directory: Directory) -> list[StepInfo]:
+    """The committed steps of a checkpoint directory, newest first, good or not."""
+    return [info for info in every_step(directory) if _has_manifest(info.storage)]
+
+
+def uncommitted(directory: Directory) -> list[StepInfo]:
+    """Steps' directories without a manifest, newest first: saves that failed or are going on."""
+    return [info for info in every_step(directory) if not _has_manifest(info.storage)]
+
+
+def every_step(directory: Directory) -> list[StepInfo]:
+    """Every step's directory, committed or not, newest first."""
+    found = [
+        StepInfo(step, name, directory.step(name))
+        for name in directory.names()
+        if (step := step_of(name)) is not None
+    ]
+    return sorted(found, key=lambda info: info.step, reverse=True)
+
+
+def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
+    """The newest committed step that is good at a cheap look, or None."""
+    for info in every_step(directory):
+        if info.step not in excluding and fault(info.storage) is None:
+            return info.step
+    return None
+
+
+def _tell(line: str) -> None:
+    complain(line)
+
+
+def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
+    """The good step that a path or URL means: itself, or a checkpoint directory's newest good one.
+
+    `tell`: gets one line about newer steps that are passed over. Raises `CheckpointDamaged` for
+    one step that is not good, `UserError` if there is none, and `StorageError` if one might be but
+    cannot be read.
+    """
+    storage, known_good = _find(url, tell)
+    if not known_good and (error := trouble(storage)) is not None:
+        raise error
+    return storage
+
+
+def find(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
+    """As `resolve`, but the directory of one step is taken as it is, good or not: to look at it."""
+    return _find(url, tell)[0]
+
+
+def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[Storage, bool]:
+    """(the step that `url` means, whether it is known to be good)."""
+    directory = open_directory(url)
+    names = directory.names()
+    in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
+    if MANIFEST_NAME in names or (names and in_a_step):
+        return open_storage(url), False
+    passed_over: list[tuple[int, ElasticZeroError]] = []
+    for info in every_step(directory):
+        error = trouble(info.storage)
+        if error is None:
+            if passed_over:
+                said = "; ".join(f"step {step} {in_words(why)}" for step, why in passed_over)
+                tell(f"{said}; step {info.step} is used")
+            return info.storage, True
+        if _has_manifest(info.storage):
+            passed_over.append((info.step, error))
+    if not names:
+        raise UserError(f"{directory.where} holds no checkpoint: it is empty or does not exist")
+    for _, error in passed_over:
+        if out_of_reach(error):
+            raise error
+    raise UserError(
+        f"{directory.where} holds no good checkpoint "
+        f"({len(passed_over)} damaged; see `elasticzero checkpoint verify`)"
+        if passed_over
+        else f"{directory.where} holds no checkpoint"
+    )
+
+
+def check_writable(directory: Directory) -> None:
+    """Make the directory if need be, and try that it can be written.
+
+    Raises `StorageError` if not, and `UserError` as `check_target` does.
+    """
+    check_outside_steps(directory.where)
+    directory.check_writable()
+    check_target(directory)
+
+
+def check_target(directory: Directory) -> None:
+    """Raise `UserError` for a directory that no checkpoint may be written into: one that lies in a
+    step's directory, or holds something that is not checkpoints."""
+    check_outside_steps(directory.where)
+    names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
+    if names and not any(step_of(name) is not None for name in names):
+        raise UserError(
+            f"the checkpoint directory {directory.where} holds other things ({_few(names)}) and no "
+            "checkpoints: give an empty or a new directory"
+        )
+
+
+def check_outside_steps(where: str) -> None:
+    """Raise `UserError` for a place in a step's directory, which is no place for anything else."""
+    for part in where.split("/"):
+        if step_of(part) is not None:
+            raise UserError(
+                f"{where} lies in a step's directory ({part}): give the checkpoint directory "
+                "above it, or another"
+            )
+
+
+def _has_manifest(storage: Storage) -> bool:
+    """Whether a step is committed; one that cannot be looked at counts, for it is then damaged."""
+    try:
+        storage.size(MANIFEST_NAME)
+    except FileNotFoundError:
+        return False
+    except StorageError:
+        return True
+    return True
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
