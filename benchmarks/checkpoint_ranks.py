@@ -30,9 +30,9 @@ from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import open_shard
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.io.writer import Terms, write_checkpoint
-from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import open_directory
 

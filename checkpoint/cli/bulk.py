@@ -17,9 +17,9 @@ from typing import TypeVar
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite import reshard, step_copy
-from elasticzero.checkpoint.rewrite.casting import DTYPES, unconverted
 from elasticzero.checkpoint.rewrite.diff import Comparison, compare
 from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, unconverted
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
@@ -114,7 +114,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 def _add_dtype(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype",
-        choices=tuple(DTYPES),
+        choices=tuple(CAST_DTYPES),
         help="convert the model's floating-point tensors of 16 to 64 bits (needs torch); float8, "
         "which means nothing without its scales, optimizer state and masters stay as they are",
     )

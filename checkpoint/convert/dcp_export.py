@@ -25,8 +25,13 @@ from elasticzero.checkpoint.convert.huggingface import (
 from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
-from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
-from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX, CheckpointSource, Source
+from elasticzero.checkpoint.rewrite.sources import (
+    MODEL_PREFIX,
+    CastSource,
+    CheckpointSource,
+    Source,
+    cast_specs,
+)
 from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, explain

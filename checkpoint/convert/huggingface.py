@@ -18,12 +18,13 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_of
 from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
-from elasticzero.checkpoint.rewrite.casting import CastSource, cast_specs
 from elasticzero.checkpoint.rewrite.reshard import Foreign
 from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
+    CastSource,
     CheckpointSource,
     Source,
+    cast_specs,
     model_names,
 )
 from elasticzero.checkpoint.rewrite.step_copy import Effort, Job, new_directory, run_jobs

@@ -18,7 +18,7 @@ _EXPONENTS = {
     "F8_E4M3": ("u1", 0x7F),
 }
 """How such numbers look as integers, and the bits that are all set in NaN and infinity alone."""
-DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
+CHECKED_DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
 LISTED = 3
 """Maximum number of tensors that a message names."""
 
@@ -48,7 +48,7 @@ def not_finite(where: str, names: list[str]) -> NotFinite:
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Whether these numbers are; True for a dtype that is not in `DTYPES`."""
+    """Whether these numbers are; True for a dtype that is not in `CHECKED_DTYPES`."""
     kind, bits = _EXPONENTS.get(dtype, (_SUMMED.get(dtype), 0))
     if kind is None:
         return True

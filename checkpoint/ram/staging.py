@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elasticzero.checkpoint.format.finite import DTYPES, Range
+from elasticzero.checkpoint.format.finite import CHECKED_DTYPES, Range
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs
 from elasticzero.checkpoint.io.writer import Piece, in_order
@@ -38,7 +38,7 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
     """Where in a shard's file, of which the tensors begin at `start`, what is trained lies."""
     found = []
     for name, spec in shard_specs(draft, rank).items():
-        if name in trained and spec.nbytes and spec.dtype in DTYPES:
+        if name in trained and spec.nbytes and spec.dtype in CHECKED_DTYPES:
             found.append(Range(name, spec.dtype, start, start + spec.nbytes))
         start += spec.nbytes
     return found

@@ -1,19 +1,99 @@
-"""A replica: another node's shard, pulled into this node's shared memory."""
+"""Copies shards of snapshots: from this node's memory to storage, and from another node's memory to
+this one's."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
-from elasticzero.checkpoint.format.manifest import from_json
-from elasticzero.checkpoint.format.names import SUMS_SUFFIX, snapshot_manifest_name
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX, snapshot_manifest_name, step_directory
 from elasticzero.checkpoint.ram.slots import Slots
-from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps.catalog import MANIFEST_LIMIT_BYTES
-from elasticzero.checkpoint.storage.base import Readable, read_small
-from elasticzero.errors import CheckpointDamaged
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import catalog, commit
+from elasticzero.checkpoint.storage.base import Directory, Readable, Storage, read_small
+from elasticzero.errors import CheckpointDamaged, StorageError
 
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.5
 _PART_BYTES = 16 << 20
+"""Bytes pulled from another node at a time."""
+
+
+def persist(
+    store: SnapshotStore,
+    shard: ShardName,
+    directory: Directory,
+    seal: Callable[[], Seal],
+    *,
+    replacing: bool = False,
+    again: bool = False,
+) -> tuple[Manifest, int]:
+    """Copy a shard and its checksums from memory to storage.
+
+    `seal`: gives the shard's seal, and waits for it if need be: the shard is copied meanwhile, and
+    its snapshot may go once the copy has begun. `again`: it may have been copied before, and is not
+    copied twice. Returns that one rank's manifest, and the bytes written: 0 where the step stands
+    already, unless that one is to be replaced. Raises `StorageError`, and `FileNotFoundError` where
+    the snapshot is gone.
+    """
+    name = store.file_of(shard)
+    where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
+    if again and not replacing:
+        known = seal()
+        own = from_json(known.manifest, where)
+        if _is_there(directory.step(step_directory(shard.step)), own.files[shard.rank], known):
+            return own, 0
+    with store.holding(shard, name) as held:
+        storage = commit.prepare(directory, shard.step)
+        size = len(held.data) if replacing or not commit.stands(storage) else 0
+        if size and again and not replacing:
+            for own_file in (name + SUMS_SUFFIX, name):
+                storage.remove(own_file)  # not whole, and there may be no room for two
+        if size:
+            parts = held.parts(sealed=store.sealed(shard))
+            storage.write(name, parts, size=size, cached=False)
+    sealed = seal()
+    if size:
+        storage.write(name + SUMS_SUFFIX, [sealed.sums])
+    return from_json(sealed.manifest, where), size
+
+
+def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
+    """Whether storage has this very shard, whole: its checksums are written last."""
+    name = file.name + SUMS_SUFFIX
+    try:
+        return storage.size(file.name) == file.bytes and (
+            read_small(storage, name, SUMS_LIMIT_BYTES) == seal.sums
+        )
+    except FileNotFoundError:
+        return False
+
+
+def await_commit(
+    storage: Storage, token: str, give_up: Callable[[], str | None], *, wait_s: float
+) -> None:
+    """Wait until the step stands: by the save of this token, or by another that came first.
+
+    Raises `StorageError` after `wait_s`, or with the reason of `give_up`.
+    """
+    deadline_s, poll_s = time.monotonic() + wait_s, _FIRST_POLL_S
+    while not _stands(storage, token):
+        reason = give_up()
+        if reason is None and time.monotonic() >= deadline_s:
+            reason = f"it was not committed within {wait_s:g} s after this node's part was written"
+        if reason is not None:
+            raise StorageError(f"{storage.where}: {reason}")
+        time.sleep(poll_s)
+        poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+
+
+def _stands(storage: Storage, token: str) -> bool:
+    try:
+        manifest = catalog.read_manifest(storage)
+    except CheckpointDamaged:
+        return False
+    return manifest.token == token or commit.stands(storage)
 
 
 def pull(
@@ -31,7 +111,7 @@ def pull(
     `CheckpointDamaged`.
     """
     name = snapshot_manifest_name(shard.rank, shard.world_size)
-    text = read_small(source, name, MANIFEST_LIMIT_BYTES)
+    text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)
     manifest = from_json(text, f"{source.where}/{name}")
     if (manifest.generation, manifest.step) != (shard.generation, shard.step):
         raise CheckpointDamaged(

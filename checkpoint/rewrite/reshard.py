@@ -12,12 +12,14 @@ import xxhash
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, check_tensor_names
 from elasticzero.checkpoint.format.manifest import TREE, Manifest, to_json
 from elasticzero.checkpoint.format.names import checked_step, step_directory
-from elasticzero.checkpoint.rewrite.casting import DTYPES, CastSource, cast_specs
 from elasticzero.checkpoint.rewrite.sources import (
+    CAST_DTYPES,
     MODEL_PREFIX,
+    CastSource,
     CheckpointSource,
     OpenSource,
     Source,
+    cast_specs,
 )
 from elasticzero.checkpoint.rewrite.step_copy import LEAST_BUFFER_BYTES, Copied, Effort, write_step
 from elasticzero.checkpoint.steps import catalog
@@ -44,8 +46,8 @@ class Shape:
             raise UserError(f"a world of {self.world_size} ranks: give 1 to {MOST_RANKS}")
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise UserError(f"strategy {self.strategy!r} is not one of {', '.join(STRATEGIES)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in CAST_DTYPES:
+            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(CAST_DTYPES)}")
 
 
 def rule_of(strategy: str) -> Rule:

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.checkpoint.format.manifest import Manifest, from_json
 from elasticzero.checkpoint.format.names import step_directory, token_of_file
-from elasticzero.checkpoint.ram.persist import await_commit, persist
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import await_commit, persist
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import Keep, SaveName, Tidied, make_room, tidy
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space

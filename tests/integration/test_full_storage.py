@@ -12,8 +12,8 @@ from torch import Tensor
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.checkpoint.storage.base import open_directory

@@ -15,11 +15,10 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.io.reader import open_snapshot
 from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.persist import await_commit, persist
 from elasticzero.checkpoint.ram.slots import SLOTS, Slots
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
-from elasticzero.checkpoint.ram.transfer import pull
+from elasticzero.checkpoint.ram.transfer import await_commit, persist, pull
 from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage

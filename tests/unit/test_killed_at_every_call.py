@@ -30,9 +30,9 @@ from elasticzero.checkpoint.format.names import (
 from elasticzero.checkpoint.format.shards import open_shard, shard_specs
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram import slots
-from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.base import Readable

@@ -12,9 +12,9 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.persist import persist
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import Bytes
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
