@@ -1,9 +1,10 @@
-"""What a command prints for whoever called it."""
+"""Text that people read: counts, sizes, ages, lists and tables, and printing them safely."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 
 READER_GONE = 141
 """The exit code of a command whose output nobody reads any more (`… | head`), as of one that
@@ -43,3 +44,54 @@ def say(text: str, end: str = "\n") -> None:
             raise SystemExit(READER_GONE) from None
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def count_text(count: int, thing: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def list_text(items: Iterable[object], most: int) -> str:
+    """The first `most` items with commas between them, and `...` where there are more."""
+    texts = list(map(str, items))
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
+
+
+def size_text(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def duration_text(seconds: float) -> str:
+    """`0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < size * most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago, in the largest whole unit."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{count_text(int(seconds // length), unit)} ago"
+    return "just now"
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows under their heads, in columns of equal width; ends with a line break."""
+    cells = [[shown(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines) + "\n"

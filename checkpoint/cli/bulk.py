@@ -24,8 +24,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES
-from elasticzero.tables import counted, size_text
-from elasticzero.text import complain, say, shown
+from elasticzero.text import complain, count_text, say, shown, size_text
 
 _T = TypeVar("_T")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -173,7 +172,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _comparison_text(result: Comparison, a: str, b: str) -> str:
     if result.same:
-        return f"the same: {counted(result.equal_tensors, 'tensor')}, in {a} and {b}\n"
+        return f"the same: {count_text(result.equal_tensors, 'tensor')}, in {a} and {b}\n"
     kinds = [
         [f"only in A: {name}" for name in result.only_a],
         [f"only in B: {name}" for name in result.only_b],
@@ -189,7 +188,7 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
         lines += map(shown, kind[:_MOST_LINES])
         if len(kind) > _MOST_LINES:
             lines.append(f"... and {len(kind) - _MOST_LINES} more such lines (`--json` has all)")
-    lines.append(f"different; {counted(result.equal_tensors, 'tensor')} are the same")
+    lines.append(f"different; {count_text(result.equal_tensors, 'tensor')} are the same")
     return "\n".join(lines) + "\n"
 
 
@@ -215,8 +214,8 @@ def _export(args: argparse.Namespace) -> int:
         say(json.dumps({**asdict(done), "source": source.where}))
         return 0
     say(
-        f"{done.where}: {counted(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
-        f"{counted(len(done.files), 'file')}, from {source.where}"
+        f"{done.where}: {count_text(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
+        f"{count_text(len(done.files), 'file')}, from {source.where}"
     )
     if args.format == "hf":
         say(huggingface.what_else(done.where, has_config=args.config is not None))
@@ -258,7 +257,7 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
     """Print which tensors `--dtype` leaves as they are."""
     if args.dtype is not None and (names := unconverted(specs)):
         complain(
-            f"--dtype {args.dtype} leaves float8 as it is: {counted(len(names), 'tensor')}, the "
+            f"--dtype {args.dtype} leaves float8 as it is: {count_text(len(names), 'tensor')}, the "
             f"first {shown(names[0])}"
         )
 
@@ -294,10 +293,10 @@ def _told_copied(done: step_copy.Copied, args: argparse.Namespace, source: str) 
     if args.json:
         say(json.dumps({**asdict(done), "source": source}))
         return 0
-    extra = f" ({counted(done.kept, 'rank')} of them written before)" if done.kept else ""
+    extra = f" ({count_text(done.kept, 'rank')} of them written before)" if done.kept else ""
     extra = " (it stood there already)" if done.already else extra
     say(
-        f"{done.where}: {counted(done.world_size, 'rank')}, {size_text(done.bytes)}, "
+        f"{done.where}: {count_text(done.world_size, 'rank')}, {size_text(done.bytes)}, "
         f"from {source}{extra}"
     )
     return 0

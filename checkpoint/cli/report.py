@@ -15,8 +15,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import encode
-from elasticzero.tables import age_text, counted, size_text, table
-from elasticzero.text import shown
+from elasticzero.text import age_text, count_text, shown, size_text, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
         line[6] = size_text(row["bytes"]) if "bytes" in row else "-"
         line[7] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
         lines.append(line)
-    text = table(columns, lines) if lines else f"{shown(where)} holds no checkpoint\n"
+    text = table_text(columns, lines) if lines else f"{shown(where)} holds no checkpoint\n"
     left = (
         f"{shown(name)}: never committed (a save that failed, or is going on)\n"
         for name in uncommitted
@@ -106,7 +105,7 @@ def step_text(seen: Look) -> str:
         ("step", str(manifest.step)),
         ("generation", f"{manifest.generation} (token {manifest.token})"),
         ("strategy", manifest.strategy),
-        ("world", counted(manifest.layout.world_size, "rank")),
+        ("world", count_text(manifest.layout.world_size, "rank")),
         ("tensors", f"{len(tensors)}, {size_text(elements)}"),
         ("written", _written_text(seen.written_s)),
         (
@@ -125,9 +124,9 @@ def step_text(seen: Look) -> str:
             shown(seen.where),
             *(name.ljust(width) + shown(text) for name, text in facts),
             "",
-            table(("rank", "size", "file"), ranks),
-            table(("kind", "tensors", "size"), _kind_rows(manifest)),
-            table(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest)),
+            table_text(("rank", "size", "file"), ranks),
+            table_text(("kind", "tensors", "size"), _kind_rows(manifest)),
+            table_text(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest)),
         ]
     )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from elasticzero.tables import size_text
+from elasticzero.text import size_text
 
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.2, 10.0
 _BAR_CELLS = 24

@@ -84,9 +84,10 @@ class CheckpointSource:
 
 
 def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """What the tensors are after conversion; `dtype`: a key of `CAST_DTYPES`, or None for no change.
+    """What the tensors are after conversion.
 
-    Only tensors of the model are converted: optimizer state and masters stay as they are.
+    `dtype`: a key of `CAST_DTYPES`, or None for no change. Only tensors of the model are
+    converted: optimizer state and masters stay as they are.
     """
     if dtype is None:
         return dict(specs)

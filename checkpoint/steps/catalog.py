@@ -22,7 +22,7 @@ from elasticzero.checkpoint.storage.base import (
 )
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError, UserError
-from elasticzero.text import complain
+from elasticzero.text import complain, list_text
 
 MANIFEST_LIMIT_BYTES = 1 << 28
 FILES_AT_ONCE = 16
@@ -202,8 +202,9 @@ def check_target(directory: Directory) -> None:
     check_outside_steps(directory.where)
     names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
     if names and not any(step_of(name) is not None for name in names):
+        held = list_text(sorted(names), 3)
         raise UserError(
-            f"the checkpoint directory {directory.where} holds other things ({_few(names)}) and no "
+            f"the checkpoint directory {directory.where} holds other things ({held}) and no "
             "checkpoints: give an empty or a new directory"
         )
 
@@ -227,7 +228,3 @@ def _has_manifest(storage: Storage) -> bool:
     except StorageError:
         return True
     return True
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")

@@ -27,6 +27,7 @@ from elasticzero.checkpoint.storage.base import Directory, Storage
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, ElasticZeroError, StorageError
 from elasticzero.serialization import RecordError
+from elasticzero.text import list_text
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 
@@ -155,5 +156,5 @@ def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = list_text(ranks, 8)
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
 from elasticzero.errors import RetryError
+from elasticzero.text import list_text
 
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 LOOK_MAX_S = 0.2
@@ -164,8 +165,7 @@ def _look_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
         if now_s >= deadline_s or waited_s >= tell_s:
             tell_s *= 2
             missing = [r for r in range(place.world_size) if not here.check([str(r)])]
-            names = ", ".join(map(str, missing[:RANKS_SHOWN]))
-            names += ", ..." if len(missing) > RANKS_SHOWN else ""
+            names = list_text(missing, RANKS_SHOWN)
             text = f"not at elasticzero.run after {waited_s:.0f} s: rank {names}"
             if now_s >= deadline_s:
                 raise RetryError(text)

@@ -35,7 +35,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.serialization import decode
-from elasticzero.text import say
+from elasticzero.text import count_text, say
 
 TRIES = 20
 """So often the document is read and written again when others write it at the same time."""
@@ -200,19 +200,15 @@ def _scaled(job: Job, least: int, most: int) -> str:
     """What will happen, and when."""
     count, waiting = len(job.placed), job.waiting
     if job.world is None:
-        return f"{_count(len(waiting))} here, the first generation is still to come"
+        return f"{count_text(len(waiting), 'node')} here, the first generation is still to come"
     if count > most:
         leaving = ", ".join(member.node for member in job.placed[most:])
         return f"at the next step {leaving} hands its state over and waits as a spare"
     if count < most and waiting:
         return f"{', '.join(waiting[: most - count])} joins at the next step"
     if count < least:
-        return f"{_count(count)} go on; the next change of the world waits for {least}"
+        return f"{count_text(count, 'node')} go on; the next change of the world waits for {least}"
     return "nothing changes now"
-
-
-def _count(nodes: int) -> str:
-    return f"{nodes} node{'s' * (nodes != 1)}"
 
 
 def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:

@@ -20,7 +20,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, of_job
 from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import encode
-from elasticzero.text import say
+from elasticzero.text import count_text, duration_text, say, table_text
 
 ASK_S = 2.0
 """An agent that has not answered by then is silent."""
@@ -185,12 +185,7 @@ def table(found: Mapping[str, Any]) -> str:
     if found["done"] is not None:
         lines.append(f"{found['done']['outcome']}: {found['done']['reason']}")
     head = ("NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST STEP", "UP", "ADDRESS")
-    rows = [head, *(_row(node) for node in found["nodes"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines += [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines.append(table_text(head, [_row(node) for node in found["nodes"]]).rstrip("\n"))
     lines += [
         f"{node['node']} is set aside: {node['set_aside_for']}"
         for node in found["nodes"]
@@ -207,11 +202,11 @@ def _headline(found: Mapping[str, Any]) -> str:
     of = f" ({limits[0]}:{limits[1]})" if limits else ""
     nodes = sum(node["role"] != "spare" for node in found["nodes"])
     age_s = found["generation_age_s"]
-    began = f"began {_span(age_s)} ago" if age_s is not None else "began"
+    began = f"began {duration_text(age_s)} ago" if age_s is not None else "began"
     at = "" if found["plain"] else f" at step {found['resume_step']}"
     return (
-        f"job {found['job']}: generation {found['generation']}, {size} rank{'s' * (size != 1)} on "
-        f"{nodes} node{'s' * (nodes != 1)}{of}, {began}{at}: "
+        f"job {found['job']}: generation {found['generation']}, {count_text(size, 'rank')} on "
+        f"{count_text(nodes, 'node')}{of}, {began}{at}: "
         f"{found['reason']}"
     )
 
@@ -228,7 +223,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     if speed is not None:
         parts.append(f"{speed:.3g} steps/s")
         if total:
-            parts.append(f"{_span(max(0, total - step) / speed)} to go")
+            parts.append(f"{duration_text(max(0, total - step) / speed)} to go")
     if goodput is not None:
         parts.append(f"goodput {goodput:.1%}")
     if found["loss"] is not None:
@@ -256,24 +251,14 @@ def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
     if state == "set aside":
         often = node["set_aside_for"] in (None, AGAIN)
         state += f" after {node['strikes']} failures" if often else ""
-        state += f", {_span(aside_s)} more" if aside_s is not None else ""
+        state += f", {duration_text(aside_s)} more" if aside_s is not None else ""
     return (
         node["node"],
         node["role"],
         node["ranks"],
         state,
         silent if step is None else str(step),
-        silent if age_s is None else f"{_span(age_s)} ago",
-        silent if up_s is None else _span(up_s),
+        silent if age_s is None else f"{duration_text(age_s)} ago",
+        silent if up_s is None else duration_text(up_s),
         node["address"] or "-",
     )
-
-
-def _span(seconds: float) -> str:
-    """`0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for unit, size, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
-        if seconds < size * most:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"

@@ -13,6 +13,7 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
+from elasticzero.text import count_text
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
@@ -42,11 +43,6 @@ def fresh_start(generation: int, *, session: bool) -> str:
     if generation > 1 and not session:
         return "the script starts anew"
     return "step 0, from the beginning" if session else "a fresh start"
-
-
-def counted(count: int, thing: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def split_damage(
@@ -97,7 +93,7 @@ class Narrator:
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(
-            f"{counted(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
+            f"{count_text(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
             f"logs in {log_dir}{MUTED if muted else ''}"
         )
 
@@ -137,7 +133,7 @@ class Narrator:
             case "paced" if worth_telling(self._every, event["every"]):
                 self._every = event["every"]
                 self.say(
-                    f"  snapshots every {counted(event['every'], 'step')}: one costs "
+                    f"  snapshots every {count_text(event['every'], 'step')}: one costs "
                     f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
@@ -167,7 +163,7 @@ class Narrator:
         if damage is not None:
             self.say(damage, at_s)
         self.say(
-            f"generation {self._generation}: {counted(event['world_size'], 'rank')} on "
+            f"generation {self._generation}: {count_text(event['world_size'], 'rank')} on "
             f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
             at_s,
         )
@@ -245,15 +241,15 @@ class Narrator:
             print(texts[0], file=sys.stderr, flush=True)
 
     def close(self, code: ExitCode) -> None:
-        generations = counted(len(self.lineage.resume_steps), "generation")
-        again = counted(self.lineage.recomputed, "step")
+        generations = count_text(len(self.lineage.resume_steps), "generation")
+        again = count_text(self.lineage.recomputed, "step")
         if code == ExitCode.DONE:
             how = "stopped" if self._stopped else "done"
             if not self._session:
                 self.say(f"{how}: {generations}; {PLAIN_END}")
                 return
             why = f"; {self._early}" if self._early else ""
-            done = counted(self.step, "step")
+            done = count_text(self.step, "step")
             self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

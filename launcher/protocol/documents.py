@@ -65,6 +65,7 @@ from typing import Any, Literal
 
 from elasticzero.ipc.messages import Resume, Source
 from elasticzero.serialization import decode, decode_rows, encode
+from elasticzero.text import list_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +432,7 @@ def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -
         return ""
     _, step, size = most = max(newer, key=lambda state: (len(parts[state]), state[1]))
     missing = [rank for rank in range(size) if rank not in parts[most]]
-    names = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+    names = list_text(missing, 4)
     return (
         f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "
         f"snapshot of step {step}"

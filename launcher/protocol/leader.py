@@ -39,6 +39,7 @@ from elasticzero.launcher.protocol.failure_policy import kept_aside, set_aside, 
 from elasticzero.launcher.protocol.hang_rules import deadlock
 from elasticzero.launcher.protocol.termination import passed_over, stop_from_storage, too_damaged
 from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.text import count_text
 
 NAMES_SHOWN = 8
 REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
@@ -213,7 +214,9 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
         return None
     room = limits.max_nodes - len(world.members)
     if room < 0 and view.control.nnodes is not None:
-        return ask(view, FLAG_LEAVE, "leave", f"scaled to at most {count_of(limits.max_nodes)}")
+        return ask(
+            view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(limits.max_nodes, 'node')}"
+        )
     aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = [m.node for m in candidates_of(view) if not world.names(m)]
     spare = [node for node in waiting if node not in aside]
@@ -221,10 +224,6 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
     if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
         return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
     return None
-
-
-def count_of(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
 
 
 def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:

@@ -37,7 +37,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     why_aside,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
-from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of, count_of
+from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of
 from elasticzero.launcher.protocol.termination import (
     ended,
     given_up,
@@ -48,6 +48,7 @@ from elasticzero.launcher.protocol.termination import (
     unwritten,
 )
 from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.text import count_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
@@ -282,7 +283,7 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
     parts += [f"{node} is set aside: {why_aside(following.strikes, node)}" for node in struck]
     parked = [node for node in spare if node not in found.aside]
     if parked:
-        most = count_of(len(after))
+        most = count_text(len(after), "node")
         parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
     if after - before:
         parts.append(f"{', '.join(sorted(after - before))} joined")

@@ -8,8 +8,9 @@ import pytest
 
 from elasticzero.ipc.messages import Resume
 from elasticzero.launcher.cli.control import Job
-from elasticzero.launcher.cli.status import _span, gather, table
+from elasticzero.launcher.cli.status import gather, table
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Strikes, World
+from elasticzero.text import duration_text
 
 
 def member(name: str, nproc: int = 2) -> Member:
@@ -145,4 +146,4 @@ def test_no_secret_is_shown() -> None:
     [(0.25, "0.2 s"), (45, "45 s"), (150, "2 min"), (9000, "2 h"), (400000, "5 days")],
 )
 def test_spans(seconds: float, text: str) -> None:
-    assert _span(seconds) == text
+    assert duration_text(seconds) == text
