@@ -1,9 +1,9 @@
 """Many membership clients in one process, for rendezvous.py: `rendezvous_crowd.py JSON`.
 
-Each client is what an agent is to the store: an `EtcdStore`, `Observer`, `Membership`, `Lookout`,
-`StoreActions`, and `decide`. Two of them share nothing, but the connection of their process to etcd
-where that is asked for. Workers are pretended: they start at once, train for ever, and take STOP_S
-to stop.
+Each client is what an agent is to the store: an `EtcdStore`, `Observer`, `Membership`,
+`ClusterObserver`, `StoreWriter`, and `decide`. Two of them share nothing,
+but the connection of their process to etcd where that is asked for. Workers are pretended: they
+start at once, train for ever, and take STOP_S to stop.
 
 Orders come on stdin, a word a line (go, fail, mark); what happened goes out on stdout, a JSON
 object a line, with times of the machine's monotonic clock, which all processes share.
@@ -29,8 +29,8 @@ from typing import Any
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.agent.main import pause_s
-from elasticzero.launcher.agent.observer import Lookout
-from elasticzero.launcher.agent.store_writer import StoreActions
+from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,
@@ -170,9 +170,16 @@ class Client:
         self.membership = Membership(self.store, me, options.ttl_s, sock)
         self.workers = PretendedWorkers()
         look = StorageLook(None, self.wake)
-        self.lookout = Lookout(self.store, self.observer, self.membership, self.workers, look)
-        self.acting = StoreActions(
-            self.store, self.observer, self.membership, self.lookout, self._again, time.monotonic
+        self.cluster_observer = ClusterObserver(
+            self.store, self.observer, self.membership, self.workers, look
+        )
+        self.acting = StoreWriter(
+            self.store,
+            self.observer,
+            self.membership,
+            self.cluster_observer,
+            self._again,
+            time.monotonic,
         )
         self.due_s = 0.0
         self._tries = 0
@@ -198,7 +205,7 @@ class Client:
         self.membership.join(lambda text: print(self.name, text, file=sys.stderr))
         self.joined_s = time.monotonic()
         self._crowd.tell("joined", once=True)
-        self.lookout.begin(self.joined_s)
+        self.cluster_observer.begin(self.joined_s)
         self._crowd.count("registered", 0, self.joined_s)
 
     def turn(self) -> None:
@@ -233,7 +240,7 @@ class Client:
         self.acting.keep_registered(now_s, leaving=False)
         world, _ = self.observer.world()
         limits = self.limits if world is None else self._after
-        view = self.lookout.view(self.workers.view(now_s), False, now_s, limits)
+        view = self.cluster_observer.view(self.workers.view(now_s), False, now_s, limits)
         return view, decide(view, now_s, limits)
 
     def _do(self, action: Action, view: View, now_s: float) -> None:

@@ -24,9 +24,9 @@ from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.messages import Captured, GiveUp, Kept, Message, Saved, WorkerSettings
 from elasticzero.launcher.agent.assignments import assignments, post
-from elasticzero.launcher.agent.observer import Lookout
-from elasticzero.launcher.agent.reporter import Telling
-from elasticzero.launcher.agent.store_writer import StoreActions
+from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.reporter import AgentReporter
+from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import (
@@ -141,18 +141,18 @@ class Agent:
         self._observer = Observer(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self._events = EventLog(options.log_dir)
-        self.telling = Telling(options, self._events, metrics)
+        self.reporter = AgentReporter(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
         self._gang: Gang | None = None
         self.claim: Claim | None = None
         """Of this node's memory and name on this machine; released when the agent ends."""
         look = StorageLook(options.checkpoint_dir, self.wake)
-        self._lookout = Lookout(store, self._observer, membership, self.snapshots, look)
-        self._store_actions = StoreActions(
+        self._cluster = ClusterObserver(store, self._observer, membership, self.snapshots, look)
+        self._store_actions = StoreWriter(
             store,
             self._observer,
             membership,
-            self._lookout,
+            self._cluster,
             lambda now_s: self._decide(now_s)[1],
             time.monotonic,
         )
@@ -161,9 +161,9 @@ class Agent:
             store,
             self._observer,
             membership,
-            self._lookout,
+            self._cluster,
             agreed,
-            self.telling.store_recovery,
+            self.reporter.store_recovery,
         )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
         self._saved_held: SaveHeld | None = None
@@ -198,13 +198,13 @@ class Agent:
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
-        self._lookout.begin(time.monotonic())
+        self._cluster.begin(time.monotonic())
         try:
             while self.exit_code is None:
                 now_s = time.monotonic()
                 view, decision = self._decide(now_s)
                 self.view = view
-                self.telling.decided(view, decision)
+                self.reporter.decided(view, decision)
                 self._act(view, decision, now_s)
                 self._say_who_is_here(view)
                 if self.exit_code is None:
@@ -243,7 +243,7 @@ class Agent:
         if not workers.running:
             workers = replace(workers, sealing=self.saver.unsealed())
         notice = self.notice
-        view = self._lookout.view(workers, notice is not None, now_s, self.options.limits)
+        view = self._cluster.view(workers, notice is not None, now_s, self.options.limits)
         view = replace(view, notice=notice, saving=saving)
         if (held := self._saved_held) is not None:
             state = (held.generation, held.step)
@@ -252,10 +252,10 @@ class Agent:
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
-            self.telling.not_waiting()
+            self.reporter.not_waiting()
             return
         with suppress(StoreUnavailable):
-            self.telling.waiting(lambda: members_of(self._store.read(MEMBERS)))
+            self.reporter.waiting(lambda: members_of(self._store.read(MEMBERS)))
 
     def _hear(self, now_s: float) -> None:
         try:
@@ -265,7 +265,7 @@ class Agent:
             self._replace_server()
         if self._gang is not None:
             heard = self._gang.hear(now_s, ended)
-            self.telling.heard(self._gang, heard, now_s)
+            self.reporter.heard(self._gang, heard, now_s)
             for _, message in heard:
                 match message:
                     case Captured():
@@ -276,10 +276,10 @@ class Agent:
                         pass
             self._gang.end_the_deaf(now_s)
             for worker in self._gang.kill_overdue(now_s):
-                self.telling.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
-            self.telling.outlasted(self._gang, now_s)
+                self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
+            self.reporter.outlasted(self._gang, now_s)
             for failure in self._gang.watch_for_hangs(now_s):
-                self.telling.looked(self._gang, failure)
+                self.reporter.looked(self._gang, failure)
         self._hear_saver()
 
     def _hear_saver(self) -> None:
@@ -287,16 +287,16 @@ class Agent:
         for news in self.saver.news():
             match news:
                 case SaveFailed():
-                    self.telling.save_failed(news)
+                    self.reporter.save_failed(news)
                     continue
                 case Kept():
                     message: Message = news
-                    self.telling.kept(news)
+                    self.reporter.kept(news)
                 case SaveOver():
                     message = Saved(step=news.step, generation=news.generation, error=news.error)
-                    self.telling.saved(news)
+                    self.reporter.saved(news)
                     if news.error is None:
-                        self._lookout.saved(news.step)
+                        self._cluster.saved(news.step)
             if self._gang is not None and self._gang.generation == news.generation:
                 self._gang.tell(message)
 
@@ -314,7 +314,7 @@ class Agent:
             for action in decision.actions:
                 self._do(view, decision, action, now_s)
         except StoreUnavailable as error:
-            self.telling.store_trouble(error)
+            self.reporter.store_trouble(error)
             # Others could not write either: their time to answer begins anew.
             self._membership.well_since_s = time.monotonic()
             self._backoff_until_s = time.monotonic() + BUSY_S * 10
@@ -341,7 +341,7 @@ class Agent:
                 self._saved_held = action
                 self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
             case Leave(code):
-                self.telling.leaves(decision.reason)
+                self.reporter.leaves(decision.reason)
                 self.exit_code = code
             case _:
                 pass
@@ -366,7 +366,7 @@ class Agent:
         )
         self._gang, self._world_token = gang, world.token
         end(worker for local_rank, worker in kept.items() if local_rank >= len(given))
-        self.telling.starting(world, index, now_s)
+        self.reporter.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
             gang.start(given, options.launch, options.log_dir, store, kept)
@@ -375,7 +375,7 @@ class Agent:
         finally:
             if store is not None:
                 store.close()
-        self.telling.started(gang)
+        self.reporter.started(gang)
 
     def _adopt_token(self) -> None:
         """Take the token that the other nodes use, where this one came to a store that had lost its
@@ -401,13 +401,13 @@ class Agent:
             select.select([self._server], [], [], 0.05)
             self._hear(time.monotonic())
         gang.hangs.close()
-        self.telling.retired(gang)
+        self.reporter.retired(gang)
         self._gang = None
         return gang.take_waiting()
 
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""
-        return self.telling.status(self.view, self.notice is not None)
+        return self.reporter.status(self.view, self.notice is not None)
 
     def close(self) -> None:
         """Stop the workers, give the name back, free the shared memory."""
@@ -417,7 +417,7 @@ class Agent:
         self._server.close()
         self.saver.close()
         self._membership.close()
-        self.telling.close(self.exit_code)
+        self.reporter.close(self.exit_code)
         if self.claim is not None:
             self.claim.release()
 

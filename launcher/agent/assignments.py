@@ -25,7 +25,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
     """Of the workers of the node at `index` in the world's order. token: the job's."""
     member = world.members[index]
     first = world.first_rank(index)
-    connect_s, start_s = patience_s(world.fruitless)
+    connect_s, start_s = timeouts_s(world.fruitless)
     known = tuple(
         KnownError(message=s.message, node=s.node, generation=s.generation)
         for s in world.setbacks
@@ -70,7 +70,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
     ]
 
 
-def patience_s(fruitless: int) -> tuple[float, float]:
+def timeouts_s(fruitless: int) -> tuple[float, float]:
     """How long a worker waits for a host or a process group, and how long for the others' scripts;
     twice as long after each generation that came to nothing."""
     return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)

@@ -165,7 +165,7 @@ def run_agent(
         agent = Agent(options, store, membership, metrics, agreed)
         agent.claim = claim
         agent.adopted = server.use_token
-        agent.telling.note("serving", port=server.port, host=host)
+        agent.reporter.note("serving", port=server.port, host=host)
         for number in (signal.SIGTERM, *signals):
             signal.signal(number, partial(_terminate, agent))
         try:
@@ -178,11 +178,11 @@ def run_agent(
             agent.close()
             raise
         if leaving is not None:
-            agent.telling.leaves(f"{leaving.reason}: leaving before the job knew of this node")
+            agent.reporter.leaves(f"{leaving.reason}: leaving before the job knew of this node")
             agent.exit_code = ExitCode.LEFT
             agent.close()
             return agent.exit_code
-        agent.telling.note("registered", incarnation=me.incarnation)
+        agent.reporter.note("registered", incarnation=me.incarnation)
         muted = MUTED if options.console.silent else ""
         say(options.node, f"registered for job {options.job}; logs: {options.log_dir}{muted}")
         return agent.run()

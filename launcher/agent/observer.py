@@ -79,7 +79,7 @@ class Storage(Protocol):
     def ask(self, bad: Mapping[int, str]) -> Seen: ...
 
 
-class Lookout:
+class ClusterObserver:
     """Looks at the store, the registration, memory and storage for one agent."""
 
     def __init__(
@@ -406,8 +406,8 @@ class Lookout:
 def _stagger_s(world: World, index: int) -> float:
     """How much later than the first of all this member looks at the others."""
     nodes = len(world.members)
-    patience_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
-    return patience_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
+    delay_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
+    return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
 def _is_quiet(view: View, index: int, now_s: float, limits: Limits) -> bool:

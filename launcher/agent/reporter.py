@@ -24,7 +24,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.observability.console import fresh_start, split_damage, worth_telling
 from elasticzero.launcher.observability.event_log import EventLog
-from elasticzero.launcher.observability.goodput import Progress
+from elasticzero.launcher.observability.goodput import GoodputMeter
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, Strikes, World
@@ -76,7 +76,7 @@ def _repeat(text: str) -> None:
         sys.stdout.flush()
 
 
-class Telling:
+class AgentReporter:
     """Takes note of what the agent hears and decides."""
 
     def __init__(self, options: AgentOptions, events: EventLog, metrics: Metrics) -> None:
@@ -89,7 +89,7 @@ class Telling:
         self._world: World | None = None
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
-        self._progress = Progress()
+        self._goodput = GoodputMeter()
         self._began_s = time.monotonic()
         self._control = Control()
         self._last: dict[str, Any] = {
@@ -246,7 +246,7 @@ class Telling:
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
         self._silent = {}
-        self._progress.begin(now_s)
+        self._goodput.begin(now_s)
         self._metrics.forget_workers()
         if self._round_seen_s is not None:
             self._recovery("regroup", now_s - self._round_seen_s)
@@ -297,7 +297,7 @@ class Telling:
                         self._last["step"] = message.step
                         self._last["total_steps"] = message.total or None
                         useful_s = max(0.0, message.step_s - message.data_wait_s)
-                        self._progress.stepped(message.step, useful_s, message.at_s)
+                        self._goodput.stepped(message.step, useful_s, message.at_s)
                         ago_s = time.monotonic() - message.at_s
                         at = {"time": time.time() - ago_s, "generation": gang.generation}
                         self.note("step", **_plain(message) | at)
@@ -508,10 +508,10 @@ class Telling:
             "nnodes": [limits.min_nodes, limits.max_nodes],
             "set_aside_s": aside,
             "up_s": now_s - self._began_s,
-            "generation_age_s": self._progress.generation_age_s(now_s),
-            "step_age_s": self._progress.step_age_s(now_s),
-            "steps_per_s": self._progress.steps_per_s(),
-            "goodput": self._progress.goodput(now_s),
+            "generation_age_s": self._goodput.generation_age_s(now_s),
+            "step_age_s": self._goodput.step_age_s(now_s),
+            "steps_per_s": self._goodput.steps_per_s(),
+            "goodput": self._goodput.goodput(now_s),
             "leaving": leaving,
             "workers": {
                 "running": workers.running,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elasticzero.launcher.agent.observer import Lookout
+from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.actions import (
     Decision,
     PutReport,
@@ -28,7 +28,7 @@ from elasticzero.launcher.store.watch_cache import ALARM, DONE, MEMBERS, WORLD, 
 StoreAction = RaiseAlarm | PutReport | WriteWorld | WriteDone
 
 
-class StoreActions:
+class StoreWriter:
     """Performs one agent's actions on the store."""
 
     def __init__(
@@ -36,7 +36,7 @@ class StoreActions:
         store: Store,
         observer: Observer,
         membership: Membership,
-        lookout: Lookout,
+        cluster: ClusterObserver,
         again: Callable[[float], Decision],
         clock: Callable[[], float],
     ) -> None:
@@ -44,7 +44,7 @@ class StoreActions:
         self._store = store
         self._observer = observer
         self._membership = membership
-        self._lookout = lookout
+        self._cluster = cluster
         self._again = again
         self._clock = clock
         self.token_digest = ""
@@ -66,7 +66,7 @@ class StoreActions:
             case PutReport(report):
                 self._put_report(generation, view.me.node, report)
             case WriteWorld() | WriteDone():
-                self._look_again_and_write(now_s, limits)
+                self._reread_and_write(now_s, limits)
 
     def _raise_alarm(self, generation: int, alarm: Alarm) -> None:
         if alarm.kind == "lapse" and not self._still_lapsed():
@@ -86,9 +86,9 @@ class StoreActions:
         world, _ = self._observer.world()
         told = replace(report, world=world.token if world is not None else "")
         revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
-        self._lookout.reported(generation, report, revision or 0)
+        self._cluster.reported(generation, report, revision or 0)
 
-    def _look_again_and_write(self, now_s: float, limits: Limits) -> None:
+    def _reread_and_write(self, now_s: float, limits: Limits) -> None:
         """Write the next world, or the end, if it is still what a fresh look at the store leads to.
 
         A slow answer means that the store was away, and that others could not be heard either:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.observability.console import Narrator
+from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.options.validation import make_log_directory
 from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
@@ -289,35 +289,35 @@ def run(args: argparse.Namespace) -> ExitCode:
         cluster = Cluster(words, job, log_dir, cluster_environment(most), output)
         stack.callback(cluster.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        narrator = Narrator(log_dir / job, args.nodes, endpoint, muted=console.silent)
+        lines = ClusterConsole(log_dir / job, args.nodes, endpoint, muted=console.silent)
         for _ in range(args.nodes):
             cluster.start_node()
-        code = _watch(cluster, faults, narrator)
+        code = _watch(cluster, faults, lines)
         for fault in faults:
-            narrator.never_struck(fault.text)
-        narrator.close(code)
+            lines.never_struck(fault.text)
+        lines.close(code)
         return code
 
 
-def _watch(cluster: Cluster, faults: list[Fault], narrator: Narrator) -> ExitCode:
+def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:
     """Follow the job to its end."""
     while True:
         alive = bool(cluster.running())
         for node, event in cluster.events():
-            narrator.take(node, event)
-        if faults and narrator.plain:
-            narrator.cannot_strike(faults[0].text)
-        while faults and narrator.step >= faults[0].step:
-            struck = strike(cluster, faults[0], narrator.training)
+            lines.take(node, event)
+        if faults and lines.plain:
+            lines.cannot_strike(faults[0].text)
+        while faults and lines.step >= faults[0].step:
+            struck = strike(cluster, faults[0], lines.training)
             if struck is None:
                 break
-            narrator.struck(faults.pop(0).what, *struck)
+            lines.struck(faults.pop(0).what, *struck)
         if not alive:
-            return _outcome(cluster, narrator)
+            return _outcome(cluster, lines)
         time.sleep(LOOK_EVERY_S)
 
 
-def _outcome(cluster: Cluster, narrator: Narrator) -> ExitCode:
+def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
     """The job's exit code from its agents'; where it failed, the first agent's own words."""
     codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
     if ExitCode.DONE in codes.values():
@@ -325,6 +325,6 @@ def _outcome(cluster: Cluster, narrator: Narrator) -> ExitCode:
     for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
         logs = [cluster.nodes[name].log for name, code in codes.items() if code == wanted]
         if logs:
-            narrator.quote(logs, traced=cluster.output is not None)
+            lines.quote(logs, traced=cluster.output is not None)
             return wanted
     return ExitCode.FAILED

@@ -62,7 +62,7 @@ def split_damage(
     return reason, None
 
 
-class Narrator:
+class ClusterConsole:
     """Prints what happens as it happens: lines, and a bar where there is a terminal."""
 
     def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:

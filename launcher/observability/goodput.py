@@ -10,7 +10,7 @@ from collections import deque
 RECENT_STEPS = 32
 
 
-class Progress:
+class GoodputMeter:
     """The steps of a node's first worker, over all the generations it takes part in."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ such wait, which is also that of nodes without a place."""
 
 
 class Forgetful(Protocol):
-    """Something that remembers what it saw in the store: see `Lookout`."""
+    """Something that remembers what it saw in the store: see `ClusterObserver`."""
 
     def lost_data(self, now_s: float) -> None: ...
 
@@ -52,7 +52,7 @@ class StoreRecovery:
         store: Store,
         observer: Observer,
         membership: Membership,
-        lookout: Forgetful | None,
+        memory: Forgetful | None,
         agreed: Agreed | None,
         say: Callable[[str], None],
     ) -> None:
@@ -61,7 +61,7 @@ class StoreRecovery:
         self._store = store
         self._observer = observer
         self._membership = membership
-        self._lookout = lookout
+        self._memory = memory
         self._agreed = agreed
         self._say = say
         self._history = store.history
@@ -102,8 +102,8 @@ class StoreRecovery:
         index = world.find(me.node, me.incarnation) if world is not None else None
         self._due_s = now_s + (LAST_TURN_S if index is None else min(LAST_TURN_S, TURN_S * index))
         self._membership.lost_data(now_s)
-        if self._lookout is not None:
-            self._lookout.lost_data(now_s)
+        if self._memory is not None:
+            self._memory.lost_data(now_s)
         on = "" if world is None else f"; generation {world.generation} goes on"
         self._say(f"etcd lost its data ({self._store.loss}){on}")
 
@@ -134,8 +134,8 @@ class StoreRecovery:
         if self._store.history != self._history:
             return False
         record = stands.get(KEY)
-        if self._lookout is not None:
-            self._lookout.restored(record is not None and self._is_mine(record))
+        if self._memory is not None:
+            self._memory.restored(record is not None and self._is_mine(record))
         puts, deletes = self._missing(stands)
         if puts or deletes:
             keys = sorted({WORLD, CONTROL, DONE, KEY, *puts})

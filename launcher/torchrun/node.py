@@ -266,11 +266,11 @@ class Participant:
                 for prefix in (DONE, WORLD):
                     self._observer.put(prefix, self._store.read(prefix))
             case WriteRound():
-                self._look_again_and_write(asked_s)
+                self._reread_and_write(asked_s)
             case _:
                 pass
 
-    def _look_again_and_write(self, asked_s: float) -> None:
+    def _reread_and_write(self, asked_s: float) -> None:
         """Write the next world, if it is still what a fresh look at the store leads to."""
         self._observer.put(MEMBERS, self._store.read(MEMBERS))
         now_s = time.monotonic()

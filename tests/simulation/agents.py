@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import greenlet
 
 from elasticzero.errors import ExitCode, StoreUnavailable
-from elasticzero.launcher.agent.observer import Lookout
-from elasticzero.launcher.agent.store_writer import StoreActions
+from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.protocol.actions import (
     Action,
     Ask,
@@ -175,14 +175,14 @@ class Agent:
         )
         self.observer = Observer(self.store, self.wake, cluster.read_document)
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
-        self.lookout = Lookout(
+        self.cluster_observer = ClusterObserver(
             self.store, self.observer, self.membership, host.memory, self.look, cluster.draw
         )
-        self._store_actions = StoreActions(
+        self._store_actions = StoreWriter(
             self.store,
             self.observer,
             self.membership,
-            self.lookout,
+            self.cluster_observer,
             lambda now_s: self._decide(now_s)[1],
             host.clock,
         )
@@ -241,12 +241,12 @@ class Agent:
             self.store,
             self.observer,
             self.membership,
-            self.lookout,
+            self.cluster_observer,
             agreed,
             lambda text: self.cluster.note(f"{self.host.name}: {text}"),
         )
         if self.exit_code is None:
-            self.lookout.begin(self.host.clock())
+            self.cluster_observer.begin(self.host.clock())
         while self.exit_code is None:
             self._sit_out()
             now_s = self.host.clock()
@@ -304,7 +304,7 @@ class Agent:
             workers = replace(workers, token=token)
         if not workers.running and self.host.memory.drafts:
             workers = replace(workers, sealing=True)
-        view = self.lookout.view(workers, self.leaving, now_s, self.plan.limits)
+        view = self.cluster_observer.view(workers, self.leaving, now_s, self.plan.limits)
         if self.saves or self._saved_held or self.leaving:
             saving = self.saves > 0
             notice = gathered(self._notices)
@@ -389,7 +389,7 @@ class Agent:
             stands = storage.has_all(name) or held.step in storage.steps
             if stands or newer or self._saved_held is not held:
                 self.saves -= 1
-                self.lookout.saved(held.step)
+                self.cluster_observer.saved(held.step)
                 self.wake()
             elif not self.dead:
                 self.cluster.later(0.1, 0.5, write)

@@ -366,7 +366,7 @@ class Group:
             if not well:
                 gang.unsaved = save.step
             else:
-                gang.agent.lookout.saved(save.step)
+                gang.agent.cluster_observer.saved(save.step)
             gang.wake()
 
     def supersede(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import Paced, Stepped
 from elasticzero.launcher.agent.agent import AgentOptions
-from elasticzero.launcher.agent.reporter import Telling, log_to
+from elasticzero.launcher.agent.reporter import AgentReporter, log_to
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
@@ -41,7 +41,7 @@ def test_warnings_are_said_like_everything_else(logger: logging.Logger) -> None:
 
 
 @pytest.fixture
-def telling(tmp_path: Path) -> Iterator[Telling]:
+def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
     options = AgentOptions(
         job="j",
         node="n",
@@ -53,9 +53,9 @@ def telling(tmp_path: Path) -> Iterator[Telling]:
         log_dir=tmp_path,
         snapshot_dir=tmp_path,
     )
-    telling = Telling(options, EventLog(tmp_path), Metrics())
-    yield telling
-    telling.close(None)
+    reporter = AgentReporter(options, EventLog(tmp_path), Metrics())
+    yield reporter
+    reporter.close(None)
 
 
 def gang_of(log: Path) -> tuple[Gang, Worker]:
@@ -64,16 +64,16 @@ def gang_of(log: Path) -> tuple[Gang, Worker]:
 
 
 def test_a_hang_that_ends_by_itself_is_said(
-    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank was said to make no step, and then nothing."""
     gang, worker = gang_of(tmp_path / "0.log")
     step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
-    telling.heard(gang, [(worker, step)], 0.0)
+    reporter.heard(gang, [(worker, step)], 0.0)
     assert capsys.readouterr().err == ""
     found = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
-    telling.looked(gang, found)
-    telling.heard(gang, [(worker, step), (worker, step)], 0.0)
+    reporter.looked(gang, found)
+    reporter.heard(gang, [(worker, step), (worker, step)], 0.0)
     lines = [line.partition("n] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "rank 0: no step for 61.0 s after step 6; it waits"
     assert lines[1].startswith("rank 0 makes steps again, ")
@@ -82,21 +82,21 @@ def test_a_hang_that_ends_by_itself_is_said(
 
 
 def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
-    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gang, worker = gang_of(tmp_path / "0.log")
     for every in (4, 1, 9, 12, 3, 20):
-        telling.heard(gang, [(worker, Paced(every=every, cost_s=0.01, step_s=0.1))], 0.0)
+        reporter.heard(gang, [(worker, Paced(every=every, cost_s=0.01, step_s=0.1))], 0.0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("snapshots every ")[2].split()[0] for line in lines] == ["4", "20"]
 
 
 def test_trouble_with_etcd_is_not_told_at_every_try(
-    telling: Telling, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While etcd was away the event log grew by four lines a second."""
     for _ in range(3):
-        telling.store_trouble(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
+        reporter.store_trouble(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("store_trouble") == 1
     assert capsys.readouterr().err.count("does not answer") == 1

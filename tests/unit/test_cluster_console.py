@@ -9,19 +9,19 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.observability.console import Narrator, split_damage, worth_telling
+from elasticzero.launcher.observability.console import ClusterConsole, split_damage, worth_telling
 
 
 class Told:
-    """A narrator, and what it has printed since it was last looked at."""
+    """A console, and what it has printed since it was last looked at."""
 
     def __init__(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
-        self.narrator = Narrator(tmp_path, 2, "127.0.0.1:2379")
+        self.console = ClusterConsole(tmp_path, 2, "127.0.0.1:2379")
         self.lines()
 
     def take(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
-        self.narrator.take(node, {"time": at_s, "event": event, **fields})
+        self.console.take(node, {"time": at_s, "event": event, **fields})
 
     def world(
         self,
@@ -87,12 +87,12 @@ def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
     """It was said to begin at step 0, and to have recomputed 0 steps."""
     told.world(1)
     told.take("plain", generation=1)
-    assert told.narrator.plain
+    assert told.console.plain
     for _ in range(2):
-        told.narrator.cannot_strike("kill-node@3")
+        told.console.cannot_strike("kill-node@3")
     told.world(2, reason="node-1 is lost")
-    told.narrator.never_struck("kill-node@3")
-    told.narrator.close(ExitCode.DONE)
+    told.console.never_struck("kill-node@3")
+    told.console.close(ExitCode.DONE)
     assert told.lines() == [
         "generation 1: 2 ranks on node-0, node-1 (all here); a fresh start",
         "--fault kill-node@3 waits: no worker has called elasticzero.run yet, and without that no "
@@ -109,10 +109,10 @@ def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.world(1)
     told.take("plain", generation=1)
     told.take("attached", rank=0)
-    assert not told.narrator.plain
+    assert not told.console.plain
     told.step(1, 7, 6.0)
-    told.narrator.never_struck("join@9")
-    told.narrator.close(ExitCode.DONE)
+    told.console.never_struck("join@9")
+    told.console.close(ExitCode.DONE)
     assert told.lines()[-2:] == [
         "--fault join@9 did not strike: the job ended after step 7",
         "done: 7 steps, 1 generation, 0 steps recomputed",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.observability.goodput import RECENT_STEPS, Progress
+from elasticzero.launcher.observability.goodput import RECENT_STEPS, GoodputMeter
 
 
 def test_nothing_is_said_before_there_is_anything() -> None:
-    progress = Progress()
+    progress = GoodputMeter()
     assert progress.goodput(5.0) is None
     assert progress.generation_age_s(5.0) is None
     progress.begin(0.0)
@@ -19,7 +19,7 @@ def test_nothing_is_said_before_there_is_anything() -> None:
 
 
 def test_speed_is_that_of_the_last_steps_of_this_generation() -> None:
-    progress = Progress()
+    progress = GoodputMeter()
     progress.begin(0.0)
     for step in range(1, 11):
         progress.stepped(step, 1.0, float(step))
@@ -33,7 +33,7 @@ def test_speed_is_that_of_the_last_steps_of_this_generation() -> None:
 
 
 def test_goodput_leaves_out_pauses_and_steps_that_were_done_before() -> None:
-    progress = Progress()
+    progress = GoodputMeter()
     progress.begin(0.0)
     for step in range(1, 6):
         progress.stepped(step, 1.0, float(step))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elasticzero.ipc.messages import Resume
-from elasticzero.launcher.agent.observer import Lookout
+from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.documents import Member, Strikes, World, to_bytes
 from elasticzero.launcher.protocol.view import Limits, View, Workers
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
@@ -42,12 +42,14 @@ class Node:
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
         look = StorageLook(None, self._changed.set)
-        self.lookout = Lookout(self.store, observer, self.membership, Nothing(), look)
+        self.cluster_observer = ClusterObserver(
+            self.store, observer, self.membership, Nothing(), look
+        )
         assert self.membership.register()
 
     def look(self, after_s: float = 2.0, limits: Limits = LIMITS) -> View:
         self._now_s += after_s
-        return self.lookout.view(Workers(), False, self._now_s, limits)
+        return self.cluster_observer.view(Workers(), False, self._now_s, limits)
 
     def look_until(
         self, so: Callable[[View], bool], after_s: float = 2.0, limits: Limits = LIMITS
