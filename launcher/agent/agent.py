@@ -14,16 +14,15 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.ipc.channel import ChannelClosed
-from elasticzero.ipc.messages import Captured, GiveUp, Kept, Message, Saved, WorkerSettings
+from elasticzero.ipc.messages import Captured, GiveUp, Kept, Message, Saved
 from elasticzero.launcher.agent.assignments import assignments, post
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
@@ -49,7 +48,7 @@ from elasticzero.launcher.protocol.actions import (
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.drain import gathered
-from elasticzero.launcher.protocol.view import Limits, Notice, View, Workers
+from elasticzero.launcher.protocol.view import Notice, View, Workers
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver, Saver
@@ -59,8 +58,7 @@ from elasticzero.launcher.store.job_token import Agreed, agree
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, Observer, members_of
-from elasticzero.launcher.workers.console_output import Console
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.process import Worker, end
 
@@ -83,40 +81,6 @@ PRELOAD = (
     "elasticzero.parallel.fsdp",
 )
 """What a worker would import anyway, the strategies among it, which are imported when created."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOptions:
-    """What `elasticzero run` was told, resolved."""
-
-    job: str
-    node: str
-    limits: Limits
-    nproc: int
-    launch: Launch
-    log_dir: Path
-    """`<log-dir>/<job>/<node>`."""
-    snapshot_dir: Path
-    """In shared memory; this agent's own."""
-    overflow_dir: Path | None = None
-    """On a disk, for snapshots that find no room in shared memory; this agent's own."""
-    checkpoint_dir: str | None = None
-    checkpoint_every: int = 0
-    snapshot_every: int | None = None
-    """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
-    verify_every: int | None = None
-    """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
-    keep: Keep = field(default_factory=Keep)
-    """Which checkpoints stay."""
-    grace_s: float = 25.0
-    """From SIGTERM on this node has so long."""
-    preemption: str = "auto"
-    """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
-    keep_workers: bool = False
-    """Workers' processes outlive a generation where nothing speaks against it."""
-    console: Console = field(default_factory=Console)
-    """What of the workers' output is repeated on the terminal."""
-    workers: WorkerSettings = field(default_factory=WorkerSettings)
 
 
 class Agent:

@@ -14,7 +14,7 @@ from elasticzero.launcher.snapshots.checkpoint_saver import Charge, Post
 from elasticzero.launcher.workers.error_file import error_file
 
 if TYPE_CHECKING:
-    from elasticzero.launcher.agent.agent import AgentOptions
+    from elasticzero.launcher.agent.config import AgentOptions
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
 START_S, START_MAX_S = 300.0, 1200.0

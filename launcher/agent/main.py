@@ -22,7 +22,8 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
-from elasticzero.launcher.agent.agent import Agent, AgentOptions
+from elasticzero.launcher.agent.agent import Agent
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
     own_address,

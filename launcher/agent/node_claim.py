@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import say
 from elasticzero.launcher.http.server import AgentServer, PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT

@@ -36,7 +36,7 @@ from elasticzero.launcher.workers.group import Ended, Gang, Heard
 from elasticzero.launcher.workers.process import LogTail, Worker
 
 if TYPE_CHECKING:
-    from elasticzero.launcher.agent.agent import AgentOptions
+    from elasticzero.launcher.agent.config import AgentOptions
 
 WHO_IS_HERE_EVERY_S = 10.0
 STORE_TROUBLE_EVERY_S = 10.0

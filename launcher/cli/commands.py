@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import uuid
 from collections.abc import Callable
 
-from elasticzero.errors import StorageError
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.parser import Parser
+from elasticzero.launcher.options.rendezvous import check_rendezvous
 from elasticzero.launcher.options.table import add_job_options, add_local_options, add_run_options
-from elasticzero.launcher.options.torchrun import without_effect
+from elasticzero.launcher.options.torchrun import check_signals, without_effect
 from elasticzero.launcher.options.validation import (
     check_access,
-    check_folder,
     check_name,
     check_numbers,
     check_script,
     endpoints_of,
     given_token,
-    make_log_directory,
-    overflow_folder,
     parse_nnodes,
     parse_nproc,
 )
-from elasticzero.launcher.torchrun.values import (
-    check_rendezvous,
-    check_signals,
-    console_of,
-    launch_of,
-    worker_settings,
-)
-
-STORAGE_LIMIT_S = 30.0
-"""A checkpoint directory that has not answered by then cannot be written."""
 
 
 def _add_run(parser: Parser) -> None:
@@ -113,73 +98,18 @@ and returns the exit code."""
 
 
 def _run(args: argparse.Namespace) -> int:
-    from elasticzero.checkpoint.steps.catalog import check_writable
-    from elasticzero.checkpoint.storage.base import open_directory, within
-    from elasticzero.launcher.agent import main as runner
-    from elasticzero.launcher.agent.agent import AgentOptions
+    from elasticzero.launcher.agent.config import agent_options
+    from elasticzero.launcher.agent.main import Coordination, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim
-    from elasticzero.launcher.protocol.view import Limits
     from elasticzero.launcher.secrets import forget_secrets
-    from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 
     least, most = parse_nnodes(args.nnodes)
     meeting = check_rendezvous(args, most)
     access, token = check_access(args), given_token(args)
     forget_secrets(os.environ)
-    job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
-    node = check_name(args.node_name or socket.gethostname(), "--node-name")
-    nproc = parse_nproc(args.nproc_per_node)
-    launch = launch_of(args)
     signals = check_signals(args.signals_to_handle)
-    console = console_of(args)
-    given = check_numbers(args)
-    memory = check_folder(args.snapshot_dir)
-    overflow = overflow_folder(memory)
-    directory, storage_trouble = args.checkpoint_dir, None
-    if directory is not None:
-        place = open_directory(directory)
-        directory = place.where
-        try:
-            within(STORAGE_LIMIT_S, directory, lambda: check_writable(place))
-        except StorageError as error:
-            if not args.etcd:
-                raise
-            storage_trouble = error
-    log_dir = make_log_directory(args.log_dir, job)
-    limits = Limits(
-        min_nodes=least,
-        max_nodes=most,
-        spares=given.spares,
-        strategy=args.strategy,
-        max_restarts=args.max_restarts,
-        strict_checkpoint=args.strict_checkpoint,
-        join_timeout_s=args.join_timeout,
-        settle_s=args.settle,
-        lease_ttl_s=float(args.lease_ttl),
-        hang_timeout_s=given.hang_timeout_s,
-        save_timeout_s=args.save_timeout,
-    )
-    options = AgentOptions(
-        job=job,
-        node=node,
-        limits=limits,
-        nproc=nproc,
-        launch=launch,
-        log_dir=log_dir / node,
-        snapshot_dir=snapshot_directory(job, node, memory),
-        overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
-        checkpoint_dir=directory,
-        checkpoint_every=args.checkpoint_every,
-        snapshot_every=given.snapshot_every,
-        verify_every=given.verify_every,
-        keep=given.keep,
-        keep_workers=args.keep_workers,
-        grace_s=args.grace,
-        preemption=args.preemption,
-        console=console,
-        workers=worker_settings(args, nproc, os.environ),
-    )
-    coordination = runner.Coordination(
+    options, storage_trouble = agent_options(args, (least, most))
+    coordination = Coordination(
         endpoints=endpoints_of(args),
         access=access,
         token=token,
@@ -188,14 +118,15 @@ def _run(args: argparse.Namespace) -> int:
         hosted=meeting.hosted,
         node_rank=meeting.node_rank if least == most else None,
     )
-    network = runner.Network(args.host, args.http_host, args.http_port)
+    network = Network(args.host, args.http_host, args.http_port)
     lines = [*meeting.lines, *without_effect(vars(args))]
     with node_claim(options, named=args.node_name is not None) as (claim, options):
-        return int(runner.run_agent(options, coordination, network, claim, signals, lines))
+        return int(run_agent(options, coordination, network, claim, signals, lines))
 
 
 def _local(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.local import cluster as local
+    from elasticzero.launcher.agent.config import console_of
+    from elasticzero.launcher.local.cluster import run
 
     check_script(args.script, is_module=args.module, is_program=args.no_python)
     parse_nproc(args.nproc_per_node)
@@ -207,7 +138,7 @@ def _local(args: argparse.Namespace) -> int:
     check_numbers(args)
     check_access(args)
     given_token(args)
-    return int(local.run(args))
+    return int(run(args))
 
 
 def _status(args: argparse.Namespace) -> int:

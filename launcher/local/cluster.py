@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.agent.config import console_of
 from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.options.validation import make_log_directory
 from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
 from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
-from elasticzero.launcher.torchrun.values import console_of
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 LOOK_EVERY_S = 0.02

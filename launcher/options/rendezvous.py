@@ -1,6 +1,6 @@
 """Where the nodes of a run find each other, from this project's options and from torchrun's.
 
-Pure. Rules, the first that applies:
+Pure, but for the options that `check_rendezvous` sets. Rules, the first that applies:
  Z1  --standalone: an etcd of this node alone; every address that was given is ignored.
  Z2  --etcd: these endpoints, whatever torchrun's options say.
  Z3  --rdzv-backend etcd, etcd-v2 or elasticzero, or --rdzv-endpoint without a backend: its
@@ -14,6 +14,7 @@ Pure. Rules, the first that applies:
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -196,3 +197,33 @@ def job_of(rdzv_id: str) -> str:
     if not _UNSAFE.search(rdzv_id):
         return rdzv_id
     return f"{_UNSAFE.sub('_', rdzv_id)}-{crc32(rdzv_id.encode()):08x}"
+
+
+def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
+    """Where this node finds the others, put into `args` as --etcd, --job and what --rdzv-conf says
+    besides; raises `UserError`."""
+    _prefer_flags(args)
+    found = rendezvous(vars(args), most_nodes)
+    if args.standalone and most_nodes > 1:
+        raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
+    if found.etcd is None and most_nodes > 1:
+        raise UserError(
+            f"--nnodes {args.nnodes} needs --etcd HOST:PORT, where the nodes find each other (or "
+            "torchrun's --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or --master-addr HOST); "
+            "for several nodes on this machine use: elasticzero local --nodes N"
+        )
+    if found.etcd is not None and not found.job:
+        raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
+    args.etcd, args.job = found.etcd, found.job
+    args.host = args.host or args.local_addr
+    for name, value in found.settings.items():
+        if name in args.defaulted:
+            setattr(args, name, value)
+    return found
+
+
+def _prefer_flags(args: argparse.Namespace) -> None:
+    """torchrun's spelling on the command line goes before this project's in the environment."""
+    for own, torchruns in (("etcd", "rdzv_endpoint"), ("job", "rdzv_id"), ("host", "local_addr")):
+        if torchruns in args.by_flag and own not in args.by_flag:
+            setattr(args, own, None)

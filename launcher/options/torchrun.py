@@ -6,13 +6,16 @@ torchrun's and this project's, and are among the own options.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
+from elasticzero.errors import UserError
 from elasticzero.launcher.options.option import Option
 
 DEFAULT_ROLE = "default"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_NEVER = frozenset({"SIGKILL", "SIGSTOP"})
 
 
 def _mapped(flag: str, help: str, metavar: str | None = None, **more: Any) -> Option:
@@ -118,3 +121,18 @@ def without_effect(given: Mapping[str, Any]) -> list[str]:
         for option in IDLE
         if given.get(option.name) is not None and option.flags[0] not in SILENT
     ]
+
+
+def check_signals(text: str | None) -> tuple[signal.Signals, ...]:
+    """The signals of --signals-to-handle at which this node leaves, besides SIGTERM; SIGINT
+    interrupts it in any case. Raises `UserError`."""
+    found = []
+    for name in filter(None, (part.strip() for part in (text or "").split(","))):
+        if name not in signal.Signals.__members__ or name in _NEVER:
+            raise UserError(
+                f"--signals-to-handle {name}: no signal of this name can be handled; names are "
+                "expected, such as SIGTERM,SIGUSR1"
+            )
+        if name not in ("SIGTERM", "SIGINT"):
+            found.append(signal.Signals[name])
+    return tuple(found)

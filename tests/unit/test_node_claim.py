@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.node_claim import node_claim, serve_on_free_port
 from elasticzero.launcher.http.server import PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT

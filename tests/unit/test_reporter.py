@@ -11,7 +11,7 @@ import pytest
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import Paced, Stepped
-from elasticzero.launcher.agent.agent import AgentOptions
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import AgentReporter, log_to
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics

@@ -12,16 +12,17 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.agent.config import console_of, worker_settings
 from elasticzero.launcher.cli.main import main, parse
-from elasticzero.launcher.options.rendezvous import HostedEtcd, Rendezvous, job_of, rendezvous
-from elasticzero.launcher.options.table import RUN_OPTIONS
-from elasticzero.launcher.options.torchrun import IDLE, SILENT, without_effect
-from elasticzero.launcher.torchrun.values import (
+from elasticzero.launcher.options.rendezvous import (
+    HostedEtcd,
+    Rendezvous,
     check_rendezvous,
-    check_signals,
-    console_of,
-    worker_settings,
+    job_of,
+    rendezvous,
 )
+from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.launcher.options.torchrun import IDLE, SILENT, check_signals, without_effect
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, Console
 
 ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]

@@ -1,0 +1,184 @@
+"""The options of one node's agent, and how they are resolved from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticzero.checkpoint.steps.catalog import check_writable
+from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.storage.base import open_directory, within
+from elasticzero.errors import StorageError, UserError
+from elasticzero.ipc.messages import WorkerSettings
+from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
+from elasticzero.launcher.options.validation import (
+    check_folder,
+    check_name,
+    check_numbers,
+    check_script,
+    make_log_directory,
+    overflow_folder,
+    parse_nproc,
+)
+from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.launcher.workers.console_output import Console, check_ranks, check_streams
+from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.process import worker_environment
+
+STORAGE_LIMIT_S = 30.0
+"""Seconds after which a checkpoint directory that has not answered counts as one that cannot be
+written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What `elasticzero run` was told, resolved."""
+
+    job: str
+    node: str
+    limits: Limits
+    nproc: int
+    launch: Launch
+    log_dir: Path
+    """`<log-dir>/<job>/<node>`."""
+    snapshot_dir: Path
+    """In shared memory; this agent's own."""
+    overflow_dir: Path | None = None
+    """On a disk, for snapshots that find no room in shared memory; this agent's own."""
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 0
+    snapshot_every: int | None = None
+    """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
+    verify_every: int | None = None
+    """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints stay."""
+    grace_s: float = 25.0
+    """From SIGTERM on this node has so long."""
+    preemption: str = "auto"
+    """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
+    keep_workers: bool = False
+    """Workers' processes outlive a generation where nothing speaks against it."""
+    console: Console = field(default_factory=Console)
+    """What of the workers' output is repeated on the terminal."""
+    workers: WorkerSettings = field(default_factory=WorkerSettings)
+
+
+def agent_options(
+    args: argparse.Namespace, nodes: tuple[int, int]
+) -> tuple[AgentOptions, StorageError | None]:
+    """The options of `elasticzero run`, checked; raises `UserError`.
+
+    nodes: the fewest and the most. The second value says why the checkpoint directory cannot be
+    written now; only a job that already runs elsewhere may go on without it.
+    """
+    job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
+    node = check_name(args.node_name or socket.gethostname(), "--node-name")
+    nproc = parse_nproc(args.nproc_per_node)
+    launch = launch_of(args)
+    console = console_of(args)
+    given = check_numbers(args)
+    memory = check_folder(args.snapshot_dir)
+    overflow = overflow_folder(memory)
+    directory, storage_trouble = _checkpoint_directory(args)
+    options = AgentOptions(
+        job=job,
+        node=node,
+        limits=Limits(
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            spares=given.spares,
+            strategy=args.strategy,
+            max_restarts=args.max_restarts,
+            strict_checkpoint=args.strict_checkpoint,
+            join_timeout_s=args.join_timeout,
+            settle_s=args.settle,
+            lease_ttl_s=float(args.lease_ttl),
+            hang_timeout_s=given.hang_timeout_s,
+            save_timeout_s=args.save_timeout,
+        ),
+        nproc=nproc,
+        launch=launch,
+        log_dir=make_log_directory(args.log_dir, job) / node,
+        snapshot_dir=snapshot_directory(job, node, memory),
+        overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
+        checkpoint_dir=directory,
+        checkpoint_every=args.checkpoint_every,
+        snapshot_every=given.snapshot_every,
+        verify_every=given.verify_every,
+        keep=given.keep,
+        keep_workers=args.keep_workers,
+        grace_s=args.grace,
+        preemption=args.preemption,
+        console=console,
+        workers=worker_settings(args, nproc, os.environ),
+    )
+    return options, storage_trouble
+
+
+def _checkpoint_directory(args: argparse.Namespace) -> tuple[str | None, StorageError | None]:
+    """The resolved directory, and why it cannot be written, where other nodes may be able to."""
+    if args.checkpoint_dir is None:
+        return None, None
+    place = open_directory(args.checkpoint_dir)
+    try:
+        within(STORAGE_LIMIT_S, place.where, lambda: check_writable(place))
+    except StorageError as error:
+        if not args.etcd:
+            raise
+        return place.where, error
+    return place.where, None
+
+
+def launch_of(args: argparse.Namespace) -> Launch:
+    """What the workers run; raises `UserError` where there is no such script."""
+    script = check_script(args.script, is_module=args.module, is_program=args.no_python)
+    environment = worker_environment(os.environ)
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = args.signals_to_handle or DEFAULT_SIGNALS
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return Launch(
+        target=script,
+        is_module=args.module,
+        is_program=args.no_python,
+        arguments=tuple(args.arguments),
+        environment=environment,
+        directory=os.getcwd(),
+        exit_timeout_s=args.exit_timeout,
+    )
+
+
+def worker_settings(
+    args: argparse.Namespace, nproc: int, environment: Mapping[str, str]
+) -> WorkerSettings:
+    """What else workers are told; raises `UserError`."""
+    threads = 1 if nproc > 1 and "OMP_NUM_THREADS" not in environment else None
+    devices = None
+    if args.virtual_local_rank:
+        shown = environment.get("CUDA_VISIBLE_DEVICES")
+        devices = tuple(shown.split(",") if shown else map(str, range(nproc)))
+        if len(devices) < nproc:
+            raise UserError(
+                f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={shown} has fewer GPUs than the "
+                f"{nproc} workers of this node"
+            )
+    return WorkerSettings(
+        role=args.role, max_restarts=args.max_restarts, threads=threads, devices=devices
+    )
+
+
+def console_of(args: argparse.Namespace) -> Console:
+    """What of the workers' output is repeated here; raises `UserError`."""
+    return Console(
+        tee=args.tee,
+        tee_streams=check_streams("--tee", args.tee_streams),
+        redirects=check_streams("--redirects", args.redirects),
+        ranks=check_ranks(args.local_ranks_filter),
+        log_dir=bool(args.log_dir),
+    )
