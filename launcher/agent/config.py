@@ -19,10 +19,10 @@ from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.validation import (
     check_folder,
     check_name,
-    check_numbers,
     check_script,
     make_log_directory,
     overflow_folder,
+    parse_common_options,
     parse_nproc,
 )
 from elasticzero.launcher.protocol.view import Limits
@@ -83,41 +83,24 @@ def agent_options(
     nproc = parse_nproc(args.nproc_per_node)
     launch = launch_of(args)
     console = console_of(args)
-    given = check_numbers(args)
+    given = parse_common_options(args)
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     directory, storage_trouble = _checkpoint_directory(args)
     options = AgentOptions(
         job=job,
         node=node,
-        limits=Limits(
-            min_nodes=nodes[0],
-            max_nodes=nodes[1],
-            spares=given.spares,
-            strategy=args.strategy,
-            max_restarts=args.max_restarts,
-            strict_checkpoint=args.strict_checkpoint,
-            join_timeout_s=args.join_timeout,
-            settle_s=args.settle,
-            lease_ttl_s=float(args.lease_ttl),
-            hang_timeout_s=given.hang_timeout_s,
-            save_timeout_s=args.save_timeout,
-        ),
+        limits=Limits(min_nodes=nodes[0], max_nodes=nodes[1], **given.limits),
         nproc=nproc,
         launch=launch,
         log_dir=make_log_directory(args.log_dir, job) / node,
         snapshot_dir=snapshot_directory(job, node, memory),
         overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
         checkpoint_dir=directory,
-        checkpoint_every=args.checkpoint_every,
-        snapshot_every=given.snapshot_every,
-        verify_every=given.verify_every,
         keep=given.keep,
-        keep_workers=args.keep_workers,
-        grace_s=args.grace,
-        preemption=args.preemption,
         console=console,
         workers=worker_settings(args, nproc, os.environ),
+        **given.agent,
     )
     return options, storage_trouble
 

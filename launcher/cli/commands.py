@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable
 
-from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.rendezvous import check_rendezvous
 from elasticzero.launcher.options.table import add_job_options, add_local_options, add_run_options
@@ -14,10 +13,10 @@ from elasticzero.launcher.options.torchrun import check_signals, without_effect
 from elasticzero.launcher.options.validation import (
     check_access,
     check_name,
-    check_numbers,
     check_script,
     endpoints_of,
     given_token,
+    parse_common_options,
     parse_nnodes,
     parse_nproc,
 )
@@ -29,31 +28,8 @@ def _add_run(parser: Parser) -> None:
 
 
 def _add_local(parser: Parser) -> None:
-    add_local_options(parser, _LOCAL_OPTIONS, omit=_NOT_LOCAL)
+    add_local_options(parser)
     parser.set_defaults(run_command=_local)
-
-
-_LOCAL_OPTIONS = (
-    Option(("--nodes",), "nodes at the start", type=int, metavar="N", own=False),
-    Option(
-        ("--fault",),
-        "kill-node, kill-worker, drain or join, when the job reaches STEP; "
-        "kill-node:NODE@STEP names the node",
-        metavar="WHAT@STEP",
-        is_list=True,
-        own=False,
-    ),
-    Option(("--nnodes",), "fewest and most nodes (default: 1:N)", metavar="MIN:MAX", own=False),
-)
-_NOT_LOCAL = (
-    "--nnodes",
-    "--node-name",
-    "--host",
-    "--http-host",
-    "--http-port",
-    "--standalone",
-    "--preemption",
-)
 
 
 def _add_status(parser: Parser) -> None:
@@ -126,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _local(args: argparse.Namespace) -> int:
     from elasticzero.launcher.agent.config import console_of
-    from elasticzero.launcher.local.cluster import run
+    from elasticzero.launcher.local.command import run
 
     check_script(args.script, is_module=args.module, is_program=args.no_python)
     parse_nproc(args.nproc_per_node)
@@ -135,7 +111,7 @@ def _local(args: argparse.Namespace) -> int:
         parse_nnodes(args.nnodes)
     if args.job is not None:
         check_name(args.job, "--job")
-    check_numbers(args)
+    parse_common_options(args)
     check_access(args)
     given_token(args)
     return int(run(args))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from elasticzero.errors import UserError
+from elasticzero.launcher.options.values import Parse
 
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+InLocal = Literal["passed on", "taken", "absent"]
+"""What `elasticzero local` does with an option of `run`: it takes it and gives its agents the same
+value, takes it and uses it itself, or does not take it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of `run`: its flags, its variables, its default."""
+    """An option of a command: all that the parser, the checks, `local` and the reference need."""
 
     flags: tuple[str, ...]
     help: str
@@ -33,6 +38,12 @@ class Option:
 
     also_from: str = ""
     """One more variable that gives it."""
+    parse: Parse | None = None
+    """Checks and converts the value once all options have one; None: it is used as it is."""
+    field: str = ""
+    """The field of `AgentOptions` that the value fills, such as `grace_s`, `limits.spares` or
+    `keep.last`; empty: `agent_options` works it out."""
+    in_local: InLocal = "passed on"
 
     @property
     def name(self) -> str:
@@ -48,6 +59,15 @@ class Option:
         own = (self.variable,) if self.own else ()
         pet = (f"PET_{self.name.upper()}",) if self.pet else ()
         return (*own, *pet, *filter(None, [self.also_from]))
+
+    def words(self, value: Any) -> list[str]:
+        """The words of a command line that give the option this value."""
+        if value is None:
+            return []
+        if not self.is_switch:
+            return [f"{self.flags[0]}={value}"]
+        off = [f"--no-{self.flags[0].removeprefix('--')}"] if self.has_off else []
+        return [self.flags[0]] if value else off
 
     def default_in(self, environment: Mapping[str, str]) -> Any:
         """The value without the flag; raises `UserError` where the variable's value makes no

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from elasticzero.errors import ExitCode
+from elasticzero.launcher.options.option import Option, spellings
+from elasticzero.launcher.options.spelling import spelled_out
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,6 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.options: tuple[Option, ...] = ()
+        """What `add_options` gave the parser."""
         self.complete: Callable[[argparse.Namespace], None] | None = None
         """Sets what no word has set; raises `UserError`."""
         self.prepare: Callable[[Sequence[str]], list[str]] = list
@@ -39,3 +44,63 @@ class Parser(argparse.ArgumentParser):
         if self.complete is not None:
             self.complete(found)
         return found, unknown
+
+
+def add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
+    """Give a parser the options of a command that runs a script, and the script."""
+    add_options(parser, options, required)
+    parser.add_argument("script", help="training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.prepare = lambda words: spelled_out(words, options)
+
+
+def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
+    """Give a parser these options. required: names of those that must have a value."""
+    parser.options = tuple(options)
+    for option in options:
+        flags = [
+            spelling
+            for flag in option.flags
+            for spelling in (spellings(flag) if flag.startswith("--") else [flag])
+        ]
+        text = option.help
+        if option.default is not None and not option.is_switch:
+            text += f" (default: {option.default})"
+        if option.is_switch:
+            action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
+            parser.add_argument(
+                *flags, dest=option.name, action=action, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(
+                *flags,
+                dest=option.name,
+                action="append" if option.is_list else "store",
+                default=argparse.SUPPRESS,
+                type=option.type,
+                choices=option.choices,
+                metavar=option.metavar,
+                help=text,
+            )
+
+    def given(found: argparse.Namespace, option: Option) -> bool:
+        return getattr(found, option.name) not in (None, "")
+
+    def complete(found: argparse.Namespace) -> None:
+        missing = [option for option in options if not hasattr(found, option.name)]
+        found.by_flag = frozenset(o.name for o in options if o not in missing)
+        found.defaulted = frozenset(
+            o.name for o in missing if not any(os.environ.get(v) for v in o.variables)
+        )
+        for option in missing:
+            setattr(found, option.name, option.default_in(os.environ))
+        if absent := [o for o in options if o.name in required and not given(found, o)]:
+            wanted = " and ".join(_wanted(option) for option in absent)
+            parser.error(f"{wanted} {'is' if len(absent) == 1 else 'are'} wanted")
+
+    parser.complete = complete
+
+
+def _wanted(option: Option) -> str:
+    variable = f" (or {option.variable})" if option.own else ""
+    return f"{option.flags[0]} {option.metavar}{variable}"

@@ -1,21 +1,28 @@
-"""The options of `elasticzero run`: their flags, their variables and their defaults.
+"""The table of options of `elasticzero run` and `elasticzero local`.
 
-Flag over environment over default, resolved here and nowhere else. Every option of `run` may be
-given as `ELASTICZERO_<OPTION>`; torchrun's options are taken too, and its `PET_<OPTION>`.
+One row gives an option its flags, its environment variable, its default and its help, says how its
+value is checked, which field of `AgentOptions` it fills, and what `local` does with it. The parser,
+the checks, the options of agents and `docs/reference/configuration.md` all come from here.
+
+A flag goes before the environment, and the environment before the default. Every option of `run`
+may be given as `ELASTICZERO_<OPTION>`; torchrun's options are taken too, and its `PET_<OPTION>`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from elasticzero.launcher.options.option import Option, spellings
-from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.options.spelling import spelled_out
+from elasticzero.launcher.options.option import Option
+from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
+from elasticzero.launcher.options.values import (
+    at_least_zero,
+    lease_seconds,
+    seconds_or_auto,
+    steps_or_auto,
+    whole_number,
+)
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.spans import STRATEGIES
 
@@ -27,9 +34,13 @@ JOB_OPTIONS = (
         ("--etcd", "--rdzv-endpoint"),
         "etcd endpoints, HOST:PORT,…; with TLS https://HOST:PORT,…",
         metavar="HOST:PORT",
+        in_local="taken",
     ),
     Option(
-        ("--job", "--rdzv-id"), "name of the training run; the same on every node", metavar="ID"
+        ("--job", "--rdzv-id"),
+        "name of the training run; the same on every node",
+        metavar="ID",
+        in_local="taken",
     ),
     Option(
         ("--etcd-cacert",),
@@ -55,7 +66,12 @@ JOB_OPTIONS = (
 
 RUN_OPTIONS = (
     Option(
-        ("--nnodes",), "fewest and most nodes, MIN:MAX or N", "1:1", metavar="MIN:MAX", pet=True
+        ("--nnodes",),
+        "fewest and most nodes, MIN:MAX or N",
+        "1:1",
+        metavar="MIN:MAX",
+        pet=True,
+        in_local="absent",
     ),
     Option(
         ("--nproc-per-node",),
@@ -65,7 +81,13 @@ RUN_OPTIONS = (
         pet=True,
     ),
     *(replace(option, flags=option.flags[:1]) for option in JOB_OPTIONS),
-    Option(("--strategy",), "how state lies on the ranks", "ddp", choices=STRATEGIES),
+    Option(
+        ("--strategy",),
+        "how state lies on the ranks",
+        "ddp",
+        choices=STRATEGIES,
+        field="limits.strategy",
+    ),
     Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
     Option(
         ("--checkpoint-every",),
@@ -73,6 +95,8 @@ RUN_OPTIONS = (
         0,
         int,
         metavar="N",
+        parse=at_least_zero("0 or more steps are expected"),
+        field="checkpoint_every",
     ),
     Option(
         ("--save-timeout",),
@@ -80,16 +104,22 @@ RUN_OPTIONS = (
         600.0,
         float,
         metavar="S",
+        parse=at_least_zero("0 or more seconds are expected", finite=True),
+        field="limits.save_timeout_s",
     ),
     Option(
         ("--keep",),
         "checkpoints that stay: the newest N good ones; default: all",
         metavar="N",
+        parse=whole_number("a whole number, 1 or more, is expected"),
+        field="keep.last",
     ),
     Option(
         ("--keep-every",),
         "with --keep: also those of steps that K divides stay, for good",
         metavar="K",
+        parse=whole_number("a whole number, 1 or more, is expected"),
+        field="keep.every",
     ),
     Option(
         ("--snapshot-every",),
@@ -97,6 +127,8 @@ RUN_OPTIONS = (
         "percent of the time allows",
         "auto",
         metavar="N",
+        parse=steps_or_auto,
+        field="snapshot_every",
     ),
     Option(
         ("--snapshot-dir",),
@@ -111,11 +143,15 @@ RUN_OPTIONS = (
         "are equal on all ranks; 0: none; auto: as often as 0.03 percent of the time allows",
         "auto",
         metavar="EVERY",
+        parse=steps_or_auto,
+        field="verify_every",
     ),
     Option(
         ("--spares",),
         "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
         metavar="N",
+        parse=whole_number("a number of nodes, 0 or more, is expected"),
+        field="limits.spares",
     ),
     Option(
         ("--max-restarts",),
@@ -124,6 +160,8 @@ RUN_OPTIONS = (
         int,
         metavar="N",
         pet=True,
+        parse=at_least_zero("0 or more is expected"),
+        field="limits.max_restarts",
     ),
     Option(
         ("--hang-timeout",),
@@ -131,6 +169,8 @@ RUN_OPTIONS = (
         "the last steps, at least 60; 0: never",
         "auto",
         metavar="S",
+        parse=seconds_or_auto,
+        field="limits.hang_timeout_s",
     ),
     Option(
         ("--exit-timeout",),
@@ -138,6 +178,7 @@ RUN_OPTIONS = (
         30.0,
         float,
         metavar="S",
+        parse=at_least_zero("0 or more seconds are expected", finite=True),
     ),
     Option(
         ("--keep-workers",),
@@ -145,18 +186,21 @@ RUN_OPTIONS = (
         False,
         is_switch=True,
         has_off=True,
+        field="keep_workers",
     ),
     Option(
         ("--strict-checkpoint",),
         "end the job when a checkpoint is damaged, instead of going on from the one before",
         False,
         is_switch=True,
+        field="limits.strict_checkpoint",
     ),
     Option(
         ("--log-dir",),
         "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log, and no more to the terminal",
         metavar="DIR",
         pet=True,
+        in_local="taken",
     ),
     Option(
         ("--tee",),
@@ -164,17 +208,20 @@ RUN_OPTIONS = (
         "--redirects) is taken too",
         False,
         is_switch=True,
+        in_local="taken",
     ),
     Option(
         ("--node-name",),
         "name of this node, its own among all; default: the host's, with a number where another "
         "agent of the job runs on it",
         metavar="NAME",
+        in_local="absent",
     ),
     Option(
         ("--host",),
         "address under which other nodes reach this one; gloo uses its interface",
         metavar="ADDRESS",
+        in_local="absent",
     ),
     Option(
         ("--http-port",),
@@ -183,23 +230,39 @@ RUN_OPTIONS = (
         None,
         int,
         metavar="PORT",
+        in_local="absent",
     ),
-    Option(("--http-host",), "address the HTTP server listens on", "0.0.0.0", metavar="ADDRESS"),
+    Option(
+        ("--http-host",),
+        "address the HTTP server listens on",
+        "0.0.0.0",
+        metavar="ADDRESS",
+        in_local="absent",
+    ),
     Option(
         ("--settle",),
         "seconds without a new node before the first generation starts below MAX",
         3.0,
         float,
         metavar="S",
+        field="limits.settle_s",
     ),
     Option(
-        ("--lease-ttl",), "seconds after which a silent node is presumed gone", 5, int, metavar="S"
+        ("--lease-ttl",),
+        "seconds after which a silent node is presumed gone",
+        5,
+        int,
+        metavar="S",
+        parse=lease_seconds,
+        field="limits.lease_ttl_s",
     ),
     Option(
         ("--preemption",),
         "the cloud whose preemption notices make this node leave; auto: the one that answers",
         "auto",
         choices=("auto", "none", "aws", "gcp", "azure"),
+        field="preemption",
+        in_local="absent",
     ),
     Option(
         ("--grace",),
@@ -207,9 +270,16 @@ RUN_OPTIONS = (
         25.0,
         float,
         metavar="S",
+        parse=at_least_zero("0 or more seconds are expected"),
+        field="grace_s",
     ),
     Option(
-        ("--join-timeout",), "seconds to wait for etcd and for MIN nodes", 600.0, float, metavar="S"
+        ("--join-timeout",),
+        "seconds to wait for etcd and for MIN nodes",
+        600.0,
+        float,
+        metavar="S",
+        field="limits.join_timeout_s",
     ),
     Option(("--restart",), "run a job again that is already done", False, is_switch=True),
     Option(
@@ -218,95 +288,56 @@ RUN_OPTIONS = (
         False,
         is_switch=True,
         pet=True,
+        in_local="absent",
     ),
 )
 
 
-def run_options() -> dict[str, str]:
-    """Flag -> environment variable, for every option of `elasticzero run`."""
-    return {option.flags[0]: option.variable for option in RUN_OPTIONS}
-
-
 TEE_STREAMS = Option(
-    ("--tee-streams",), argparse.SUPPRESS, metavar="STREAMS", own=False, also_from="PET_TEE"
+    ("--tee-streams",),
+    argparse.SUPPRESS,
+    metavar="STREAMS",
+    own=False,
+    also_from="PET_TEE",
+    in_local="taken",
 )
 """What `--tee` becomes where torchrun's value follows it, and what `PET_TEE` says."""
 
-_IN_LOCAL = ("--module", "--no-python", "--redirects", "--local-ranks-filter", "--role")
-"""Those of torchrun's options that `elasticzero local` takes."""
+_ALL_OF_RUN = (*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
+
+LOCAL_OPTIONS = (
+    Option(("--nodes",), "nodes at the start", type=int, metavar="N", own=False),
+    Option(
+        ("--fault",),
+        "kill-node, kill-worker, drain or join, when the job reaches STEP; "
+        "kill-node:NODE@STEP names the node",
+        metavar="WHAT@STEP",
+        is_list=True,
+        own=False,
+    ),
+    Option(("--nnodes",), "fewest and most nodes (default: 1:N)", metavar="MIN:MAX", own=False),
+)
+"""Options of `local` that `run` does not have, or has with another meaning."""
 
 
 def add_job_options(parser: Parser) -> None:
     """The options of a command on a running job: which, and how its etcd is reached."""
-    _add(parser, JOB_OPTIONS, required=("etcd", "job"))
+    add_options(parser, JOB_OPTIONS, required=("etcd", "job"))
 
 
 def add_run_options(parser: Parser) -> None:
     """The options of `run`, torchrun's among them, and what is to be run."""
-    _add_command(parser, [*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS])
+    add_command(parser, _ALL_OF_RUN)
 
 
-def add_local_options(parser: Parser, own: Sequence[Option], omit: Sequence[str]) -> None:
-    """The options of `local`: its own, those of `run` but for the flags in `omit`, and what is to
-    be run."""
+def add_local_options(parser: Parser) -> None:
+    """The options of `local`: its own, those of `run` that it takes, and what is to be run."""
     job = {option.flags[0]: option for option in JOB_OPTIONS}
-    shared = [job.get(o.flags[0], o) for o in RUN_OPTIONS if o.flags[0] not in omit]
-    torchruns = [option for option in TORCHRUN_OPTIONS if option.flags[0] in _IN_LOCAL]
-    _add_command(parser, [*own, *shared, TEE_STREAMS, *torchruns], required=("nodes",))
+    shared = [job.get(o.flags[0], o) for o in _ALL_OF_RUN if o.in_local != "absent"]
+    add_command(parser, [*LOCAL_OPTIONS, *shared], required=("nodes",))
 
 
-def _add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    _add(parser, options, required)
-    parser.add_argument("script", help="training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.prepare = lambda words: spelled_out(words, options)
-
-
-def _add(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    for option in options:
-        flags = [
-            spelling
-            for flag in option.flags
-            for spelling in (spellings(flag) if flag.startswith("--") else [flag])
-        ]
-        text = option.help
-        if option.default is not None and not option.is_switch:
-            text += f" (default: {option.default})"
-        if option.is_switch:
-            action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
-            parser.add_argument(
-                *flags, dest=option.name, action=action, default=argparse.SUPPRESS, help=text
-            )
-        else:
-            parser.add_argument(
-                *flags,
-                dest=option.name,
-                action="append" if option.is_list else "store",
-                default=argparse.SUPPRESS,
-                type=option.type,
-                choices=option.choices,
-                metavar=option.metavar,
-                help=text,
-            )
-
-    def given(found: argparse.Namespace, option: Option) -> bool:
-        return getattr(found, option.name) not in (None, "")
-
-    def complete(found: argparse.Namespace) -> None:
-        missing = [option for option in options if not hasattr(found, option.name)]
-        found.by_flag = frozenset(o.name for o in options if o not in missing)
-        found.defaulted = frozenset(
-            o.name for o in missing if not any(os.environ.get(v) for v in o.variables)
-        )
-        for option in missing:
-            setattr(found, option.name, option.default_in(os.environ))
-        if absent := [o for o in options if o.name in required and not given(found, o)]:
-            wanted = " and ".join(_wanted(option) for option in absent)
-            parser.error(f"{wanted} {'is' if len(absent) == 1 else 'are'} wanted")
-
-    parser.complete = complete
-
-
-def _wanted(option: Option) -> str:
-    variable = f" (or {option.variable})" if option.own else ""
-    return f"{option.flags[0]} {option.metavar}{variable}"
+def given_words(args: argparse.Namespace) -> list[str]:
+    """The words with which `local` passes its options on to each agent's `run`."""
+    passed_on = (option for option in _ALL_OF_RUN if option.in_local == "passed on")
+    return [word for o in passed_on for word in o.words(getattr(args, o.name))]

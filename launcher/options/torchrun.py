@@ -20,7 +20,8 @@ _NEVER = frozenset({"SIGKILL", "SIGSTOP"})
 
 def _mapped(flag: str, help: str, metavar: str | None = None, **more: Any) -> Option:
     flags = (flag, *more.pop("also", ()))
-    return Option(flags, help, metavar=metavar, pet=True, own=False, **more)
+    in_local = more.pop("in_local", "absent")
+    return Option(flags, help, metavar=metavar, pet=True, own=False, in_local=in_local, **more)
 
 
 MAPPED = (
@@ -41,24 +42,33 @@ MAPPED = (
     _mapped("--master-addr", "torchrun's: host of the etcd of a static rendezvous", "HOST"),
     _mapped("--master-port", "torchrun's: its port (default: 29500)", "PORT", type=int),
     _mapped("--local-addr", "torchrun's: as --host", "ADDRESS"),
-    _mapped("--role", "torchrun's: ROLE_NAME of the workers", "NAME", default=DEFAULT_ROLE),
+    _mapped(
+        "--role",
+        "torchrun's: ROLE_NAME of the workers",
+        "NAME",
+        default=DEFAULT_ROLE,
+        in_local="passed on",
+    ),
     _mapped(
         "--redirects",
         "torchrun's: streams that are kept off the terminal: 0 none, 1 stdout, 2 stderr, 3 both, "
         "or by local rank as 0:3,1:1",
         "STREAMS",
         also=("-r",),
+        in_local="taken",
     ),
     _mapped(
         "--local-ranks-filter",
         "torchrun's: local ranks whose output is repeated on the terminal",
         "RANK,…",
+        in_local="taken",
     ),
     _mapped(
         "--no-python",
         "torchrun's: SCRIPT is a program, run without Python",
         is_switch=True,
         default=False,
+        in_local="passed on",
     ),
     _mapped(
         "--signals-to-handle",
@@ -77,6 +87,7 @@ MAPPED = (
         is_switch=True,
         default=False,
         also=("-m",),
+        in_local="passed on",
     ),
 )
 """Options with a meaning here."""
@@ -106,6 +117,7 @@ IDLE = tuple(
         default=False if flag == "--run-path" else None,
         pet=flag not in _WITHOUT_VARIABLE,
         own=False,
+        in_local="absent",
     )
     for flag, why in _IDLE.items()
 )

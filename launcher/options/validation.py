@@ -9,11 +9,14 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.errors import UserError
+from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
 from elasticzero.launcher.store.etcd.access import (
     Access,
@@ -171,70 +174,29 @@ def overflow_folder(snapshot_folder: Path) -> Path | None:
     return None if folder.resolve() == snapshot_folder.resolve() else folder
 
 
-def _count(flag: str, text: str | None) -> int | None:
-    if text is not None and not str(text).isdecimal():
-        raise UserError(f"{flag} {text}: a whole number, 1 or more, is wanted")
-    return None if text is None else int(text)
-
-
-def _spares(text: str | None) -> int | None:
-    if text is not None and not str(text).isdecimal():
-        raise UserError(f"--spares {text}: a number of nodes, 0 or more, is wanted")
-    return None if text is None else int(text)
-
-
-def _steps(flag: str, text: str) -> int | None:
-    """Steps, or None for auto."""
-    if text == "auto":
-        return None
-    if not text.isdecimal():
-        raise UserError(f"{flag} {text}: a number of steps, 0 or auto is wanted")
-    return int(text)
-
-
-def _hang_timeout(text: str) -> float | None:
-    """Seconds, or None for auto."""
-    if text == "auto":
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"--hang-timeout {text}: seconds, 0 or auto is wanted")
-    return seconds
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What options that are more than a number say."""
+class ParsedOptions:
+    """The values of the options that `run` and `local` share, by the field that each fills."""
 
-    spares: int | None
-    """Nodes; None: any number."""
+    agent: Mapping[str, Any]
+    """Fields of `AgentOptions` itself."""
+    limits: Mapping[str, Any]
     keep: Keep
-    snapshot_every: int | None
-    """Steps; None: auto."""
-    verify_every: int | None
-    """Steps; None: auto; 0: never."""
-    hang_timeout_s: float | None
-    """None: auto; 0: never."""
 
 
-def check_numbers(args: argparse.Namespace) -> Numbers:
-    """The options that `run` and `local` share and that need nothing else; raises `UserError`."""
-    if args.checkpoint_every < 0:
-        raise UserError(f"--checkpoint-every {args.checkpoint_every}: 0 or more steps are wanted")
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: 0 or more is wanted")
-    if not args.grace >= 0:
-        raise UserError(f"--grace {args.grace:g}: 0 or more seconds are wanted")
-    if not 0 <= args.exit_timeout < float("inf"):
-        raise UserError(f"--exit-timeout {args.exit_timeout:g} must be 0 or more seconds")
-    if not 0 <= args.save_timeout < float("inf"):
-        raise UserError(f"--save-timeout {args.save_timeout:g}: 0 or more seconds are expected")
-    if args.lease_ttl < 2:
-        raise UserError(f"--lease-ttl {args.lease_ttl}: etcd grants no lease below 2 s")
-    keep = Keep(last=_count("--keep", args.keep), every=_count("--keep-every", args.keep_every))
+def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
+    """Check and convert what needs nothing but the words themselves; raises `UserError`."""
+    fields: dict[str, dict[str, Any]] = {"agent": {}, "limits": {}, "keep": {}}
+    for option in RUN_OPTIONS:
+        if not hasattr(args, option.name):  # an option that `local` does not take
+            continue
+        value = getattr(args, option.name)
+        if option.parse is not None:
+            value = option.parse(option.flags[0], value)
+        if option.field:
+            group, _, name = option.field.rpartition(".")
+            fields[group or "agent"][name] = value
+    keep = Keep(**fields["keep"])
     if args.checkpoint_dir is None:
         idle = {
             "--checkpoint-every": args.checkpoint_every > 0,
@@ -246,10 +208,4 @@ def check_numbers(args: argparse.Namespace) -> Numbers:
                 raise UserError(
                     f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
                 )
-    return Numbers(
-        spares=_spares(args.spares),
-        keep=keep,
-        snapshot_every=_steps("--snapshot-every", args.snapshot_every),
-        verify_every=_steps("--verify-replicas", args.verify_replicas),
-        hang_timeout_s=_hang_timeout(args.hang_timeout),
-    )
+    return ParsedOptions(agent=fields["agent"], limits=fields["limits"], keep=keep)

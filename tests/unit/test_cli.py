@@ -7,20 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.cli.main import build_parser, main, parse
-from elasticzero.launcher.local.cluster import Fault, most_nodes, parse_fault
+from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
 from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.validation import (
-    check_numbers,
     count_gpus,
+    parse_common_options,
     parse_nnodes,
     parse_nproc,
 )
+from elasticzero.launcher.protocol.view import Limits
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -233,7 +238,7 @@ def test_all_commands_are_there() -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("command", [["run"], ["local", "--nodes", "2"]], ids=["run", "local"])
-def test_bad_numbers_are_found_before_anything_starts(
+def test_bad_parsed_are_found_before_anything_starts(
     command: list[str],
     words: list[str],
     text: str,
@@ -243,7 +248,7 @@ def test_bad_numbers_are_found_before_anything_starts(
     def starts(*_: object) -> int:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("elasticzero.launcher.local.cluster.run", starts)
+    monkeypatch.setattr("elasticzero.launcher.local.command.run", starts)
     monkeypatch.setattr("elasticzero.launcher.agent.main.run_agent", starts)
     assert main([*command, *words, __file__]) == ExitCode.USAGE
     assert text in capsys.readouterr().err
@@ -254,13 +259,37 @@ def test_a_value_from_the_environment_needs_a_directory_too(
 ) -> None:
     monkeypatch.setenv("ELASTICZERO_CHECKPOINT_EVERY", "5")
     with pytest.raises(UserError, match="--checkpoint-dir"):
-        check_numbers(build_parser().parse_args(["run", "train.py"]))
+        parse_common_options(build_parser().parse_args(["run", "train.py"]))
     monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", "c")
     monkeypatch.setenv("ELASTICZERO_KEEP", "3")
-    numbers = check_numbers(build_parser().parse_args(["run", "--keep-every", "9", "train.py"]))
-    assert (numbers.keep.last, numbers.keep.every, numbers.snapshot_every) == (3, 9, None)
+    parsed = parse_common_options(
+        build_parser().parse_args(["run", "--keep-every", "9", "train.py"])
+    )
+    assert (parsed.keep.last, parsed.keep.every) == (3, 9)
+    assert parsed.agent["snapshot_every"] is None
 
 
 def test_no_checkpoints_at_all_is_fine() -> None:
     words = ["run", "--checkpoint-every", "0", "--snapshot-every", "4", "train.py"]
-    assert check_numbers(build_parser().parse_args(words)).snapshot_every == 4
+    assert parse_common_options(build_parser().parse_args(words)).agent["snapshot_every"] == 4
+
+
+def test_each_field_of_the_table_exists() -> None:
+    homes = {"": AgentOptions, "limits": Limits, "keep": Keep}
+    for option in RUN_OPTIONS:
+        if option.field:
+            home, _, name = option.field.rpartition(".")
+            assert name in {field.name for field in fields(homes[home])}, option.flags
+
+
+def test_local_passes_its_options_on_to_each_agent() -> None:
+    """`--restart` was taken and went nowhere."""
+    given = "--strategy zero2 --grace 7 --keep-workers --checkpoint-dir c --keep 3 --role r"
+    given += " --restart --no-python"
+    args = parse(["local", "--nodes", "2", *given.split(), "true", "--nodes", "9"])
+    got = parse(["run", *agent_arguments(args, "h:1", 3)])
+    assert (got.etcd, got.nnodes, got.http_port, got.preemption) == ("h:1", "1:3", 0, "none")
+    assert (got.script, got.arguments, got.tee) == ("true", ["--nodes", "9"], True)
+    for option in (*RUN_OPTIONS, *TORCHRUN_OPTIONS):
+        if option.in_local == "passed on":
+            assert getattr(got, option.name) == getattr(args, option.name), option.flags

@@ -126,7 +126,7 @@ def test_the_image_is_this_version(agent: Manifest, root: Path) -> None:
 def test_every_variable_is_one_of_the_launchers(agent: Manifest) -> None:
     ours = {name for name in environment(agent) if name.startswith(PREFIX)}
     assert {f"{PREFIX}ETCD", f"{PREFIX}JOB", f"{PREFIX}NODE_NAME"} <= ours
-    assert ours <= set(options.run_options().values())
+    assert ours <= {option.variable for option in options.RUN_OPTIONS}
 
 
 def test_nodes_and_pods_are_as_many(job: Manifest, agent: Manifest) -> None:

@@ -1,0 +1,158 @@
+"""`elasticzero local`: a whole cluster on this machine, with an etcd, and faults on request."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.agent.config import console_of
+from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environment
+from elasticzero.launcher.observability.console import ClusterConsole
+from elasticzero.launcher.options.table import given_words
+from elasticzero.launcher.options.validation import make_log_directory
+from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+
+FAULTS = ("kill-node", "kill-worker", "drain", "join")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to the cluster when the job reaches a step."""
+
+    what: str
+    step: int
+    node: str | None = None
+    """None: the last node that trains."""
+
+    @property
+    def text(self) -> str:
+        """As it was given."""
+        return f"{self.what}{f':{self.node}' if self.node else ''}@{self.step}"
+
+
+def parse_fault(text: str) -> Fault:
+    """`WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError`."""
+    match = re.fullmatch(r"([a-z-]+)(?::([A-Za-z0-9._-]+))?@(\d+)", text)
+    if not match or match[1] not in FAULTS:
+        raise UserError(f"--fault {text}: WHAT@STEP is wanted, WHAT one of {', '.join(FAULTS)}")
+    return Fault(match[1], int(match[3]), match[2])
+
+
+def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
+    """How many nodes there are at most, if every fault strikes in the order of steps."""
+    most = nodes
+    for fault in sorted(faults, key=lambda fault: fault.step):
+        nodes += {"join": 1, "kill-worker": 0}.get(fault.what, -1)
+        most = max(most, nodes)
+    return most
+
+
+def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
+    """What every agent of the cluster gets after `run`: its options, the script, its arguments.
+
+    most: the highest number of nodes that the cluster ever has.
+    """
+    nnodes = args.nnodes or f"1:{most}"
+    words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0", "--preemption", "none"]
+    return [*words, *given_words(args), *_output_words(args), args.script, *args.arguments]
+
+
+def _output_words(args: argparse.Namespace) -> list[str]:
+    """What of their workers' output the agents repeat: what this command is to show."""
+    words = [] if args.local_ranks_filter is None else ["--local-ranks-filter"]
+    words += [args.local_ranks_filter] if words else []
+    if args.tee or (not args.log_dir and args.tee_streams is None and args.redirects is None):
+        return [*words, "--tee"]
+    words += [] if args.tee_streams is None else [f"--tee={args.tee_streams}"]
+    return words if args.redirects is None else [*words, f"--redirects={args.redirects}"]
+
+
+def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
+    """Do what the fault says; the node it struck, and when (wall clock). None: there is nobody to
+    strike at this moment."""
+    if fault.what == "join":
+        return cluster.start_node().name, time.time()
+    living = [cluster.nodes[n] for n in training if cluster.workers_of(cluster.nodes[n])]
+    chosen = [node for node in living if fault.node in (None, node.name)]
+    if not chosen:
+        return None
+    node = chosen[-1]
+    struck_s = time.time()
+    if fault.what == "kill-node":
+        cluster.kill_node(node)
+    elif fault.what == "kill-worker":
+        cluster.kill_worker(node)
+    else:
+        cluster.drain(node)
+    return node.name, struck_s
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """`elasticzero local`: start the cluster, tell what happens, strike, and take it all down."""
+    if args.nodes < 1:
+        raise UserError(f"--nodes {args.nodes}: at least 1 is wanted")
+    faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
+    names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
+    for fault in faults:
+        if fault.node is not None and fault.node not in names:
+            raise UserError(f"--fault {fault.what}:{fault.node}: the nodes are node-0, node-1, …")
+    job = args.job or f"local-{uuid.uuid4().hex[:6]}"
+    log_dir = make_log_directory(args.log_dir, job).parent
+    console = console_of(args)
+    with ExitStack() as stack:
+        endpoint = args.etcd
+        if endpoint is None:
+            endpoint = stack.enter_context(EmbeddedEtcd()).endpoint
+        most = most_nodes(args.nodes, faults)
+        words = agent_arguments(args, endpoint, most)
+        output = None if console.silent else sys.stdout.fileno()
+        cluster = Cluster(words, job, log_dir, cluster_environment(most), output)
+        stack.callback(cluster.stop)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        lines = ClusterConsole(log_dir / job, args.nodes, endpoint, muted=console.silent)
+        for _ in range(args.nodes):
+            cluster.start_node()
+        code = _watch(cluster, faults, lines)
+        for fault in faults:
+            lines.never_struck(fault.text)
+        lines.close(code)
+        return code
+
+
+def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:
+    """Follow the job to its end."""
+    while True:
+        alive = bool(cluster.running())
+        for node, event in cluster.events():
+            lines.take(node, event)
+        if faults and lines.plain:
+            lines.cannot_strike(faults[0].text)
+        while faults and lines.step >= faults[0].step:
+            struck = inject(cluster, faults[0], lines.training)
+            if struck is None:
+                break
+            lines.struck(faults.pop(0).what, *struck)
+        if not alive:
+            return _outcome(cluster, lines)
+        time.sleep(POLL_S)
+
+
+def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
+    """The job's exit code from its agents'; where it failed, the first agent's own words."""
+    codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
+    if ExitCode.DONE in codes.values():
+        return ExitCode.DONE
+    for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
+        logs = [cluster.nodes[name].log for name, code in codes.items() if code == wanted]
+        if logs:
+            lines.quote(logs, traced=cluster.output is not None)
+            return wanted
+    return ExitCode.FAILED

@@ -1,0 +1,64 @@
+"""Checks and conversions of single option values; each raises `UserError` that names the option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from elasticzero.errors import UserError
+
+Parse = Callable[[str, Any], Any]
+"""Takes the flag, for the error, and the value; returns what the program works with."""
+
+
+def at_least_zero(expected: str, *, finite: bool = False) -> Parse:
+    """expected: ends the error, as in "0 or more seconds are expected"."""
+
+    def parse(flag: str, value: float) -> float:
+        if not value >= 0 or (finite and math.isinf(value)):
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            raise UserError(f"{flag} {shown}: {expected}")
+        return value
+
+    return parse
+
+
+def whole_number(expected: str) -> Parse:
+    """Parses a number that may be absent. expected: ends the error."""
+
+    def parse(flag: str, text: str | None) -> int | None:
+        if text is not None and not str(text).isdecimal():
+            raise UserError(f"{flag} {text}: {expected}")
+        return None if text is None else int(text)
+
+    return parse
+
+
+def steps_or_auto(flag: str, text: str) -> int | None:
+    """Steps, or None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError(f"{flag} {text}: a number of steps, 0 or auto is expected")
+    return int(text)
+
+
+def seconds_or_auto(flag: str, text: str) -> float | None:
+    """Seconds, or None for auto."""
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{flag} {text}: seconds, 0 or auto is expected")
+    return seconds
+
+
+def lease_seconds(flag: str, seconds: int) -> float:
+    """The lease of a node's registration."""
+    if seconds < 2:
+        raise UserError(f"{flag} {seconds}: etcd grants no lease below 2 s")
+    return float(seconds)
