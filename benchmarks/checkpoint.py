@@ -190,7 +190,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
     parser.add_argument(
-        "--record", action="store_true", help="write benchmarks/results/ and docs/performance.md"
+        "--record", action="store_true", help="write a result and its page in benchmarks/results"
     )
     parser.add_argument(
         "--add", action="store_true", help="with --record: keep today's record of other cases"

@@ -1,4 +1,4 @@
-"""What benchmarks/checkpoint.py found: tables, a dated record, a part of docs/performance.md."""
+"""What benchmarks/checkpoint.py found: tables, a dated record, tables of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from checkpoint_plan import table as growth_table
 from checkpoint_profile import Profile
 from checkpoint_profile import table as profile_table
 from performance_page import (
-    PERFORMANCE,
     RESULTS,
     about_in_words,
     machine,
@@ -185,7 +184,7 @@ class Report:
         )
 
     def record(self, *, add: bool) -> None:
-        """Write the dated result, and put the tables in docs/performance.md.
+        """Write the dated result, and put the tables in their page in benchmarks/results.
 
         `add`: keep what an earlier run of the day recorded of other cases, with its command.
         """
@@ -198,5 +197,5 @@ class Report:
             f"{about_in_words(about, commit)}, torch {about['torch']}, "
             f"safetensors {about['safetensors']}; medians and fastest of {self.rounds} rounds."
         )
-        publish(f"checkpoint {kind}", f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
-        print(f"recorded in {path} and {PERFORMANCE}")
+        page = publish(f"checkpoint {kind}", f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
+        print(f"recorded in {path} and {page}")

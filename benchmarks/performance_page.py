@@ -1,5 +1,5 @@
-"""What the benchmarks share when they record: the machine, the commit, a part of
-docs/performance.md."""
+"""What the benchmarks share when they record: the machine, the commit, and the tables of a page in
+benchmarks/results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PERFORMANCE = HERE.parent / "docs" / "performance.md"
 
 
 def machine(*packages: str) -> dict[str, object]:
@@ -69,12 +68,16 @@ def record(name: str, document: Mapping[str, Any]) -> Path:
     return path
 
 
-def publish(name: str, text: str) -> None:
-    """Put text between the marks of that name in docs/performance.md."""
+def publish(name: str, text: str, pages: Path = RESULTS) -> Path:
+    """Put text between the marks of that name in its page; returns the page.
+
+    The page of "checkpoint warm" is benchmarks/results/checkpoint.md.
+    """
     first, last = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
-    page = PERFORMANCE.read_text()
-    before, _, rest = page.partition(first)
+    page = pages / f"{name.partition(' ')[0]}.md"
+    before, _, rest = page.read_text().partition(first)
     _, found, after = rest.partition(last)
     if not found:
-        raise SystemExit(f"error: {PERFORMANCE} has no {first} ... {last}")
-    PERFORMANCE.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
+        raise SystemExit(f"error: {page} has no {first} ... {last}")
+    page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
+    return page

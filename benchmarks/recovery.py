@@ -67,7 +67,7 @@ def main() -> None:
         "--pairs", type=int, default=40, help="of blocks of steps, for the overhead"
     )
     parser.add_argument(
-        "--record", action="store_true", help="write benchmarks/results and docs/performance.md"
+        "--record", action="store_true", help="write a result and its page in benchmarks/results"
     )
     options = parser.parse_args()
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-recovery-"))

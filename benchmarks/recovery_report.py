@@ -1,4 +1,4 @@
-"""What benchmarks/recovery.py found: tables, a dated record, a part of docs/performance.md."""
+"""What benchmarks/recovery.py found: tables, a dated record, tables of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
 
-from performance_page import PERFORMANCE, about_in_words, machine, present_commit, publish, record
+from performance_page import about_in_words, machine, present_commit, publish, record
 from recovery_costs import REST_STEP_S, AtRest, Overhead
 from recovery_trial import Struck
 
@@ -140,7 +140,7 @@ class Report:
         return "\n\n".join(text for text in parts if text)
 
     def record(self) -> None:
-        """Write the dated result, and put the tables in docs/performance.md."""
+        """Write the dated result, and put the tables in their page in benchmarks/results."""
         commit, about = present_commit(), machine("torch")
         document = {"commit": commit, "machine": about, **asdict(self)}
         where = "recovery gpu" if about["gpu"] else "recovery"
@@ -149,5 +149,5 @@ class Report:
             f"{about_in_words(about, commit)}, torch {about['torch']}; medians of {self.rounds} "
             f"rounds, lease TTL {self.lease_ttl_s} s."
         )
-        publish(where, f"```\n{self.command}\n```\n\n{words}\n\n{self}")
-        print(f"recorded in {path} and {PERFORMANCE}")
+        page = publish(where, f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        print(f"recorded in {path} and {page}")

@@ -256,7 +256,7 @@ def arguments() -> argparse.Namespace:
         help="to etcd: one for each agent, or for each process",
     )
     parser.add_argument(
-        "--record", action="store_true", help="write benchmarks/results/ and docs/performance.md"
+        "--record", action="store_true", help="write a result and its page in benchmarks/results"
     )
     return parser.parse_args()
 

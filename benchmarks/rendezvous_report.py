@@ -1,4 +1,4 @@
-"""What benchmarks/rendezvous.py found: tables, a dated record, a part of docs/performance.md."""
+"""What benchmarks/rendezvous.py found: tables, a dated record, tables of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 
-from performance_page import PERFORMANCE, about_in_words, machine, present_commit, publish, record
+from performance_page import about_in_words, machine, present_commit, publish, record
 
 TARGET_AGENTS, TARGET_S = 1000, 5.0
 
@@ -174,7 +174,7 @@ class Report:
         return "\n\n".join(text for text in (table(self.sizes) for table in tables) if text)
 
     def record(self) -> None:
-        """Write the dated result, and put the tables in docs/performance.md."""
+        """Write the dated result, and put the tables in their page in benchmarks/results."""
         commit, about = present_commit(), machine("grpcio", "protobuf")
         document = {"commit": commit, "machine": about, **asdict(self)}
         path = record(f"rendezvous-{date.today()}", document)
@@ -183,5 +183,5 @@ class Report:
             f"{about_in_words(about, commit)}, Python {about['python']}, "
             f"grpcio {about['grpcio']}; medians of {rounds} rounds."
         )
-        publish("rendezvous", f"```\n{self.command}\n```\n\n{words}\n\n{self}")
-        print(f"recorded in {path} and {PERFORMANCE}")
+        page = publish("rendezvous", f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        print(f"recorded in {path} and {page}")
