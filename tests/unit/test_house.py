@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -70,3 +71,66 @@ def test_the_links_into_the_package_are_relative(root: Path, name: str) -> None:
     link = root / "elasticzero" / name
     assert link.is_symlink()
     assert str(link.readlink()) == f"../{name}"
+
+
+def pages(root: Path) -> list[Path]:
+    return [
+        *(root / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *sorted((root / "docs").rglob("*.md")),
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", t).lower()) for t in titles)
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+def test_every_link_between_pages_leads_somewhere(root: Path) -> None:
+    generated = root / "docs" / "reference"
+    broken = []
+    for page in pages(root):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            if ":" in path:
+                continue
+            target = (page.parent / path).resolve() if path else page
+            if target.parent == generated and not generated.is_dir():
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(root)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_file_that_the_pages_name_exists(root: Path) -> None:
+    """`a/b.py` is a path from the root, or one below a folder of sources; `b.py` is any file."""
+    listed = run("git", "ls-files", "-co", "--exclude-standard", cwd=root).stdout.splitlines()
+    files = {name for name in listed if (root / name).exists()}
+    known = {"/".join(name.split("/")[-n:]) for name in files for n in range(1, 5)}
+    missing = []
+    for page in pages(root):
+        for name in re.findall(r"`([\w./-]+\.(?:py|toml|yaml|yml))(?:::\w+)?`", page.read_text()):
+            if name not in files and name not in known:
+                missing.append(f"{page.relative_to(root)}: {name}")
+    allowed = {"train.py", "plain.py", "fsdp.py", "infer.py"}
+    missing = [line for line in missing if line.rpartition(" ")[2] not in allowed]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_architecture_names_each_file_in_its_package(root: Path) -> None:
+    """In the table of packages `b.py` is a file of a package that stands in the row's first
+    cell."""
+    text = (root / "docs" / "architecture.md").read_text().partition("## Packages")[2]
+    rows = [line.split(" | ", 1) for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 15
+    missing = []
+    for first, rest in rows:
+        places = [root / name for name in re.findall(r"`([\w./-]+)`", first)]
+        places += [place.parent for place in places]
+        for name in re.findall(r"`([\w./-]+\.py)`", rest):
+            if not any((place / name).exists() for place in places):
+                missing.append(f"{first.partition('`')[2].partition('`')[0]}: {name}")
+    assert not missing, "\n".join(missing)
