@@ -3,8 +3,8 @@ tree of TCP connections.
 
 A rank sends one message up and gets one down. Gloo's all_reduce is a ring, 2 (N-1) messages a rank,
 and on cores that training fills its threads cost more than all else between two steps
-(benchmarks/results/recovery.md). A rank with others below it passes messages on in a thread, so that nobody
-waits for one that computes; a rank without needs none.
+(benchmarks/results/recovery.md). A rank with others below it passes messages on in a thread, so
+that nobody waits for one that computes; a rank without needs none.
 
 What breaks a connection (a death, `Groups.shut`) is an error for every rank, from then on and at
 the latest when it waits for what was agreed. There is no limit of time here: who is late and who
