@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Other projects that tests run, beside the packages of $(VENV), which stay as they are.
 INTEGRATIONS := .venv-integrations
+# What makes a site of the pages, likewise.
+DOCS := .venv-docs
+PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
 # Tests run at a time, on two cores: those of clusters wait for a third of their time.
 JOBS ?= 3
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
@@ -14,7 +17,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check bench chaos gpu integrations tools clean
+.PHONY: help demo test slow check bench chaos gpu integrations docs tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -61,6 +64,15 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 integrations: $(INTEGRATIONS)/.ready ## scripts of other projects under elasticzero run (about 2 minutes)
 	timeout --foreground --kill-after=10 900 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 
+$(DOCS)/.ready: $(READY) constraints.txt
+	$(RUN) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt mkdocs-material
+	@touch $@
+
+docs: $(DOCS)/.ready ## the pages as a site in build/site; a broken link is an error
+	rm -rf build/pages && mkdir -p build/pages && cp -r --parents $(PAGES) build/pages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
+
 # Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
 gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
@@ -73,5 +85,5 @@ tools: # programs that some tests run, from Debian's packages where they are mis
 	@.ci/tools
 
 clean: ## remove everything that make has built
-	rm -rf $(VENV) $(INTEGRATIONS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
