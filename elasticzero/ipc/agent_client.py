@@ -21,15 +21,15 @@ from elasticzero.ipc.messages import (
     Abort,
     Assignment,
     Busy,
-    Kept,
     Locate,
     Located,
-    Looped,
+    LoopExited,
     Message,
     Request,
     Resume,
-    Save,
     Saved,
+    SaveState,
+    SnapshotHeld,
 )
 from elasticzero.ipc.thread_location import main_thread
 
@@ -79,7 +79,7 @@ class AgentLink:
         """Why the newest of those without a checkpoint has none."""
         self.not_finite: str | None = None
         """What the agent has found of a captured state that holds NaN or infinity."""
-        self.saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self.saves: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
         self._channel = channel
         self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
         """Of generations to come."""
@@ -195,10 +195,10 @@ class AgentLink:
             yield
             return
         self.awaits = f", having left its loop at {left_at}"
-        self.send(Looped(awaits=True))
+        self.send(LoopExited(awaits=True))
         yield
         self.awaits = ""
-        self.send(Looped())
+        self.send(LoopExited())
 
     @property
     def is_busy(self) -> bool:
@@ -225,11 +225,11 @@ class AgentLink:
                     waits = waits or torch.cuda.is_initialized()
                     left = bool(self.awaits)
                     self.send(Located(place=place + self.awaits, waits=waits, left=left))
-                case Save():
+                case SaveState():
                     self.saves.put(message)
-                case Kept(step=step, error=None):
+                case SnapshotHeld(step=step, error=None):
                     self.kept = step
-                case Kept(step=step, error=error, not_finite=not_finite):
+                case SnapshotHeld(step=step, error=error, not_finite=not_finite):
                     self.unkept = step
                     if not_finite:
                         self.not_finite = error

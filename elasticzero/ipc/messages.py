@@ -150,7 +150,7 @@ class Locate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveState:
     """Agent to worker, in answer to `Stopping`: write your state as a snapshot, or do not."""
 
     wanted: bool
@@ -208,7 +208,7 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looped:
+class LoopExited:
     """Worker to agent: out of the loop over batches; no step is due until the next begins."""
 
     awaits: bool = False
@@ -252,7 +252,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
+class AbandonSave:
     """Worker to agent: the checkpoint of this step could not be written on another node."""
 
     step: int
@@ -260,7 +260,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paced:
+class SnapshotInterval:
     """Worker to agent, of rank 0: snapshots are taken every so many steps from now on."""
 
     every: int
@@ -279,7 +279,7 @@ class MemoryShort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SnapshotHeld:
     """Agent to worker: this node holds its part of a snapshot, or (`error`) cannot."""
 
     step: int
@@ -300,7 +300,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """Worker to agent: out of the loop; awaiting `Save`."""
+    """Worker to agent: out of the loop; awaiting `SaveState`."""
 
     step: int
     clean: bool
@@ -356,19 +356,19 @@ Message = (
     | Request
     | Abort
     | Locate
-    | Save
+    | SaveState
     | Attached
     | Restored
     | Stepped
     | Logged
     | Busy
-    | Looped
+    | LoopExited
     | Located
     | Captured
-    | GiveUp
-    | Paced
+    | AbandonSave
+    | SnapshotInterval
     | MemoryShort
-    | Kept
+    | SnapshotHeld
     | Saved
     | Stopping
     | Waiting

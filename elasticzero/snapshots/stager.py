@@ -35,7 +35,13 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.ipc.agent_client import AgentLink
-from elasticzero.ipc.messages import Assignment, Captured, GiveUp, MemoryShort, Paced
+from elasticzero.ipc.messages import (
+    AbandonSave,
+    Assignment,
+    Captured,
+    MemoryShort,
+    SnapshotInterval,
+)
 from elasticzero.snapshots.interval import SnapshotCost
 from elasticzero.snapshots.manifest_draft import Author, draft
 from elasticzero.snapshots.schedule import Due, Ledger, Sizes, Word, node_bytes
@@ -177,10 +183,12 @@ class Captures:
             self._cost.landed()
         if before.every != self._ledger.every and self._assignment.rank == 0:
             cost = self._cost
-            self._link.send(Paced(every=self._ledger.every, cost_s=cost.cost_s, step_s=cost.step_s))
+            self._link.send(
+                SnapshotInterval(every=self._ledger.every, cost_s=cost.cost_s, step_s=cost.step_s)
+            )
         saving = before.saving
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
-            self._link.send(GiveUp(step=saving, generation=self._assignment.generation))
+            self._link.send(AbandonSave(step=saving, generation=self._assignment.generation))
 
     def at_boundary(
         self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
@@ -259,7 +267,7 @@ class Captures:
     def give_up(self) -> None:
         """The newest save has failed on some rank: it ends here too."""
         if self.newest_save == "pending" and self._handed is not None:
-            self._link.send(GiveUp(step=self._handed, generation=self._assignment.generation))
+            self._link.send(AbandonSave(step=self._handed, generation=self._assignment.generation))
 
     def save_last(self, copy: BoundaryCopy) -> bool:
         """Begin to save this state, where it is not saved and no save is under way; whether it was

@@ -28,7 +28,7 @@ from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.loader import Progress, Reading, Walk
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentLink
-from elasticzero.ipc.messages import Looped
+from elasticzero.ipc.messages import LoopExited
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.worker.training_state import Boundary, EpochEnd
 
@@ -167,7 +167,7 @@ class Loops:
             raise
         finally:
             at.in_loop = False
-            self._link.send(Looped())
+            self._link.send(LoopExited())
         self.progress = Progress()
 
     def _check_part(self, mine: object) -> None:

@@ -38,7 +38,7 @@ from elasticzero.ipc.messages import (
     FLAG_STOP,
     Finished,
     Logged,
-    Looped,
+    LoopExited,
     Message,
     Restored,
     Resume,
@@ -115,7 +115,7 @@ class Console:
                 self._loss = scalars.get("loss", self._loss)
                 if "loss" in scalars and self._due is not None and step >= self._due.step:
                     self._show()
-            case Looped():
+            case LoopExited():
                 self._show()
             case Finished(step=step, reason=reason):
                 why = f": {reason}" if reason else ""

@@ -7,7 +7,7 @@ Rules:
      peers notice at once; then say `Failed`, and whose fault it is. An interrupt is said first. A
      boundary with a raised flag needs neither.
  S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
- S3  Await `Save`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
+ S3  Await `SaveState`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
      `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
  S4  Exit at once; nothing of the script runs any more. But where the agent keeps processes, and
      this generation ended by a boundary or by a peer, go on as `survival` says.

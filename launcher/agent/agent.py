@@ -20,7 +20,7 @@ from typing import Any
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.ipc.channel import ChannelClosed
-from elasticzero.ipc.messages import Captured, GiveUp, Kept, Message, Saved
+from elasticzero.ipc.messages import AbandonSave, Captured, Message, Saved, SnapshotHeld
 from elasticzero.launcher.agent.assignments import assignments, post
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.observer import ClusterObserver
@@ -234,7 +234,7 @@ class Agent:
                 match message:
                     case Captured():
                         self.saver.captured(message)
-                    case GiveUp(generation=generation, step=step):
+                    case AbandonSave(generation=generation, step=step):
                         self.saver.give_up(generation, step)
                     case _:
                         pass
@@ -253,7 +253,7 @@ class Agent:
                 case SaveFailed():
                     self.reporter.save_failed(news)
                     continue
-                case Kept():
+                case SnapshotHeld():
                     message: Message = news
                     self.reporter.kept(news)
                 case SaveOver():

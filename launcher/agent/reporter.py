@@ -14,11 +14,11 @@ from elasticzero.ipc.messages import (
     Attached,
     Captured,
     Failed,
-    Kept,
     Logged,
     MemoryShort,
-    Paced,
     Restored,
+    SnapshotHeld,
+    SnapshotInterval,
     Stepped,
     Stopping,
 )
@@ -309,7 +309,7 @@ class AgentReporter:
                 case Captured():
                     self._metrics.observe_capture(message.seconds, message.bytes)
                     self.note("captured", **_plain(message))
-                case Paced():
+                case SnapshotInterval():
                     self._say_pace(message)
                     self.note("paced", **_plain(message))
                 case MemoryShort():
@@ -326,7 +326,7 @@ class AgentReporter:
                     self._metrics.workers_running.set(running)
         self._tee(gang, last=False)
 
-    def kept(self, news: Kept) -> None:
+    def kept(self, news: SnapshotHeld) -> None:
         """This node holds its part of a snapshot, or could not."""
         self.note("kept", **_plain(news))
         if news.error is None:
@@ -388,7 +388,7 @@ class AgentReporter:
             "/dev/shm), or name a larger one by --snapshot-dir",
         )
 
-    def _say_pace(self, message: Paced) -> None:
+    def _say_pace(self, message: SnapshotInterval) -> None:
         if not worth_telling(self._every, message.every):
             return
         self._every = message.every

@@ -30,7 +30,7 @@ from elasticzero.checkpoint.steps.retention import Keep, SaveName, Tidied, make_
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
-from elasticzero.ipc.messages import Captured, Kept
+from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
 
 __all__ = ["Charge", "Post", "SaveFailed", "SaveOver", "Saver"]
@@ -124,7 +124,7 @@ class Saver:
         self._steps: dict[int, Step] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
-        self._news: queue.SimpleQueue[Kept | SaveOver | SaveFailed] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[SnapshotHeld | SaveOver | SaveFailed] = queue.SimpleQueue()
         self._keeper = Keeper(snapshots, self._tell)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
@@ -205,7 +205,7 @@ class Saver:
         """Whether a shard in memory is not sealed yet; that is being done."""
         return self._keeper.unsealed()
 
-    def news(self) -> list[Kept | SaveOver | SaveFailed]:
+    def news(self) -> list[SnapshotHeld | SaveOver | SaveFailed]:
         """What has happened since the last call."""
         found = []
         while not self._news.empty():
@@ -221,7 +221,7 @@ class Saver:
         self._keeper.close()
         self._thread.join(1.0)
 
-    def _tell(self, news: Kept | SaveOver | SaveFailed) -> None:
+    def _tell(self, news: SnapshotHeld | SaveOver | SaveFailed) -> None:
         self._news.put(news)
         self._wake()
 

@@ -4,7 +4,7 @@ In two threads that the agent's loop never waits for:
 
  sealing   each shard gets its checksums and its manifest.
  keeping   once all of this node's shards of a step are sealed, the replicas of another node's are
-           pulled, and `Kept` is told: what this node is to hold of that step, it holds.
+           pulled, and `SnapshotHeld` is told: what this node is to hold of that step, it holds.
 
 It may be told the same thing twice, stop anywhere, and be begun again: what is done is seen in the
 files. A capture that is overtaken, by a newer one or by a new generation, is no longer pulled; and
@@ -24,7 +24,7 @@ from elasticzero.checkpoint.ram.transfer import pull
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import NotFinite, StorageError, one_line
-from elasticzero.ipc.messages import Captured, Kept
+from elasticzero.ipc.messages import Captured, SnapshotHeld
 
 PULL_LIMIT_S = 30.0
 """A replica that has not come by then is given up, and training's next snapshot may begin."""
@@ -87,7 +87,7 @@ class Keeper:
     def __init__(
         self,
         snapshots: SnapshotStore,
-        tell: Callable[[Kept], None],
+        tell: Callable[[SnapshotHeld], None],
         *,
         silence_s: float = PULL_SILENCE_S,
     ) -> None:
@@ -251,7 +251,7 @@ class Keeper:
             source.close()
 
 
-def _kept(generation: int, step: int, error: BaseException | None) -> Kept:
+def _kept(generation: int, step: int, error: BaseException | None) -> SnapshotHeld:
     text = None if error is None else one_line(error)
     not_finite = isinstance(error, NotFinite)
-    return Kept(generation=generation, step=step, error=text, not_finite=not_finite)
+    return SnapshotHeld(generation=generation, step=step, error=text, not_finite=not_finite)

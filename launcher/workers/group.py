@@ -21,7 +21,7 @@ from elasticzero.ipc.messages import (
     Message,
     Request,
     Restored,
-    Save,
+    SaveState,
     ScriptEnded,
     Stepped,
     Stopping,
@@ -279,7 +279,7 @@ class Gang:
                 worker.stopping = message
                 wanted = message.clean and not (message.complete and self._complete_given)
                 self._complete_given |= wanted and message.complete
-                worker.send(Save(wanted=wanted))
+                worker.send(SaveState(wanted=wanted))
             case Failed():
                 worker.failed = message
                 self._blame(worker, message)

@@ -18,7 +18,7 @@ from elasticzero.ipc.messages import (
     Failed,
     Finished,
     Located,
-    Looped,
+    LoopExited,
     Message,
     Restored,
     Stepped,
@@ -146,7 +146,7 @@ class HangWatch:
                 now_s = message.at_s
                 self._steps_s.append(max(0.0, now_s - pace.progress_s))
                 pace.step, pace.in_loop = message.step, True
-            case Looped(awaits=awaits):
+            case LoopExited(awaits=awaits):
                 pace.in_loop = awaits
             case Busy():
                 pace.busy = message.doing is not None

@@ -16,7 +16,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.ipc.messages import Captured, Kept
+from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
@@ -81,7 +81,7 @@ def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
     tmp_path: Path, buddy: tuple[str, SnapshotStore], loss: Loss
 ) -> None:
     address, theirs = buddy
-    mine, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[Kept]()
+    mine, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[SnapshotHeld]()
     keeper = Keeper(mine, told.put, silence_s=2 * LONG_S)
     with lost_host(loss) as host:
         capture(mine, 1, 5, 0)
@@ -95,7 +95,7 @@ def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
         capture(theirs, 2, 7, 1)
         theirs.seal(ShardName(2, 7, 1, 2))
         keeper.captured(captured(2, 7, address))
-        assert told.get(timeout=LONG_S) == Kept(generation=2, step=7, error=None)
+        assert told.get(timeout=LONG_S) == SnapshotHeld(generation=2, step=7, error=None)
         assert mine.sealed(ShardName(2, 7, 1, 2))
     keeper.close()
     assert told.empty(), "of a generation that is over nothing is told"

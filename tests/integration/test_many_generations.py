@@ -22,7 +22,7 @@ from elasticzero.ipc.messages import (
     Message,
     Request,
     Resume,
-    Save,
+    SaveState,
     Stepped,
     Stopping,
     Waiting,
@@ -114,7 +114,7 @@ class Pair:
             message = self.channels[rank].receive(1.0)
             assert not isinstance(message, Failed), message
             if isinstance(message, Stopping):
-                self.channels[rank].send(Save(wanted=True))
+                self.channels[rank].send(SaveState(wanted=True))
             if message is not None and so(message):
                 return
         raise AssertionError(f"too late:\n{(self.folder / f'{rank}.log').read_text()}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.ipc.messages import Attached, Busy, Kept, Stepped
+from elasticzero.ipc.messages import Attached, Busy, SnapshotHeld, Stepped
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.view import Limits, Workers
 from elasticzero.launcher.workers.fork_server import ForkServer
@@ -166,7 +166,7 @@ def test_a_worker_that_does_not_read_holds_nobody_up(server: ForkServer, tmp_pat
     room.detach()
     text = "x" * 1000
     for step in range(size // 500):
-        play.gang.tell(Kept(step=step, generation=3, error=text))
+        play.gang.tell(SnapshotHeld(step=step, generation=3, error=text))
     play.gang.kill()
     assert play.wait_for_end() == [-signal.SIGKILL]
 

@@ -18,16 +18,16 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
+    AbandonSave,
     Assignment,
     Captured,
     Failed,
     Finished,
-    GiveUp,
-    Kept,
     Message,
     Resume,
-    Save,
     Saved,
+    SaveState,
+    SnapshotHeld,
     Source,
     Stepped,
     Stopping,
@@ -197,11 +197,11 @@ class Running:
                 worker.heard.append(message)
                 if isinstance(message, Captured):
                     self._savers[worker.node].captured(message)
-                if isinstance(message, GiveUp):
+                if isinstance(message, AbandonSave):
                     self._savers[worker.node].give_up(message.generation, message.step)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
-                        worker.channel.send(Save(wanted=self._wanted(worker, message)))
+                        worker.channel.send(SaveState(wanted=self._wanted(worker, message)))
             if worker.pid in ended:
                 last = _receive(worker.channel)
                 worker.heard += last
@@ -216,7 +216,7 @@ class Running:
             for news in saver.news():
                 said: Message = (
                     news
-                    if isinstance(news, Kept)
+                    if isinstance(news, SnapshotHeld)
                     else Saved(step=news.step, generation=news.generation, error=news.error)
                 )
                 self.overs += [news] if isinstance(news, SaveOver) else []

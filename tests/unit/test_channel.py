@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Assignment, Failed, Logged, Resume, Save, Source, Stepped
+from elasticzero.ipc.messages import Assignment, Failed, Logged, Resume, SaveState, Source, Stepped
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ FAILED = Failed(step=1, blame="user", message="ä\n", traceback="line\nline\n", 
 
 
 @pytest.mark.parametrize(
-    "message", [ASSIGNMENT, FAILED, Save(wanted=True), Logged(step=1, scalars={"loss": 0.5})]
+    "message", [ASSIGNMENT, FAILED, SaveState(wanted=True), Logged(step=1, scalars={"loss": 0.5})]
 )
 def test_a_message_arrives_as_it_was(ends, message) -> None:
     a, b = ends
@@ -63,9 +63,9 @@ def test_many_messages_arrive_in_order(ends) -> None:
 
 def test_what_was_said_before_the_end_is_not_lost(ends) -> None:
     a, b = ends
-    a.send(Save(wanted=True))
+    a.send(SaveState(wanted=True))
     a.close()
-    assert b.drain() == [Save(wanted=True)]
+    assert b.drain() == [SaveState(wanted=True)]
     with pytest.raises(ChannelClosed):
         b.drain()
 
@@ -77,7 +77,7 @@ def test_nothing_said_is_none_and_a_closed_end_an_error(ends) -> None:
     with pytest.raises(ChannelClosed):
         b.receive(1.0)
     with pytest.raises(ChannelClosed):
-        b.send(Save(wanted=False))
+        b.send(SaveState(wanted=False))
 
 
 def test_steps_ring_before_there_is_no_room_for_more(ends) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.ipc.messages import Paced, Stepped
+from elasticzero.ipc.messages import SnapshotInterval, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import AgentReporter, log_to
 from elasticzero.launcher.observability.event_log import EventLog
@@ -86,7 +86,9 @@ def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
 ) -> None:
     gang, worker = gang_of(tmp_path / "0.log")
     for every in (4, 1, 9, 12, 3, 20):
-        reporter.heard(gang, [(worker, Paced(every=every, cost_s=0.01, step_s=0.1))], 0.0)
+        reporter.heard(
+            gang, [(worker, SnapshotInterval(every=every, cost_s=0.01, step_s=0.1))], 0.0
+        )
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("snapshots every ")[2].split()[0] for line in lines] == ["4", "20"]
 

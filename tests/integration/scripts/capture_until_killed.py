@@ -21,7 +21,7 @@ from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Captured, Kept, Saved
+from elasticzero.ipc.messages import Captured, Saved, SnapshotHeld
 from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
@@ -54,10 +54,10 @@ def work(mine: socket.socket, memory: Path, rank: int, generation: int, steps: r
             )
             channel.send(captured)
             whole = state(generation, step + 1)
-            awaited: set[type] = {Kept, Saved} if captured.checkpoint else {Kept}
+            awaited: set[type] = {SnapshotHeld, Saved} if captured.checkpoint else {SnapshotHeld}
             while awaited:
                 message = channel.receive()
-                assert isinstance(message, Kept | Saved) and message.step == step, message
+                assert isinstance(message, SnapshotHeld | Saved) and message.step == step, message
                 assert message.error is None, message
                 awaited.remove(type(message))
             needed = {(generation, step)}
@@ -108,8 +108,8 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
     assert not errors, errors
 
 
-def _said(news: Kept | SaveOver) -> Kept | Saved:
-    if isinstance(news, Kept):
+def _said(news: SnapshotHeld | SaveOver) -> SnapshotHeld | Saved:
+    if isinstance(news, SnapshotHeld):
         return news
     return Saved(step=news.step, generation=news.generation, error=news.error)
 
