@@ -37,7 +37,9 @@ from elasticzero.comm.process_group import Groups
 from elasticzero.consistency.differences import by_majority, difference, split
 from elasticzero.consistency.digests import combined, digests, of_value
 from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
-from elasticzero.ipc.messages import Assignment
+from elasticzero.ipc.assignment import (
+    Assignment,
+)
 from elasticzero.serialization import encode
 from elasticzero.snapshots.schedule import Word
 from elasticzero.state.model import TRACKED, BoundaryCopy

@@ -16,7 +16,11 @@ from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.data.sampling import Position
 from elasticzero.errors import CheckpointMismatch
-from elasticzero.ipc.messages import Assignment, Resume, Source
+from elasticzero.ipc.assignment import (
+    Assignment,
+    Resume,
+    Source,
+)
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode

@@ -35,9 +35,11 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.assignment import (
+    Assignment,
+)
 from elasticzero.ipc.messages import (
     AbandonSave,
-    Assignment,
     Captured,
     MemoryShort,
     SnapshotInterval,

@@ -33,6 +33,9 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.ipc.agent_client import ALONE, AgentLink, GenerationEnded
+from elasticzero.ipc.assignment import (
+    Resume,
+)
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
@@ -41,7 +44,6 @@ from elasticzero.ipc.messages import (
     LoopExited,
     Message,
     Restored,
-    Resume,
     Stepped,
 )
 from elasticzero.spans import STRATEGIES

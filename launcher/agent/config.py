@@ -14,7 +14,7 @@ from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.messages import WorkerSettings
+from elasticzero.ipc.assignment import WorkerSettings
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.validation import (
     check_folder,

@@ -30,7 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticzero.ipc.messages import Resume
+from elasticzero.ipc.assignment import (
+    Resume,
+)
 from elasticzero.launcher.protocol.documents import Done, Member, World, line_up
 from elasticzero.launcher.protocol.view import StoreHealth
 

@@ -10,14 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticzero.ipc.assignment import (
+    Assignment,
+    torchrun_environment,
+)
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
-    Assignment,
     Failed,
     Locate,
     Message,
     Stopping,
-    torchrun_environment,
 )
 from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT

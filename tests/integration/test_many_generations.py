@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.ipc.assignment import (
+    Assignment,
+    Resume,
+)
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     FLAG_GROW,
-    Assignment,
     Failed,
     Message,
     Request,
-    Resume,
     SaveState,
     Stepped,
     Stopping,

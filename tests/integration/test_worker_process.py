@@ -18,6 +18,10 @@ import torch
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
+from elasticzero.ipc.assignment import (
+    Resume,
+    Source,
+)
 from elasticzero.ipc.messages import (
     FLAG_GROW,
     FLAG_LEAVE,
@@ -27,8 +31,6 @@ from elasticzero.ipc.messages import (
     Finished,
     Request,
     Restored,
-    Resume,
-    Source,
     Stopping,
 )
 from elasticzero.spans import STRATEGIES

@@ -8,8 +8,18 @@ import socket
 
 import pytest
 
+from elasticzero.ipc.assignment import (
+    Assignment,
+    Resume,
+    Source,
+)
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Assignment, Failed, Logged, Resume, SaveState, Source, Stepped
+from elasticzero.ipc.messages import (
+    Failed,
+    Logged,
+    SaveState,
+    Stepped,
+)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elasticzero.ipc.messages import Resume
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.documents import Member, Strikes, World, to_bytes
 from elasticzero.launcher.protocol.view import Limits, View, Workers

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from elasticzero.ipc.messages import Resume
+from elasticzero.ipc.assignment import (
+    Resume,
+)
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,

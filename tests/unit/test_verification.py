@@ -8,7 +8,9 @@ import pytest
 
 from elasticzero.comm.process_group import _numbers, _word
 from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, Interval
-from elasticzero.ipc.messages import Resume
+from elasticzero.ipc.assignment import (
+    Resume,
+)
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,

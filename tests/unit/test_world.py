@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.ipc.messages import Resume, Source
+from elasticzero.ipc.assignment import (
+    Resume,
+    Source,
+)
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
