@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from elasticzero.parallel import GRADIENT_NORM, Setting, Slot
+from elasticzero.parallel.base import GRADIENT_NORM, Setting, Slot
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,

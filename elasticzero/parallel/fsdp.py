@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.base import Setting, Slot
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.parallel import OptimizerFactory
+from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.state.model import OPTIMIZER, NamedModel, Spec
 
 PROBE_SHAPE = (2, 3)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.parallel import GRADIENT_NORM, Slot
+from elasticzero.parallel.base import GRADIENT_NORM, Slot
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,

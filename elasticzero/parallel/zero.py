@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.parallel import Setting, Slot
+from elasticzero.parallel.base import Setting, Slot
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.partitioned import Dealt, Piece, PiecedOptimizer
