@@ -28,8 +28,10 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control_tree import LEAST, WIDTH, Agreement, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import Place
-from elasticzero.data.sampling import mixed
 from elasticzero.errors import OperatorError
+from elasticzero.hashing import (
+    mix64,
+)
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.snapshots.schedule import Word
 
@@ -147,7 +149,7 @@ class Groups:
         own got lost, what is left in some buffer stands for it, and the sum is another.
         """
         self._number += 1
-        number = mixed(self._number) >> 32
+        number = mix64(self._number) >> 32
         given = torch.full((1,), number, dtype=torch.int64, device=self._device)
         dist.all_reduce(given)
         if int(given.item()) != number * self.place.world_size or self._shut.is_set():

@@ -42,7 +42,12 @@ from elasticzero.ipc.assignment import (
 )
 from elasticzero.serialization import encode
 from elasticzero.snapshots.schedule import Word
-from elasticzero.state.model import TRACKED, BoundaryCopy
+from elasticzero.state.auxiliary import (
+    BoundaryCopy,
+)
+from elasticzero.state.model import (
+    TRACKED,
+)
 
 SHARE = 0.0003
 """Of the time, for verifying, where rank 0 chooses the interval."""

@@ -16,30 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticzero.errors import UserError
+from elasticzero.hashing import mix64
 from elasticzero.spans import Span
 
 Positions = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 
 ROUNDS = 8
-MASK64 = (1 << 64) - 1
 MAX_SAMPLES = 1 << 62
 KEPT_DATASETS = 256
 """Maximum number of datasets whose use is remembered beside the present one's."""
 
 
-def mixed(value: int) -> int:
-    """The finaliser of splitmix64: a bijection of 64-bit values that spreads every bit."""
-    value &= MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
-    return value ^ (value >> 31)
-
-
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """The keys of the network's rounds; any integers will do as seed and epoch."""
-    key = mixed(mixed(seed + 0x9E3779B97F4A7C15) ^ mixed(epoch + 0xD1B54A32D192ED03))
-    return tuple(mixed(key + r * 0x9E3779B97F4A7C15) for r in range(1, ROUNDS + 1))
+    key = mix64(mix64(seed + 0x9E3779B97F4A7C15) ^ mix64(epoch + 0xD1B54A32D192ED03))
+    return tuple(mix64(key + r * 0x9E3779B97F4A7C15) for r in range(1, ROUNDS + 1))
 
 
 def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Indices:

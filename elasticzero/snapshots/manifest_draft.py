@@ -11,7 +11,14 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
-from elasticzero.state.model import RNG, BoundaryCopy, Share, Spec
+from elasticzero.state.auxiliary import (
+    BoundaryCopy,
+)
+from elasticzero.state.model import (
+    RNG,
+    Share,
+    Spec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

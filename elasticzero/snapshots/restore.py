@@ -26,7 +26,19 @@ from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, RNG, RngState, Share, SmallState, Spec, seed_all
+from elasticzero.state.auxiliary import (
+    SmallState,
+)
+from elasticzero.state.model import (
+    MODEL,
+    RNG,
+    Share,
+    Spec,
+)
+from elasticzero.state.rng import (
+    RngState,
+    seed_all,
+)
 
 
 def open_source(assignment: Assignment) -> Checkpoint:

@@ -47,7 +47,12 @@ from elasticzero.ipc.messages import (
 from elasticzero.snapshots.interval import SnapshotCost
 from elasticzero.snapshots.manifest_draft import Author, draft
 from elasticzero.snapshots.schedule import Due, Ledger, Sizes, Word, node_bytes
-from elasticzero.state.model import BoundaryCopy, Share
+from elasticzero.state.auxiliary import (
+    BoundaryCopy,
+)
+from elasticzero.state.model import (
+    Share,
+)
 
 _POLL_S = 0.002
 _JOIN_S = 0.05

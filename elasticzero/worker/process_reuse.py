@@ -25,7 +25,9 @@ from elasticzero.ipc.messages import (
     Waiting,
 )
 from elasticzero.processes import children_of
-from elasticzero.state.model import RngState
+from elasticzero.state.rng import (
+    RngState,
+)
 from elasticzero.worker.reuse_rules import Remains, doubt
 
 CLEAR_S = 3.0

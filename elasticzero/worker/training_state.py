@@ -24,7 +24,13 @@ from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.restore import load, open_source
 from elasticzero.snapshots.stager import Captures
-from elasticzero.state.model import MODEL, BoundaryCopy, SmallState
+from elasticzero.state.auxiliary import (
+    BoundaryCopy,
+    SmallState,
+)
+from elasticzero.state.model import (
+    MODEL,
+)
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",

@@ -13,7 +13,9 @@ from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import Place
 from elasticzero.ipc.agent_client import ALONE, AgentLink
 from elasticzero.snapshots.stager import Captures
-from elasticzero.state.model import SmallState
+from elasticzero.state.auxiliary import (
+    SmallState,
+)
 from elasticzero.worker.training_state import Boundary
 
 GONE = dist.DistBackendError(CLOSED)

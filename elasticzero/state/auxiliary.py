@@ -1,0 +1,135 @@
+"""The small mutable state that is copied at each boundary: buffers, tracked objects, options of the
+optimizer, and random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from elasticzero.data.sampling import Position
+from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.nested import decode_value, encode_value
+from elasticzero.state.model import GROUPS, MODEL, TRACKED
+from elasticzero.state.rng import RngState
+
+
+class Stateful(Protocol):
+    """Anything that `session.track` takes: schedulers, scalers, moving averages."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`encode_value`, with the tensors copied."""
+    found: dict[str, Tensor] = {}
+    json = encode_value(value, path, found)
+    for name, tensor in found.items():
+        tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return json
+
+
+def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `encode_state` was given, its tensors copied from `tensors`."""
+    return decode_value(value, lambda name: tensors[name].clone())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryCopy:
+    """Small mutable state as it was at a boundary: what a forward that fails may have moved."""
+
+    step: int
+    position: Position
+    buffers: dict[str, Tensor]
+    rng: RngState
+    json: dict[str, Any]
+    """Tracked objects and the optimizer's groups, encoded."""
+    tensors: dict[str, Tensor]
+    """Those inside `json`, by full name."""
+
+
+class SmallState:
+    """What is copied at each boundary: buffers, tracked objects, optimizer options, generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tracked: dict[str, Stateful] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.group_names: list[list[str]] = []
+        """The parameters of each optimizer group, by name."""
+
+    def track(self, name: str, thing: Stateful) -> None:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UserError(
+                f"session.track({name!r}, …) was given a {type(thing).__name__}, which has no "
+                "state_dict and load_state_dict"
+            )
+        if name in self.tracked or not name or "/" in name:
+            raise UserError(f"session.track: {name!r} is empty, has a slash, or is used twice")
+        self.tracked[name] = thing
+
+    def capture(self, step: int, position: Position) -> BoundaryCopy:
+        tensors: dict[str, Tensor] = {}
+        tracked = {
+            name: encode_state(thing.state_dict(), TRACKED + name, tensors)
+            for name, thing in self.tracked.items()
+        }
+        groups = [
+            {
+                "names": names,
+                "options": encode_state(_options(group), f"{GROUPS}{i}", tensors),
+            }
+            for i, (names, group) in enumerate(zip(self.group_names, self.groups, strict=True))
+        ]
+        return BoundaryCopy(
+            step=step,
+            position=position,
+            buffers={
+                MODEL + name: b.detach().clone(memory_format=torch.contiguous_format)
+                for name, b in self.buffers.items()
+            },
+            rng=RngState.capture(self.device),
+            json={"tracked": tracked, "groups": groups, "aliases": self.aliases},
+            tensors=tensors,
+        )
+
+    def check(self, json: Mapping[str, Any], where: str) -> None:
+        """Raise `CheckpointMismatch` when the script tracks other objects than `json` has."""
+        stored, here = set(json.get("tracked", {})), set(self.tracked)
+        for names, has, tracks in (
+            (here - stored, "has no state for", "tracks"),
+            (stored - here, "has state for", "does not track"),
+        ):
+            if names:
+                listed = ", ".join(repr(name) for name in sorted(names)[:4])
+                raise CheckpointMismatch(
+                    f"{where} {has} {listed}, which the script {tracks} with session.track"
+                )
+
+    def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Put stored options of the optimizer and tracked objects back. tensors: on the CPU."""
+        stored = {
+            name: group["options"] for group in json.get("groups", []) for name in group["names"]
+        }
+        for names, group in zip(self.group_names, self.groups, strict=True):
+            options: Any = next((stored[name] for name in names if name in stored), {})
+            for key, value in decode_state(options, tensors).items():
+                old = group.get(key)
+                if isinstance(old, Tensor) and isinstance(value, Tensor):
+                    old.copy_(value)
+                else:
+                    group[key] = value
+        for name, thing in self.tracked.items():
+            thing.load_state_dict(decode_state(json["tracked"][name], tensors))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,92 @@
+"""The global random generators of a process: their state as tensors, and their seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elasticzero.hashing import mix64
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """The global random generators of this process."""
+
+    torch_cpu: Tensor
+    cuda: Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RngState:
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+
+    def apply(self, device: torch.device) -> None:
+        torch.set_rng_state(self.torch_cpu)
+        if self.cuda is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda, device)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By kind, as uint8 of constant size."""
+        _, words, gauss = self.python
+        python = np.array(words, dtype=np.uint32).tobytes() + _float_or_none(gauss)
+        _, keys, place, has_gauss, cached = self.numpy
+        tail = np.array([place, has_gauss], dtype=np.int64).tobytes() + np.float64(cached).tobytes()
+        found = {
+            "torch": self.torch_cpu,
+            "python": _bytes_tensor(python),
+            "numpy": _bytes_tensor(keys.astype(np.uint32).tobytes() + tail),
+        }
+        return found | ({"cuda": self.cuda} if self.cuda is not None else {})
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> RngState:
+        python = tensors["python"].numpy().tobytes()
+        words = tuple(int(word) for word in np.frombuffer(python[:-9], dtype=np.uint32))
+        gauss = float(np.frombuffer(python[-8:], dtype=np.float64)[0]) if python[-9] else None
+        state = tensors["numpy"].numpy().tobytes()
+        keys = np.frombuffer(state[:-24], dtype=np.uint32)
+        place, has_gauss = (int(n) for n in np.frombuffer(state[-24:-8], dtype=np.int64))
+        cached = float(np.frombuffer(state[-8:], dtype=np.float64)[0])
+        return cls(
+            tensors["torch"],
+            tensors.get("cuda"),
+            (3, words, gauss),
+            ("MT19937", keys, place, has_gauss, cached),
+        )
+
+
+def _float_or_none(value: float | None) -> bytes:
+    return bytes([value is not None]) + np.float64(value or 0.0).tobytes()
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def seed_all(seed: int, rank: int, step: int) -> None:
+    """Seed every generator for a rank that has no state of its own to go on from."""
+    value = mix64(mix64(mix64(seed) + rank) + step)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Leave the random generators as they were."""
+    before = RngState.capture(device)
+    try:
+        yield
+    finally:
+        before.apply(device)
