@@ -16,6 +16,8 @@ from enum import IntEnum
 from elasticzero.errors import RetryError, UserError
 
 _SHIFT = 32
+LEAST = -(1 << 63)
+"""The number that stands for none: any other is greater."""
 ADVICE = (
     "all ranks must come to the same calls; to end a loop on all ranks, call "
     "session.stop(reason) on any of them"

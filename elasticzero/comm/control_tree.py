@@ -28,14 +28,13 @@ from contextlib import ExitStack, closing, suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import Place
 
 ARITY = 16
 """So many ranks are below one at most: 6,400 ranks are four levels."""
 WIDTH = 15
 """Numbers in a message."""
-LEAST = -(1 << 63)
-"""Says nothing: any number is greater."""
 SHARE = 0.5
 """Of the time to connect, the rest of which the process group has."""
 STRANGER = -1

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -24,16 +24,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero.comm import barriers, nccl
-from elasticzero.comm.barriers import Call
-from elasticzero.comm.control_tree import LEAST, WIDTH, Agreement, join
+from elasticzero.comm.barriers import LEAST, Call
+from elasticzero.comm.control_tree import WIDTH, Agreement, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import Place
 from elasticzero.errors import OperatorError
-from elasticzero.hashing import (
-    mix64,
-)
-from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
-from elasticzero.snapshots.schedule import Word
+from elasticzero.hashing import mix64
 
 RELEASE_S = 0.5
 """A group that is not gone by then hangs."""
@@ -46,7 +42,6 @@ _kept: list[dist.ProcessGroup] = []
 and such a thread may wait for that lock to drop a finished operation: destroying a group can hang
 (seen with torch 2.13, one time in six). So none is, until the process ends."""
 
-CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
 MAX_TEXT_BYTES = 512
 """Maximum length of a text that one rank gives to all; the rest is cut off."""
 
@@ -355,66 +350,3 @@ def _own_sockets(before: set[str], store_port: int) -> Iterable[str]:
 def _shut_down(fd: int) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
         copy.shutdown(socket.SHUT_RDWR)
-
-
-class ControlWord:
-    """What all ranks know alike at the same boundary: given in a step, taken at its end."""
-
-    def __init__(self, groups: Groups | None) -> None:
-        many = groups is not None and groups.place.world_size > 1
-        self._agreement = groups.agreement if groups is not None and many else None
-        self._rank = groups.place.rank if groups is not None else 0
-        self._given = False
-
-    def give(self, mine: Word) -> None:
-        """Give this rank's word of the step that it works on; once a step, later calls do nothing.
-
-        It is given as the step's first backward begins: a rank that leaves its loop before that has
-        not given it, so that what it gives next meets the others' words and tells on it.
-        """
-        if self._agreement is not None and not self._given:
-            self._agreement.give(_numbers(mine, self._rank))
-            self._given = True
-
-    def take(self, mine: Word) -> Word | None:
-        """What counts of all ranks' words of the step that ends; None where none was given. For one
-        rank alone that is its own word of now.
-
-        Raises `RetryError` where another rank has left its loop.
-        """
-        if self._agreement is None:
-            return mine
-        if not self._given:
-            return None
-        self._given = False
-        numbers = self._agreement.take()
-        barriers.check(numbers[-2:], Call.STEP, self._rank, "")
-        return _word(numbers)
-
-
-def _numbers(word: Word, rank: int) -> list[int]:
-    """A word as numbers of which the greatest count: each flag for itself, the least negated."""
-    flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
-    least = [-int(word.ready), -word.kept, -word.saved]
-    most = [word.unkept, word.unsaved, word.every, word.verify_every]
-    digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
-    return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
-
-
-def _word(numbers: Sequence[int]) -> Word:
-    flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
-    ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
-        len(CONTROL_FLAGS) :
-    ]
-    return Word(
-        flags=flags,
-        ready=bool(ready),
-        kept=-kept,
-        saved=-saved,
-        unkept=unkept,
-        unsaved=unsaved,
-        every=every,
-        verify_every=verify_every,
-        digest=None if digest == LEAST else digest,
-        complement=None if complement == LEAST else complement,
-    )

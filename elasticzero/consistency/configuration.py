@@ -23,9 +23,7 @@ from elasticzero.consistency.differences import Verdict, by_trained, difference
 from elasticzero.consistency.digests import combined, of_value
 from elasticzero.data.loader import Walk
 from elasticzero.errors import PeerSetAside, UserError
-from elasticzero.ipc.assignment import (
-    Assignment,
-)
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.state.model import NamedModel, Spec, spec_of
 
 Description = Mapping[str, str]

@@ -33,21 +33,15 @@ import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
+from elasticzero.comm.control import ControlWord
 from elasticzero.comm.process_group import Groups
 from elasticzero.consistency.differences import by_majority, difference, split
 from elasticzero.consistency.digests import combined, digests, of_value
 from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
-from elasticzero.ipc.assignment import (
-    Assignment,
-)
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
-from elasticzero.snapshots.schedule import Word
-from elasticzero.state.auxiliary import (
-    BoundaryCopy,
-)
-from elasticzero.state.model import (
-    TRACKED,
-)
+from elasticzero.state.auxiliary import BoundaryCopy
+from elasticzero.state.model import TRACKED
 
 SHARE = 0.0003
 """Of the time, for verifying, where rank 0 chooses the interval."""
@@ -116,7 +110,7 @@ class Verification:
         """The generation starts from this step; all ranks have read the same state."""
         self._signed = self.verified = step
 
-    def word(self, word: Word) -> Word:
+    def word(self, word: ControlWord) -> ControlWord:
         """`word` with what this rank says in it, given in the step after a boundary."""
         if self._open is None:
             return word
@@ -124,7 +118,7 @@ class Verification:
         wished = self._interval.wished if chooses else 0
         return replace(word, digest=self._open.digest, verify_every=wished)
 
-    def alike(self, word: Word) -> bool:
+    def alike(self, word: ControlWord) -> bool:
         """Whether all ranks signed the same, according to a word that all have taken."""
         self._heard, self._open = self._open, None
         if self._heard is None:

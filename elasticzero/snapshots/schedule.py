@@ -20,41 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elasticzero.comm.control import ControlWord
+
 Due = Literal["nothing", "snapshot", "checkpoint"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """What the ranks tell each other at a boundary. Of all ranks' words the one that counts has
-    the greatest of each field, but the least of `ready`, `kept` and `saved`."""
-
-    flags: int = 0
-    """Bits: a node leaves, the world grows, the job is stopped."""
-    ready: bool = False
-    """This rank has its memory."""
-    kept: int = -1
-    """Newest step whose snapshot this node holds, and its buddy's too."""
-    saved: int = -1
-    """Newest step whose save is over on this node, well or not."""
-    unkept: int = -1
-    """Newest step whose snapshot this node could not keep."""
-    unsaved: int = -1
-    """Newest step whose checkpoint this node could not write."""
-    every: int = 0
-    """Rank 0: the snapshot interval it wants, in steps; 0: as it is."""
-    verify_every: int = 0
-    """Rank 0: the interval of verifications it wants, in steps; 0: as it is."""
-    digest: int | None = None
-    """Of what must be equal on all ranks, as it was at an earlier boundary; None: no rank has one
-    to compare now."""
-    complement: int | None = None
-    """Of all ranks' words: the greatest of `~digest`."""
-
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks gave the same digest, or none."""
-        complement = None if self.complement is None else ~self.complement
-        return self.digest == complement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +47,7 @@ class Ledger:
         """A snapshot is in flight."""
         return self.taken is not None and self.taken != self.held
 
-    def heard(self, word: Word) -> Ledger:
+    def heard(self, word: ControlWord) -> Ledger:
         """What is known after a word that all ranks have read."""
         ledger = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
         if ledger.taken is not None and word.kept >= ledger.taken:
@@ -103,20 +71,3 @@ class Ledger:
 
     def captured(self, step: int, *, checkpoint: bool) -> Ledger:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What one capture takes, in bytes."""
-
-    shard: int
-    """Of one rank."""
-    whole: int = 0
-    """Of all state in one, where each rank has all of it; else 0."""
-
-
-def node_bytes(sizes: Sizes, *, workers: int, captures: bool, replicas: bool) -> int:
-    """Memory that a node of so many workers needs for its snapshots: two slots a rank where there
-    are captures while it trains, two for each replica, and what a stop leaves."""
-    while_training = 2 * sizes.shard * workers * (captures + replicas)
-    return while_training + (sizes.whole or sizes.shard * workers)

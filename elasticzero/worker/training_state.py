@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.process_group import ControlWord, Groups
+from elasticzero.comm.control import ControlExchange
+from elasticzero.comm.process_group import Groups
 from elasticzero.consistency.nonfinite import Findings
 from elasticzero.consistency.replicas import Verification
 from elasticzero.data.sampling import Position
@@ -24,13 +25,8 @@ from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.restore import load, open_source
 from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import (
-    BoundaryCopy,
-    SmallState,
-)
-from elasticzero.state.model import (
-    MODEL,
-)
+from elasticzero.state.auxiliary import BoundaryCopy, SmallState
+from elasticzero.state.model import MODEL
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
@@ -90,7 +86,7 @@ class Boundary:
         """After the global batch that is being worked on."""
         self._link = link
         self._groups = groups
-        self._control = ControlWord(groups)
+        self._control = ControlExchange(groups)
         self._verification = Verification(groups, link.assignment, lambda: self.strategy.replicas())
 
     def restore(self) -> int:

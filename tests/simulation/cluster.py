@@ -8,9 +8,7 @@ from random import Random
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision
 from elasticzero.launcher.protocol.documents import Control, Done, World
 from elasticzero.launcher.protocol.view import View, steered

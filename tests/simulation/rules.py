@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,

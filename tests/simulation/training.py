@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from elasticzero.comm.control import ControlWord
 from elasticzero.launcher.protocol.documents import World, charge
-from elasticzero.snapshots.schedule import Ledger, Word
+from elasticzero.snapshots.schedule import Ledger
 from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
 
@@ -115,7 +116,7 @@ class Group:
         plan = cluster.plan
         self.snapshots = plan.snapshot_every > 0 and (plan.strategy != "ddp" or self.size == 1)
         self.ledger = Ledger(start=self.step, every=plan.snapshot_every)
-        self.word: Word | None = None
+        self.word: ControlWord | None = None
         self.owed: int | None = None
         self.saved = self.step if world.resume.tier == "storage" else None
         self.save: Save | None = None
@@ -279,13 +280,13 @@ class Group:
             self._capture(checkpoint=due == "checkpoint")
         return False
 
-    def _word(self) -> Word:
+    def _word(self) -> ControlWord:
         gangs = self.gangs.values()
         least = self.ledger.start - 1
         flags = 0
         for gang in gangs:
             flags |= gang.flags
-        return Word(
+        return ControlWord(
             flags=flags,
             ready=self.stepped_s is not None,
             kept=max(least, min(gang.kept for gang in gangs)),

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from elasticzero.comm import control_tree as agreement
-from elasticzero.comm.control_tree import LEAST, WIDTH, Agreement, join, relatives
+from elasticzero.comm.barriers import LEAST
+from elasticzero.comm.control_tree import WIDTH, Agreement, join, relatives
 from elasticzero.comm.rendezvous import Place
 from elasticzero.errors import is_peer_error
 

@@ -13,9 +13,7 @@ from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import Place
 from elasticzero.ipc.agent_client import ALONE, AgentLink
 from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import (
-    SmallState,
-)
+from elasticzero.state.auxiliary import SmallState
 from elasticzero.worker.training_state import Boundary
 
 GONE = dist.DistBackendError(CLOSED)

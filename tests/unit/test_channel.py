@@ -8,18 +8,9 @@ import socket
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import (
-    Failed,
-    Logged,
-    SaveState,
-    Stepped,
-)
+from elasticzero.ipc.messages import Failed, Logged, SaveState, Stepped
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode, OperatorError, UserError
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, look, scale, steer, stop
 from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes

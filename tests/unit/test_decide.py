@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-    Source,
-)
-from elasticzero.ipc.messages import (
-    FLAG_GROW,
-    FLAG_LEAVE,
-    FLAG_STOP,
-)
+from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
     Ask,
     KillDeaf,

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Leave, SaveHeld, WriteDone, WriteWorld
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Strikes

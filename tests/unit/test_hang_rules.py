@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    Located,
-)
+from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Member, Report, World
 from elasticzero.launcher.protocol.hang_rules import Silence, blame, deadlock, left_alone, overdue
 from elasticzero.launcher.protocol.view import Limits, Workers

@@ -7,12 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    FLAG_LEAVE,
-)
+from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Action,
     Ask,

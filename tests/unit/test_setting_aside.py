@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Leave, WriteDone
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Done, Setback, Strikes

@@ -26,18 +26,9 @@ from elasticzero.nested import tensor_names
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft as saving
 from elasticzero.snapshots import restore as restoring
-from elasticzero.state.auxiliary import (
-    SmallState,
-    decode_state,
-    encode_state,
-)
-from elasticzero.state.model import (
-    NamedModel,
-)
-from elasticzero.state.rng import (
-    RngState,
-    generators_kept,
-)
+from elasticzero.state.auxiliary import SmallState, decode_state, encode_state
+from elasticzero.state.model import NamedModel
+from elasticzero.state.rng import RngState, generators_kept
 
 CPU = torch.device("cpu")
 plain = st.recursive(

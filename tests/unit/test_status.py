@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import Job
 from elasticzero.launcher.cli.status import gather, table
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Strikes, World

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.comm.process_group import _numbers, _word
+from elasticzero.comm.control import ControlWord, _numbers, _word
 from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, Interval
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
@@ -22,7 +20,6 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, outliers, strikes
 from elasticzero.launcher.protocol.termination import unverified
-from elasticzero.snapshots.schedule import Word
 
 NODES = ("a", "b", "c")
 MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)
@@ -121,8 +118,8 @@ def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> No
 
 
 def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None:
-    def heard(*digests: int | None) -> Word:
-        given = [_numbers(Word(digest=each), rank) for rank, each in enumerate(digests)]
+    def heard(*digests: int | None) -> ControlWord:
+        given = [_numbers(ControlWord(digest=each), rank) for rank, each in enumerate(digests)]
         return _word([max(column) for column in zip(*given, strict=True)])
 
     top = (1 << 62) - 1

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,

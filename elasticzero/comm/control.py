@@ -1,0 +1,117 @@
+"""The control word: what the ranks tell each other at every boundary between two steps.
+
+Each rank submits its word during a step. At the step's end every rank collects the same word, which
+has the greatest or the least of each field over all ranks, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elasticzero.comm import barriers
+from elasticzero.comm.barriers import LEAST, Call
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
+
+if TYPE_CHECKING:
+    from elasticzero.comm.process_group import Groups
+
+CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlWord:
+    """What the ranks tell each other at a boundary. Of all ranks' words the one that counts has
+    the greatest of each field, but the least of `ready`, `kept` and `saved`."""
+
+    flags: int = 0
+    """Bits: a node leaves, the world grows, the job is stopped."""
+    ready: bool = False
+    """This rank has its memory."""
+    kept: int = -1
+    """Newest step whose snapshot this node holds, and its buddy's too."""
+    saved: int = -1
+    """Newest step whose save is over on this node, well or not."""
+    unkept: int = -1
+    """Newest step whose snapshot this node could not keep."""
+    unsaved: int = -1
+    """Newest step whose checkpoint this node could not write."""
+    every: int = 0
+    """Rank 0: the snapshot interval it wants, in steps; 0: as it is."""
+    verify_every: int = 0
+    """Rank 0: the interval of verifications it wants, in steps; 0: as it is."""
+    digest: int | None = None
+    """Of what must be equal on all ranks, as it was at an earlier boundary; None: no rank has one
+    to compare now."""
+    complement: int | None = None
+    """Of all ranks' words: the greatest of `~digest`."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks gave the same digest, or none."""
+        complement = None if self.complement is None else ~self.complement
+        return self.digest == complement
+
+
+class ControlExchange:
+    """What all ranks know alike at the same boundary: given in a step, taken at its end."""
+
+    def __init__(self, groups: Groups | None) -> None:
+        many = groups is not None and groups.place.world_size > 1
+        self._agreement = groups.agreement if groups is not None and many else None
+        self._rank = groups.place.rank if groups is not None else 0
+        self._given = False
+
+    def give(self, mine: ControlWord) -> None:
+        """Give this rank's word of the step that it works on; once a step, later calls do nothing.
+
+        It is given as the step's first backward begins: a rank that leaves its loop before that has
+        not given it, so that what it gives next meets the others' words and tells on it.
+        """
+        if self._agreement is not None and not self._given:
+            self._agreement.give(_numbers(mine, self._rank))
+            self._given = True
+
+    def take(self, mine: ControlWord) -> ControlWord | None:
+        """What counts of all ranks' words of the step that ends; None where none was given. For one
+        rank alone that is its own word of now.
+
+        Raises `RetryError` where another rank has left its loop.
+        """
+        if self._agreement is None:
+            return mine
+        if not self._given:
+            return None
+        self._given = False
+        numbers = self._agreement.take()
+        barriers.check(numbers[-2:], Call.STEP, self._rank, "")
+        return _word(numbers)
+
+
+def _numbers(word: ControlWord, rank: int) -> list[int]:
+    """A word as numbers of which the greatest count: each flag for itself, the least negated."""
+    flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
+    least = [-int(word.ready), -word.kept, -word.saved]
+    most = [word.unkept, word.unsaved, word.every, word.verify_every]
+    digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
+    return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
+
+
+def _word(numbers: Sequence[int]) -> ControlWord:
+    flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
+    ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
+        len(CONTROL_FLAGS) :
+    ]
+    return ControlWord(
+        flags=flags,
+        ready=bool(ready),
+        kept=-kept,
+        saved=-saved,
+        unkept=unkept,
+        unsaved=unsaved,
+        every=every,
+        verify_every=verify_every,
+        digest=None if digest == LEAST else digest,
+        complement=None if complement == LEAST else complement,
+    )
