@@ -20,13 +20,8 @@ from elasticzero.ipc.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import (
-    SmallState,
-    Stateful,
-)
-from elasticzero.state.model import (
-    NamedModel,
-)
+from elasticzero.state.auxiliary import SmallState, Stateful
+from elasticzero.state.model import NamedModel
 from elasticzero.worker import argument_checks as usage
 from elasticzero.worker.batch_loops import Loops
 from elasticzero.worker.evaluation import Result, evaluate, evaluating

@@ -16,10 +16,7 @@ from typing import NoReturn
 import torch
 
 from elasticzero.errors import ExitCode, OperatorError
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-)
+from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     Abort,

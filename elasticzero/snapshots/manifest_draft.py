@@ -9,16 +9,11 @@ from elasticzero.checkpoint.format.dtypes import spelling_of
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
-from elasticzero.state.auxiliary import (
-    BoundaryCopy,
-)
-from elasticzero.state.model import (
-    RNG,
-    Share,
-    Spec,
-)
+from elasticzero.state.auxiliary import BoundaryCopy
+from elasticzero.state.model import RNG, Share, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +25,17 @@ class Author:
     generation: int
     token: str
     strategy: str
+
+    @classmethod
+    def of(cls, assignment: Assignment, strategy: str, *, complete: bool) -> Author:
+        """complete: this rank writes the state of all."""
+        return cls(
+            rank=0 if complete else assignment.rank,
+            world_size=1 if complete else assignment.world_size,
+            generation=assignment.generation,
+            token=assignment.token,
+            strategy=strategy,
+        )
 
 
 def draft(

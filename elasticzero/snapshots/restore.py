@@ -16,29 +16,15 @@ from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.data.sampling import Position
 from elasticzero.errors import CheckpointMismatch
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.spans import Span
-from elasticzero.state.auxiliary import (
-    SmallState,
-)
-from elasticzero.state.model import (
-    MODEL,
-    RNG,
-    Share,
-    Spec,
-)
-from elasticzero.state.rng import (
-    RngState,
-    seed_all,
-)
+from elasticzero.state.auxiliary import SmallState
+from elasticzero.state.model import MODEL, RNG, Share, Spec
+from elasticzero.state.rng import RngState, seed_all
 
 
 def open_source(assignment: Assignment) -> Checkpoint:

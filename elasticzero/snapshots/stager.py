@@ -1,61 +1,44 @@
 """A worker's captures of its state: when they are taken, and what the ranks know of them.
 
 Training waits only while its state is copied into shared memory that the agent owns; all else is
-done there. When to capture is decided by `pacing`, from words that all ranks read alike.
+done there. `schedule` decides when to capture, from control words that are equal on all ranks.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from elasticzero.checkpoint.format.finite import not_finite
 from elasticzero.checkpoint.format.layout import Layout
-from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_file
-from elasticzero.checkpoint.format.shards import shard_header, write_shard
-from elasticzero.checkpoint.io.writer import Piece, shard_bytes
-from elasticzero.checkpoint.ram.slots import SlotsInUse, allocated_bytes, free_bytes
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.shards import shard_header
+from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.ram.slots import SlotsInUse
 from elasticzero.checkpoint.ram.staging import SnapshotWriter
-from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.steps.retention import make_room
-from elasticzero.checkpoint.storage.base import open_directory, out_of_space
-from elasticzero.errors import (
-    ElasticZeroError,
-    LastSaveFailed,
-    NotFinite,
-    StorageError,
-    one_line,
-)
+from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.comm.control import ControlWord
+from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentLink
-from elasticzero.ipc.assignment import (
-    Assignment,
-)
-from elasticzero.ipc.messages import (
-    AbandonSave,
-    Captured,
-    MemoryShort,
-    SnapshotInterval,
+from elasticzero.ipc.messages import AbandonSave, Captured, SnapshotInterval
+from elasticzero.snapshots.direct_save import (
+    JOIN_S,
+    check_finite,
+    interruptibly,
+    newest_good_checkpoint,
+    write_directly,
 )
 from elasticzero.snapshots.interval import SnapshotCost
 from elasticzero.snapshots.manifest_draft import Author, draft
-from elasticzero.snapshots.schedule import Due, Ledger, Sizes, Word, node_bytes
-from elasticzero.state.auxiliary import (
-    BoundaryCopy,
-)
-from elasticzero.state.model import (
-    Share,
-)
+from elasticzero.snapshots.memory import Reservation, Sizes, memory_shortage
+from elasticzero.snapshots.schedule import Due, Ledger
+from elasticzero.state.auxiliary import BoundaryCopy
+from elasticzero.state.model import Share
 
 _POLL_S = 0.002
-_JOIN_S = 0.05
 _TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
 """Pause before the second try of the last save, and at most."""
 
@@ -90,8 +73,7 @@ class Captures:
         self._ledger = Ledger(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()
-        self._reserving: threading.Thread | None = None
-        self._reserved = False
+        self._reservation = Reservation(self._writer, self._say)
         self._looked = link.alone or a.local_rank > 0
         """Whether shared memory is large enough was looked at, or is another rank's to look at."""
         self._saved_step: int | None = None
@@ -129,17 +111,7 @@ class Captures:
         if self._save is not None or not (self._snapshots or self._saving):
             return
         manifest, _ = self._draft(copy, self._author(complete=False))
-        size = shard_header(manifest, self._assignment.rank)[1]
-
-        def reserve() -> None:
-            try:
-                self._writer.reserve(size)
-                self._reserved = True
-            except ElasticZeroError as error:
-                self._say(f"no snapshots, and training waits for saves: {one_line(error)}")
-
-        self._reserving = threading.Thread(target=reserve, name="elasticzero-reserve", daemon=True)
-        self._reserving.start()
+        self._reservation.begin(shard_header(manifest, self._assignment.rank)[1])
 
     def _look_at_memory(self, copy: BoundaryCopy) -> None:
         """Tell the agent if shared memory is too small for this node's snapshots."""
@@ -150,17 +122,14 @@ class Captures:
         if self._replicated:
             manifest, _ = draft(self._share(), copy, self._author(complete=True))
             whole = shard_header(manifest, 0)[1]
-        needed = node_bytes(
+        short = memory_shortage(
+            a,
             Sizes(shard=shard, whole=whole),
-            workers=a.local_world_size,
             captures=self._snapshots or self._saving,
             replicas=self._snapshots and a.world_size > a.local_world_size,
         )
-        root = Path(a.snapshot_root)
-        with suppress(OSError):  # what cannot be looked at is not said
-            free = free_bytes(root) + allocated_bytes(root)
-            if needed > free:
-                self._link.send(MemoryShort(needed_bytes=needed, free_bytes=free))
+        if short is not None:
+            self._link.send(short)
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
@@ -168,14 +137,14 @@ class Captures:
         if ledger.saving is None and ledger.copying == self._cost.measuring:  # beside no checkpoint
             self._cost.stepped(seconds)
 
-    def word(self, flags: int) -> Word:
+    def word(self, flags: int) -> ControlWord:
         """What this rank tells the others at this boundary."""
         link, start = self._link, self._ledger.start
         given = self._assignment
         chooses = self._snapshots and given.rank == 0 and given.snapshot_every is None
-        return Word(
+        return ControlWord(
             flags=flags,
-            ready=self._reserved,
+            ready=self._reservation.done,
             kept=max(link.kept, start - 1),
             saved=max(link.saved, self._unsaved, start - 1),
             unkept=max(link.unkept, self._unkept),
@@ -183,7 +152,7 @@ class Captures:
             every=self._cost.wished() if chooses else 0,
         )
 
-    def heard(self, word: Word) -> None:
+    def heard(self, word: ControlWord) -> None:
         """All ranks have read this word."""
         before, self._ledger = self._ledger, self._ledger.heard(word)
         if not self._ledger.copying:
@@ -202,7 +171,7 @@ class Captures:
     ) -> Due:
         """Capture what is due, and say what was. checkpoint: this boundary's state is to become
         one. verify: raises where the ranks' states differ; called before a checkpoint."""
-        if self._reserving is None and copy.step > self._ledger.start:
+        if not self._reservation.begun and copy.step > self._ledger.start:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
             if self._owed is not None:
@@ -253,16 +222,7 @@ class Captures:
 
     def where_to_go_on(self) -> str:
         """The newest good checkpoint, in words."""
-        directory = self._assignment.checkpoint_dir
-        if not self._saving or directory is None:
-            return "there is no --checkpoint-dir, so the state of no step is kept"
-        try:
-            step = catalog.newest_good(open_directory(directory))
-        except (ElasticZeroError, OSError) as error:
-            return f"{directory} cannot be read: {one_line(error)}"
-        if step is None:
-            return f"there is no good checkpoint in {directory}"
-        return f"the newest good checkpoint is that of step {step} in {directory}"
+        return newest_good_checkpoint(self._assignment.checkpoint_dir if self._saving else None)
 
     @property
     def newest_save(self) -> Literal["none", "pending", "lost"]:
@@ -295,7 +255,7 @@ class Captures:
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s:
             self._link.check()
-            time.sleep(_JOIN_S)
+            time.sleep(JOIN_S)
 
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)
@@ -312,8 +272,7 @@ class Captures:
         if self._save is not None:
             self._save_at_once(self._save, copy)
             return
-        if self._reserving is not None:
-            self._reserving.join()
+        self._reservation.wait()
         began_s = time.monotonic()
         manifest, pieces = self._draft(copy, author)
         captured = self._captured(manifest, author)
@@ -346,7 +305,7 @@ class Captures:
     ) -> None:
         """Write a checkpoint in this process; where that fails, say so and go on."""
         manifest, pieces = self._draft(copy, self._author(complete=False))
-        self._check_pieces(manifest, pieces)
+        check_finite(self._assignment, manifest, pieces, self._trained)
         try:
             save(manifest, pieces)
         except (ElasticZeroError, OSError) as error:
@@ -365,36 +324,17 @@ class Captures:
         directory = open_directory(a.checkpoint_dir)
 
         def write() -> str:
-            self._check_pieces(manifest, pieces)
-            storage = commit.prepare(directory, manifest.step)
-            file = write_shard(storage, manifest, a.rank, shard_bytes(manifest, a.rank, pieces))
-            return to_json(with_own_file(manifest, a.rank, file)).decode()
-
-        def write_with_room() -> str:
-            try:
-                return write()
-            except StorageError as error:
-                if not out_of_space(error) or not make_room(directory, manifest).files:
-                    raise
-                return write()
+            return write_directly(directory, a, manifest, pieces, self._trained)
 
         try:
             with self._link.busy("writing a checkpoint"):
-                return _interruptibly(write_with_room, self._link.check)
+                return interruptibly(write, self._link.check)
         except NotFinite:
             raise
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
             return None
-
-    def _check_pieces(self, manifest: Manifest, pieces: list[Piece]) -> None:
-        """Raise `NotFinite` where what is trained is not; for what no agent seals."""
-        trained = (piece for piece in pieces if piece.name in self._trained)
-        bad = [piece.name for piece in trained if not bool(torch.isfinite(piece.data).all())]
-        if bad:
-            found = not_finite(f"step {manifest.step} on rank {self._assignment.rank}", bad)
-            raise NotFinite(f"{found}; {self.where_to_go_on()}")
 
     def _failed(self, step: int, *, checkpoint: bool) -> None:
         """This rank could not do what all others do now; the next word says so."""
@@ -419,8 +359,7 @@ class Captures:
         """The stop protocol's snapshot: of all state where this rank has it."""
         began_s = time.monotonic()
         author = self._author(complete=self._replicated)
-        if self._reserving is not None:
-            self._reserving.join()
+        self._reservation.wait()
         manifest, pieces = self._draft(copy, author)
         keep = self._kept_states()
         if not self._agreed and self._ledger.taken is not None:
@@ -433,8 +372,7 @@ class Captures:
 
     def close(self) -> None:
         """Give this process's hold on the memory of captures back; what stands there stays."""
-        if self._reserving is not None:
-            self._reserving.join()
+        self._reservation.wait()
         self._writer.close()
 
     def _captured(self, manifest: Manifest, author: Author) -> Captured:
@@ -449,11 +387,8 @@ class Captures:
     def _kept_states(self) -> Collection[tuple[int, int]]:
         """The snapshots that a capture must leave: the newest held everywhere, and what is being
         saved."""
-        generation, resume, ledger = (
-            self._assignment.generation,
-            self._assignment.resume,
-            self._ledger,
-        )
+        given, ledger = self._assignment, self._ledger
+        generation, resume = given.generation, given.resume
         keep = {(generation, ledger.saving)} if ledger.saving is not None else set()
         if ledger.held is not None:
             return keep | {(generation, ledger.held)}
@@ -463,33 +398,4 @@ class Captures:
         print(text, file=sys.stderr, flush=True)
 
     def _author(self, *, complete: bool) -> Author:
-        a: Assignment = self._assignment
-        return Author(
-            rank=0 if complete else a.rank,
-            world_size=1 if complete else a.world_size,
-            generation=a.generation,
-            token=a.token,
-            strategy=self.strategy,
-        )
-
-
-def _interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
-    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
-    result: list[str] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            result.append(work())
-        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="elasticzero-checkpoint", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_JOIN_S)
-        if thread.is_alive():
-            check()
-    if errors:
-        raise errors[0]
-    return result[0]
+        return Author.of(self._assignment, self.strategy, complete=complete)

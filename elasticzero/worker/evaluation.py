@@ -14,9 +14,7 @@ from elasticzero.comm.process_group import Groups
 from elasticzero.data.loader import Reading
 from elasticzero.data.sampling import dealt
 from elasticzero.errors import UserError
-from elasticzero.state.rng import (
-    generators_kept,
-)
+from elasticzero.state.rng import generators_kept
 from elasticzero.worker.argument_checks import length_of
 
 Result = float | dict[str, float]

@@ -19,13 +19,8 @@ from elasticzero.comm.process_group import Groups, connect, device_of
 from elasticzero.comm.rendezvous import Place, meet
 from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentLink, leave
-from elasticzero.ipc.assignment import (
-    Assignment,
-)
-from elasticzero.ipc.messages import (
-    Attached,
-    Failed,
-)
+from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.messages import Attached, Failed
 
 STORAGE_LIMIT_S = 10.0
 """Storage that has not answered by then is not waited for: see `_check_shared`."""

@@ -18,16 +18,10 @@ import torch
 
 from elasticzero.comm.process_group import Groups, own_groups, release
 from elasticzero.ipc.agent_client import AgentLink, leave
-from elasticzero.ipc.assignment import (
-    torchrun_environment,
-)
-from elasticzero.ipc.messages import (
-    Waiting,
-)
+from elasticzero.ipc.assignment import torchrun_environment
+from elasticzero.ipc.messages import Waiting
 from elasticzero.processes import children_of
-from elasticzero.state.rng import (
-    RngState,
-)
+from elasticzero.state.rng import RngState
 from elasticzero.worker.reuse_rules import Remains, doubt
 
 CLEAR_S = 3.0

@@ -25,17 +25,9 @@ from elasticzero.checkpoint.io.writer import Piece, write_checkpoint
 from elasticzero.checkpoint.steps.catalog import check_writable, fault, steps
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.base import open_directory
-from elasticzero.errors import (
-    CheckpointDamaged,
-    ElasticZeroError,
-    ExitCode,
-    UserError,
-    one_line,
-)
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import ALONE, AgentLink, GenerationEnded
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-    KnownError,
-)
+from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.protocol.documents import World, charge
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_saver import Charge, Post

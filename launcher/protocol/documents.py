@@ -63,10 +63,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from elasticzero.ipc.assignment import (
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.serialization import decode, decode_rows, encode
 from elasticzero.text import list_text
 

@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    FLAG_LEAVE,
-)
+from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Decision,
     KillWorkers,

@@ -22,9 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
 from elasticzero.launcher.protocol.documents import Done, Failure, Report, World, verified_step
 from elasticzero.launcher.protocol.failure_policy import Cause, is_the_scripts, likeness, recurs

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-)
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import (
     Abort,
     Attached,

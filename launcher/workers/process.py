@@ -10,17 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-    torchrun_environment,
-)
+from elasticzero.ipc.assignment import Assignment, torchrun_environment
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import (
-    Failed,
-    Locate,
-    Message,
-    Stopping,
-)
+from elasticzero.ipc.messages import Failed, Locate, Message, Stopping
 from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
 from elasticzero.launcher.workers.error_file import error_file

@@ -14,16 +14,8 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.data.sampling import Order
-from elasticzero.ipc.assignment import (
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    FLAG_LEAVE,
-    Failed,
-    Finished,
-    Request,
-    Stopping,
-)
+from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import FLAG_LEAVE, Failed, Finished, Request, Stopping
 from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
 

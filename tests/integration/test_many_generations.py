@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-)
+from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     FLAG_GROW,

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from tests.fixtures import CHECKPOINTS, FOLDER, STEPS, TRAINING
 from tests.integration.test_strategies import HERE, assert_close, plain
 from tests.integration.training_harness import Pool

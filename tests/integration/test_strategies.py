@@ -14,9 +14,7 @@ from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data.sampling import Order, Plan, Position
-from elasticzero.ipc.assignment import (
-    Resume,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
 from tests.integration.training_harness import Pool

@@ -13,13 +13,8 @@ from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data.sampling import Order, Plan, Position
-from elasticzero.ipc.assignment import (
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    Failed,
-    Stepped,
-)
+from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 from tests.integration.training_unused import SAMPLES, Model, Samples, optimizer_of, squares

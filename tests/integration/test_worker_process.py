@@ -18,10 +18,7 @@ import torch
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import (
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import (
     FLAG_GROW,
     FLAG_LEAVE,

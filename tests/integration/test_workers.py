@@ -13,14 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-)
-from elasticzero.ipc.messages import (
-    Failed,
-    Stepped,
-)
+from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Gang, Heard
 from elasticzero.launcher.workers.process import is_ending, worker_environment

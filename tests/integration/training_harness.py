@@ -16,11 +16,7 @@ from typing import Any, TypeVar
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import Keep
-from elasticzero.ipc.assignment import (
-    Assignment,
-    Resume,
-    Source,
-)
+from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     AbandonSave,

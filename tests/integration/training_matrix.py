@@ -30,12 +30,8 @@ from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft as saving
 from elasticzero.snapshots import restore as restoring
 from elasticzero.spans import STRATEGIES
-from elasticzero.state.auxiliary import (
-    SmallState,
-)
-from elasticzero.state.model import (
-    NamedModel,
-)
+from elasticzero.state.auxiliary import SmallState
+from elasticzero.state.model import NamedModel
 from tests.integration.training_exact import Model, Samples, groups, squares
 
 STEPS = 2

@@ -1,0 +1,99 @@
+"""Saves that do without shared memory: a rank writes its shard to storage while training waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+
+import torch
+
+from elasticzero.checkpoint.format.finite import not_finite
+from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_file
+from elasticzero.checkpoint.format.shards import write_shard
+from elasticzero.checkpoint.io.writer import Piece, shard_bytes
+from elasticzero.checkpoint.steps import catalog, commit
+from elasticzero.checkpoint.steps.retention import make_room
+from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
+from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
+from elasticzero.ipc.assignment import Assignment
+
+JOIN_S = 0.05
+"""Pause between two looks at a thread or at the agent, in seconds."""
+
+
+def write_directly(
+    directory: Directory,
+    assignment: Assignment,
+    manifest: Manifest,
+    pieces: list[Piece],
+    trained: Collection[str],
+) -> str:
+    """Write this rank's shard to storage; returns the shard's own manifest, which the agent of rank
+    0 commits by.
+
+    Where storage is full, checkpoints that retention may drop make room first. Raises `NotFinite`
+    where what is trained is not finite, and `StorageError` or `OSError` where it cannot be written.
+    """
+    rank = assignment.rank
+
+    def write() -> str:
+        check_finite(assignment, manifest, pieces, trained)
+        storage = commit.prepare(directory, manifest.step)
+        file = write_shard(storage, manifest, rank, shard_bytes(manifest, rank, pieces))
+        return to_json(with_own_file(manifest, rank, file)).decode()
+
+    try:
+        return write()
+    except StorageError as error:
+        if not out_of_space(error) or not make_room(directory, manifest).files:
+            raise
+        return write()
+
+
+def check_finite(
+    assignment: Assignment,
+    manifest: Manifest,
+    pieces: list[Piece],
+    trained: Collection[str],
+) -> None:
+    """Raise `NotFinite` where what is trained is not: no agent looks at these pieces."""
+    checked = (piece for piece in pieces if piece.name in trained)
+    bad = [piece.name for piece in checked if not bool(torch.isfinite(piece.data).all())]
+    if bad:
+        found = not_finite(f"step {manifest.step} on rank {assignment.rank}", bad)
+        raise NotFinite(f"{found}; {newest_good_checkpoint(assignment.checkpoint_dir)}")
+
+
+def newest_good_checkpoint(directory: str | None) -> str:
+    """The newest good checkpoint, in words; None: no checkpoints are written."""
+    if directory is None:
+        return "there is no --checkpoint-dir, so the state of no step is kept"
+    try:
+        step = catalog.newest_good(open_directory(directory))
+    except (ElasticZeroError, OSError) as error:
+        return f"{directory} cannot be read: {one_line(error)}"
+    if step is None:
+        return f"there is no good checkpoint in {directory}"
+    return f"the newest good checkpoint is that of step {step} in {directory}"
+
+
+def interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
+    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
+    result: list[str] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="elasticzero-checkpoint", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(JOIN_S)
+        if thread.is_alive():
+            check()
+    if errors:
+        raise errors[0]
+    return result[0]
