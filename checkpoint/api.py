@@ -36,7 +36,7 @@ from elasticzero.errors import (
     UserError,
     one_line,
 )
-from elasticzero.nested import decode_value, encode_value, encoded_items
+from elasticzero.nested import encoded_items, flatten, unflatten
 from elasticzero.spans import EMPTY, Rule, Span
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
         catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
     )
     given: dict[str, torch.Tensor] = {}
-    own = None if into is None else encode_value(into, "", given)
+    own = None if into is None else flatten(into, "", given)
     for name, tensor in given.items():
         check_plain(name, tensor)
         check_fillable(name, _local_part(name, tensor)[1])
@@ -124,7 +124,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     step = checkpoint.manifest.step
     try:
         chosen = _chosen(_first_level(checkpoint.manifest), own, step)
-        result = {key: decode_value(json, tensor_of) for key, json in chosen.items()}
+        result = {key: unflatten(json, tensor_of) for key, json in chosen.items()}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
             f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
@@ -183,7 +183,7 @@ def _savable(
     if not isinstance(tensors, Mapping):
         raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
     try:
-        tree = encode_value(tensors, "", named)
+        tree = flatten(tensors, "", named)
     except RecursionError:
         raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
     given = dict(state or {})

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable
 
 from elasticzero.errors import ElasticZeroError
-from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.session import Session
 from elasticzero.worker import single_process
 from elasticzero.worker.generation import Generation
-from elasticzero.worker.process_reuse import Origin, Over, survive
+from elasticzero.worker.process_reuse import (
+    EndedGeneration,
+    ProcessBaseline,
+    prepare_for_next_generation,
+)
 
 
 def run(train: Callable[[Session], None]) -> None:
@@ -23,16 +27,16 @@ def run(train: Callable[[Session], None]) -> None:
     and saves as ELASTICZERO_CHECKPOINT_DIR and its like say; an error of this project's is printed
     in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
     """
-    link = AgentLink.from_environment()
+    link = AgentClient.from_environment()
     if link.alone:
         _alone(train)
         return
-    origin = Origin()
+    origin = ProcessBaseline()
     while (over := _generation(link, train)) is not None:
-        survive(link, over, origin)
+        prepare_for_next_generation(link, over, origin)
 
 
-def _generation(link: AgentLink, train: Callable[[Session], None]) -> Over | None:
+def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGeneration | None:
     """One generation; None: training has finished."""
     generation = Generation(link)
     try:

@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 100
 _TAGS = frozenset({"$array", "$float", "$map", "$tensor", "$tuple"})
 
 
-def encode_value(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON; the tensors inside go into `tensors` under their path, not copied.
 
     `path`: of `value` itself; "" where it is the root. Raises `UserError` naming the path of what
@@ -76,17 +76,17 @@ def _leaf(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     )
 
 
-def decode_value(json: Any, tensor_of: Callable[[str], Any]) -> Any:
-    """The value that `encode_value` was given; `tensor_of` gives each tensor by name.
+def unflatten(json: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """The value that `flatten` was given; `tensor_of` gives each tensor by name.
 
-    Raises `ValueError`, `TypeError` or `KeyError` for what `encode_value` does not write.
+    Raises `ValueError`, `TypeError` or `KeyError` for what `flatten` does not write.
     """
     if isinstance(json, list):
-        return [decode_value(item, tensor_of) for item in json]
+        return [unflatten(item, tensor_of) for item in json]
     if not isinstance(json, dict):
         return json
     if not any(key.startswith("$") for key in json):
-        return {key: decode_value(item, tensor_of) for key, item in json.items()}
+        return {key: unflatten(item, tensor_of) for key, item in json.items()}
     match json:
         case {"$tensor": str(name), **others} if not others:
             return tensor_of(name)
@@ -95,8 +95,8 @@ def decode_value(json: Any, tensor_of: Callable[[str], Any]) -> Any:
         case {"$float": str(text), **others} if not others:
             return float(text)
         case {"$tuple": list(items), **others} if not others:
-            return tuple(decode_value(item, tensor_of) for item in items)
-    return {key: decode_value(item, tensor_of) for key, item in encoded_items(json).items()}
+            return tuple(unflatten(item, tensor_of) for item in items)
+    return {key: unflatten(item, tensor_of) for key, item in encoded_items(json).items()}
 
 
 def encoded_items(json: Any) -> dict[Any, Any]:
@@ -107,7 +107,7 @@ def encoded_items(json: Any) -> dict[Any, Any]:
         return dict(json)
     if set(json) != {"$map"} or not isinstance(json["$map"], list):
         raise ValueError(f"no value is encoded as {json!r:.80}")
-    items = {_key(decode_value(key, _no_tensor)): item for key, item in json["$map"]}
+    items = {_key(unflatten(key, _no_tensor)): item for key, item in json["$map"]}
     if len(items) != len(json["$map"]):
         raise ValueError(f"a key stands twice in {json!r:.80}")
     return items

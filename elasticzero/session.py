@@ -13,14 +13,14 @@ from torch.utils.data import Dataset
 
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
-from elasticzero.data.loader import Reading, Walk
-from elasticzero.data.sampling import Order, Plan
+from elasticzero.data.loader import BatchReader, RankSchedule
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.parallel.gradients import HiddenGradients
-from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import SmallState, Stateful
+from elasticzero.snapshots.stager import StateStager
+from elasticzero.state.auxiliary import AuxiliaryState, Stateful
 from elasticzero.state.model import NamedModel
 from elasticzero.worker import argument_checks as usage
 from elasticzero.worker.batch_loops import Loops
@@ -28,7 +28,7 @@ from elasticzero.worker.evaluation import Result, evaluate, evaluating
 from elasticzero.worker.full_state_dict import whole_state
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
-from elasticzero.worker.training_state import Boundary
+from elasticzero.worker.training_state import TrainingState
 
 S = TypeVar("S", bound=Stateful)
 
@@ -137,12 +137,12 @@ class Session:
         laid = create(name, setting)
         described = of_optimizer(laid.optimizer, laid.group_names)
         self._comparison.require_equal(Call.PREPARE, described)
-        small = SmallState(self.device)
+        small = AuxiliaryState(self.device)
         small.buffers, small.aliases = named.buffers, named.aliases
         usage.ease_copies(model, laid.model, name)
         usage.manage(laid.optimizer, lambda: generation.boundary)
         small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
-        captures = Captures(
+        captures = StateStager(
             self._link,
             name,
             laid.share,
@@ -150,7 +150,7 @@ class Session:
             saving=generation.saving,
             save=self._link.save if isinstance(self._link, LocalLink) else None,
         )
-        boundary = Boundary(self._link, generation.groups, laid, small, captures)
+        boundary = TrainingState(self._link, generation.groups, laid, small, captures)
         if name != "ddp":
             boundary.gradients = HiddenGradients(laid.model.parameters())
         generation.boundary = boundary
@@ -186,7 +186,7 @@ class Session:
             )
         )
 
-    def _restore(self, at: Boundary) -> int:
+    def _restore(self, at: TrainingState) -> int:
         """Returns the bytes read. An agent is told of a damaged checkpoint, and chooses another."""
         while True:
             try:
@@ -226,8 +226,8 @@ class Session:
             raise UserError("call session.restore() before session.batches(…)")
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch is {micro_batch}; it must be at least 1")
-        order = Order(samples=usage.length_of(dataset), seed=seed, shuffle=shuffle)
-        plan = Plan(
+        order = SampleOrder(samples=usage.length_of(dataset), seed=seed, shuffle=shuffle)
+        plan = BatchPlan(
             order=order,
             global_batch=global_batch,
             epochs=epochs,
@@ -239,10 +239,12 @@ class Session:
                 f"global_batch is {global_batch}, smaller than the world of {self.world_size} "
                 "ranks: raise it, or run on fewer"
             )
-        reading = Reading(
+        reading = BatchReader(
             dataset=dataset, device=self.device, collate_fn=collate_fn, num_workers=num_workers
         )
-        walk = Walk(plan=plan, rank=self.rank, world_size=self.world_size, micro_batch=micro_batch)
+        walk = RankSchedule(
+            plan=plan, rank=self.rank, world_size=self.world_size, micro_batch=micro_batch
+        )
         return self._loops.walk(self._prepared("batches"), walk, reading, on_epoch_end)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
@@ -326,7 +328,7 @@ class Session:
         not depend on the world.
         """
         at = self._prepared("evaluate")
-        reading = Reading(dataset=dataset, device=self.device, collate_fn=collate_fn)
+        reading = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
         groups = self._generation.groups
         if groups is not None:
             groups.barrier(Call.EVALUATE, where=f" after step {at.step}")
@@ -366,7 +368,7 @@ class Session:
             if not self._link.is_busy:
                 self._loops.progress.excuse(began_s)
 
-    def _prepared(self, call: str) -> Boundary:
+    def _prepared(self, call: str) -> TrainingState:
         at = self._generation.boundary
         if at is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")

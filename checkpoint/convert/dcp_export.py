@@ -36,7 +36,7 @@ from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, explain
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
-from elasticzero.nested import decode_value, tensor_names
+from elasticzero.nested import tensor_names, unflatten
 from elasticzero.spans import Span
 
 MODEL = "model"
@@ -167,7 +167,7 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
     """All state: nested as it was saved, or as torch's state dicts of model and optimizer are."""
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
-        return {**decode_value(_as_torch_has_it(manifest.state[TREE]), tensor_of), OURS: ours}
+        return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OURS: ours}
     model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str
     return [
         {
             "params": list(group["names"]),
-            **decode_value(_as_torch_has_it(group["options"]), tensor_of),
+            **unflatten(_as_torch_has_it(group["options"]), tensor_of),
         }
         for group in manifest.state.get("groups", ())
     ]

@@ -33,7 +33,7 @@ from elasticzero.checkpoint.rewrite.reshard import Foreign
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
 from elasticzero.checkpoint.storage.base import Readable, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.nested import decode_value, encode_value
+from elasticzero.nested import flatten, unflatten
 from elasticzero.spans import Span
 
 
@@ -128,7 +128,7 @@ def _named_paths(json: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
             yield from _named_paths(items, path)
         case {"$map": [*pairs]}:
             for [key, item] in pairs:
-                yield from _named_paths(item, (*path, str(decode_value(key, _no_tensor))))
+                yield from _named_paths(item, (*path, str(unflatten(key, _no_tensor))))
         case dict():
             for key, item in json.items():
                 yield from _named_paths(item, (*path, key))
@@ -144,7 +144,7 @@ def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
     for path, value in values.items():
         found: dict[str, torch.Tensor] = {}
-        leaves[path] = encode_value(value, "/".join(map(str, path)), found)
+        leaves[path] = flatten(value, "/".join(map(str, path)), found)
         if found:
             raise UserError(
                 f"{next(iter(found))!r} is a tensor inside a value that torch saved as one piece: "

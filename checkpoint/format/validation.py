@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.layout import ITEM_BYTES, TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
-from elasticzero.nested import decode_value
+from elasticzero.nested import unflatten
 
 _UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.startswith("F8"))})
 
@@ -29,7 +29,7 @@ def check_nesting(manifest: Manifest) -> None:
         return
     tensors = manifest.layout.tensors
     try:
-        value = decode_value(manifest.state[TREE], lambda name: _StandIn(name, tensors[name]))
+        value = unflatten(manifest.state[TREE], lambda name: _StandIn(name, tensors[name]))
         if not isinstance(value, dict):
             raise TypeError("it is not a dict")
     except KeyError as error:

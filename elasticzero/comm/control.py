@@ -15,7 +15,7 @@ from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 
 if TYPE_CHECKING:
-    from elasticzero.comm.process_group import Groups
+    from elasticzero.comm.process_group import ProcessGroups
 
 CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
 
@@ -57,7 +57,7 @@ class ControlWord:
 class ControlExchange:
     """What all ranks know alike at the same boundary: given in a step, taken at its end."""
 
-    def __init__(self, groups: Groups | None) -> None:
+    def __init__(self, groups: ProcessGroups | None) -> None:
         many = groups is not None and groups.place.world_size > 1
         self._agreement = groups.agreement if groups is not None and many else None
         self._rank = groups.place.rank if groups is not None else 0
@@ -70,7 +70,7 @@ class ControlExchange:
         not given it, so that what it gives next meets the others' words and tells on it.
         """
         if self._agreement is not None and not self._given:
-            self._agreement.give(_numbers(mine, self._rank))
+            self._agreement.give(encode_word(mine, self._rank))
             self._given = True
 
     def take(self, mine: ControlWord) -> ControlWord | None:
@@ -86,10 +86,10 @@ class ControlExchange:
         self._given = False
         numbers = self._agreement.take()
         barriers.check(numbers[-2:], Call.STEP, self._rank, "")
-        return _word(numbers)
+        return decode_word(numbers)
 
 
-def _numbers(word: ControlWord, rank: int) -> list[int]:
+def encode_word(word: ControlWord, rank: int) -> list[int]:
     """A word as numbers of which the greatest count: each flag for itself, the least negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
     least = [-int(word.ready), -word.kept, -word.saved]
@@ -98,7 +98,7 @@ def _numbers(word: ControlWord, rank: int) -> list[int]:
     return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
 
 
-def _word(numbers: Sequence[int]) -> ControlWord:
+def decode_word(numbers: Sequence[int]) -> ControlWord:
     flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
     ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
         len(CONTROL_FLAGS) :

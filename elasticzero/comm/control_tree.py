@@ -6,8 +6,8 @@ and on cores that training fills its threads cost more than all else between two
 (benchmarks/results/recovery.md). A rank with others below it passes messages on in a thread, so
 that nobody waits for one that computes; a rank without needs none.
 
-What breaks a connection (a death, `Groups.shut`) is an error for every rank, from then on and at
-the latest when it waits for what was agreed. There is no limit of time here: who is late and who
+What breaks a connection (a death, `ProcessGroups.shut`) is an error for every rank, from then on
+and at the latest when it waits for what was agreed. There is no limit of time here: who is late and who
 hangs is for the agents to say, which shut the groups.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from elasticzero.comm.barriers import LEAST
-from elasticzero.comm.rendezvous import Place
+from elasticzero.comm.rendezvous import RankInfo
 
 ARITY = 16
 """So many ranks are below one at most: 6,400 ranks are four levels."""
@@ -37,8 +37,8 @@ WIDTH = 15
 """Numbers in a message."""
 SHARE = 0.5
 """Of the time to connect, the rest of which the process group has."""
-STRANGER = -1
-STRANGERS = 64
+UNAUTHENTICATED = -1
+MAX_UNAUTHENTICATED = 64
 """Of so many who have not said who they are, the first is sent away."""
 
 _Numbers = tuple[int, ...]
@@ -53,7 +53,7 @@ def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
     return above, range(min(first, world_size), min(first + ARITY, world_size))
 
 
-class Agreement:
+class MaxTree:
     """One rank's part in the tree. Every rank gives and takes equally often, in one thread."""
 
     def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
@@ -188,7 +188,7 @@ def _broken(error: OSError) -> dist.DistNetworkError:
     return dist.DistNetworkError(f"the ranks could not agree: {error}")
 
 
-def join(place: Place, store: Store) -> Agreement:
+def join(place: RankInfo, store: Store) -> MaxTree:
     """Connect to the rank above and to those below; all that have met at this store call it.
 
     Raises `DistNetworkError` when one of them is not reached, or does not come, in time: half of
@@ -199,7 +199,7 @@ def join(place: Place, store: Store) -> Agreement:
     tree = PrefixStore(f"{place.token}/tree", store)
     with ExitStack() as listening, ExitStack() as connections:
         if below:
-            listener = listening.enter_context(_listen(len(below) + STRANGERS))
+            listener = listening.enter_context(_listen(len(below) + MAX_UNAUTHENTICATED))
             tree.set(str(place.rank), f"{place.host} {listener.getsockname()[1]}")
         up = None
         if above is not None:
@@ -210,7 +210,7 @@ def join(place: Place, store: Store) -> Agreement:
             for connection in _accept(place, listener, set(below), limit_s):
                 down.append(connections.enter_context(connection))
         connections.pop_all()  # all are there: they stay open
-    return Agreement(up, down)
+    return MaxTree(up, down)
 
 
 def _listen(backlog: int) -> socket.socket:
@@ -224,7 +224,7 @@ def _listen(backlog: int) -> socket.socket:
         raise _broken(error) from None
 
 
-def _connect(place: Place, above: int, address: str, limit_s: float) -> socket.socket:
+def _connect(place: RankInfo, above: int, address: str, limit_s: float) -> socket.socket:
     host, port = address.split()
     try:
         up = socket.create_connection((host, int(port)), limit_s)
@@ -240,12 +240,12 @@ def _connect(place: Place, above: int, address: str, limit_s: float) -> socket.s
 
 
 def _accept(
-    place: Place, listener: socket.socket, missing: set[int], limit_s: float
+    place: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
 ) -> Iterator[socket.socket]:
     """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
     one that says nothing keeps nobody waiting."""
     deadline_s = time.monotonic() + limit_s
-    with closing(_Door(listener, _proof(place))) as door:
+    with closing(_Handshake(listener, _proof(place))) as door:
         while missing:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -261,7 +261,7 @@ def _accept(
                 yield connection
 
 
-class _Door:
+class _Handshake:
     """Those who have connected and have not yet said who they are."""
 
     def __init__(self, listener: socket.socket, proof: bytes) -> None:
@@ -282,7 +282,7 @@ class _Door:
                 yield rank, self._forget(fd)
 
     def _let_in(self) -> None:
-        if len(self._unknown) >= STRANGERS:
+        if len(self._unknown) >= MAX_UNAUTHENTICATED:
             self._forget(next(iter(self._unknown))).close()
         with suppress(OSError):  # it is gone again
             connection = self._listener.accept()[0]
@@ -301,19 +301,19 @@ class _Door:
         except BlockingIOError:
             return None
         except OSError:
-            return STRANGER
+            return UNAUTHENTICATED
         data += more
         if not more:
-            return STRANGER
+            return UNAUTHENTICATED
         if len(data) < _HELLO.size:
             return None
         proof, rank = _HELLO.unpack(data)
-        return int(rank) if hmac.compare_digest(proof, self._proof) else STRANGER
+        return int(rank) if hmac.compare_digest(proof, self._proof) else UNAUTHENTICATED
 
     def close(self) -> None:
         for connection, _ in self._unknown.values():
             connection.close()
 
 
-def _proof(place: Place) -> bytes:
+def _proof(place: RankInfo) -> bytes:
     return hashlib.sha256(f"{place.token} {place.password}".encode()).digest()

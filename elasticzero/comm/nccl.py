@@ -29,7 +29,7 @@ _DEFAULTS = {
 after 8 minutes it ends the process; who wants that can."""
 
 
-def leave_aborts_to_us() -> None:
+def disable_torch_watchdog() -> None:
     """Call before the first group of NCCL is made in this process."""
     os.environ.update(_SETTINGS)
     for name, value in _DEFAULTS.items():

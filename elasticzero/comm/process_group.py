@@ -25,16 +25,16 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero.comm import barriers, nccl
 from elasticzero.comm.barriers import LEAST, Call
-from elasticzero.comm.control_tree import WIDTH, Agreement, join
+from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
-from elasticzero.comm.rendezvous import Place
+from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
 
 RELEASE_S = 0.5
 """A group that is not gone by then hangs."""
 CLOSED = "nccl: the connections to the other ranks are closed"
-LOOK_S = 0.1
+POLL_S = 0.1
 """So often NCCL is asked for errors."""
 
 _kept: list[dist.ProcessGroup] = []
@@ -46,15 +46,15 @@ MAX_TEXT_BYTES = 512
 """Maximum length of a text that one rank gives to all; the rest is cut off."""
 
 
-class Groups:
+class ProcessGroups:
     """What connects the ranks of one generation: the default group, for tensors, and the tree by
     which they agree."""
 
     def __init__(
         self,
-        place: Place,
+        place: RankInfo,
         device: torch.device,
-        agreement: Agreement,
+        agreement: MaxTree,
         sockets: frozenset[str],
     ) -> None:
         self.place = place
@@ -98,7 +98,7 @@ class Groups:
 
     def _look(self) -> None:
         """NCCL says nothing to who waits for the GPU."""
-        while not self._shut.wait(LOOK_S):
+        while not self._shut.wait(POLL_S):
             if nccl.failed():
                 self.shut()
 
@@ -132,7 +132,7 @@ class Groups:
         """How many groups and, of the default one, collectives; None: the script has groups of its
         own, which are not looked at."""
         default = dist.group.WORLD
-        if default is None or own_groups():
+        if default is None or script_groups():
             return None
         begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
         return dist.distributed_c10d._world.group_count, int(begun)
@@ -262,13 +262,13 @@ class Groups:
             destroy_process_group()
 
 
-def own_groups() -> int:
+def script_groups() -> int:
     """How many process groups the script has made besides the default one."""
     known = dist.distributed_c10d._world.pg_map
     return sum(group is not dist.group.WORLD for group in known)
 
 
-def release(groups: Groups) -> bool:
+def destroy_groups(groups: ProcessGroups) -> bool:
     """Destroy the group of a generation that is over; False: an operation hangs in it.
 
     Nothing else may refer to it. Gloo's destructor waits for the operations of a group, of which
@@ -285,7 +285,7 @@ def release(groups: Groups) -> bool:
     return not thread.is_alive()
 
 
-def device_of(place: Place) -> torch.device:
+def device_of(place: RankInfo) -> torch.device:
     """This worker's own GPU where there are any, else the CPU.
 
     Raises `OperatorError` where there are too few, unless NCCL is told that ranks may share one.
@@ -302,7 +302,7 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % count)
 
 
-def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
+def connect(place: RankInfo, device: torch.device, store: TCPStore) -> ProcessGroups:
     """Set up the groups of the ranks that have met at this store.
 
     A peer that goes away is an error of torch's own. The caller bounds it by a watchdog: torch's
@@ -310,7 +310,7 @@ def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
     """
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
-        nccl.leave_aborts_to_us()
+        nccl.disable_torch_watchdog()
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -323,7 +323,9 @@ def connect(place: Place, device: torch.device, store: TCPStore) -> Groups:
     agreement = join(place, store)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return Groups(place, device, agreement, frozenset(_own_sockets(before, place.master_port)))
+    return ProcessGroups(
+        place, device, agreement, frozenset(_own_sockets(before, place.master_port))
+    )
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:

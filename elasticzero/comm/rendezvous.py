@@ -35,7 +35,7 @@ its timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where this process stands in the world, and how the world is reached."""
 
     rank: int
@@ -59,7 +59,7 @@ class Place:
     collective_timeout_s: float = 600.0
 
 
-def meet(place: Place, allow: Allow = lambda limit_s: None) -> TCPStore:
+def rendezvous(place: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     """Rank 0's store, where every rank has said by now that it is there.
 
     Raises `RetryError` when rank 0's host is not reached within `place.connect_timeout_s`, and when
@@ -85,7 +85,7 @@ def meet(place: Place, allow: Allow = lambda limit_s: None) -> TCPStore:
     return store
 
 
-def _store(place: Place) -> TCPStore:
+def _store(place: RankInfo) -> TCPStore:
     timeout = timedelta(seconds=place.connect_timeout_s)
     address, port, size = place.master_address, place.master_port, place.world_size
     if place.store_fd is None:
@@ -102,7 +102,7 @@ def _store(place: Place) -> TCPStore:
     )
 
 
-def _reach(place: Place, deadline_s: float) -> None:
+def _reach(place: RankInfo, deadline_s: float) -> None:
     """Wait until rank 0's store listens: a dead or silent host would block torch's store.
 
     A host that refuses the connection is there, and rank 0's script may still be starting.
@@ -112,7 +112,7 @@ def _reach(place: Place, deadline_s: float) -> None:
     told = False
     while True:
         left_s = seen_s + place.connect_timeout_s - time.monotonic()
-        problem = _knock(host, port, max(0.05, min(PROBE_S, left_s)))
+        problem = _probe(host, port, max(0.05, min(PROBE_S, left_s)))
         if problem is None:
             return
         now_s = time.monotonic()
@@ -131,7 +131,7 @@ def _reach(place: Place, deadline_s: float) -> None:
         time.sleep(pause_s)
 
 
-def _knock(host: str, port: int, limit_s: float) -> OSError | None:
+def _probe(host: str, port: int, limit_s: float) -> OSError | None:
     """Why nothing is reached there; of the errors of several addresses a refusal counts."""
     try:
         socket.create_connection((host, port), limit_s, all_errors=True).close()
@@ -143,7 +143,7 @@ def _knock(host: str, port: int, limit_s: float) -> OSError | None:
     return None
 
 
-def _wait_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
+def _wait_for_all(place: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """By one wait, for torch warns of each that ends in vain."""
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
@@ -155,7 +155,7 @@ def _wait_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
         ) from None
 
 
-def _look_for_all(place: Place, here: PrefixStore, deadline_s: float) -> None:
+def _look_for_all(place: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """On rank 0, whose own store this is: it looks again and again, and tells for whom it waits."""
     began_s = time.monotonic()
     tell_s, told = TOLD_AFTER_S, ""

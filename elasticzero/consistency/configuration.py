@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.process_group import Groups
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import Verdict, by_trained, difference
 from elasticzero.consistency.digests import combined, of_value
-from elasticzero.data.loader import Walk
+from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.state.model import NamedModel, Spec, spec_of
@@ -58,7 +58,7 @@ def of_optimizer(
     return found
 
 
-def of_loop(walk: Walk, loop: int) -> Description:
+def of_loop(walk: RankSchedule, loop: int) -> Description:
     """The arguments of a call of `session.batches` on which the ranks' batches depend, and the
     size of micro-batches, since their number is how often ranks communicate. loop: its number."""
     plan = walk.plan
@@ -92,7 +92,7 @@ VERSIONS = {"Python": platform.python_version(), **{name: _version(name) for nam
 class Comparison:
     """Compares what the ranks of one generation say of their scripts."""
 
-    def __init__(self, groups: Groups | None, assignment: Assignment) -> None:
+    def __init__(self, groups: ProcessGroups | None, assignment: Assignment) -> None:
         self._groups = groups
         self._assignment = assignment
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlWord
-from elasticzero.comm.process_group import Groups
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import by_majority, difference, split
 from elasticzero.consistency.digests import combined, digests, of_value
 from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
@@ -63,7 +63,7 @@ class Signature:
 
 
 @dataclass(slots=True)
-class Interval:
+class SigningInterval:
     """C3: the steps from one signature to the next, chosen from what was measured."""
 
     wished: int = 0
@@ -84,12 +84,12 @@ class Interval:
         self.wished = min(LONGEST_EVERY, max(1, math.ceil(fmean(self._sign_s) / (SHARE * step_s))))
 
 
-class Verification:
+class ReplicaVerifier:
     """One rank's part in it, in one generation."""
 
     def __init__(
         self,
-        groups: Groups | None,
+        groups: ProcessGroups | None,
         assignment: Assignment,
         replicas: Callable[[], Mapping[str, Tensor]],
     ) -> None:
@@ -99,7 +99,7 @@ class Verification:
         self._replicas = replicas
         self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
         self._every = assignment.verify_every
-        self._interval = Interval()
+        self._interval = SigningInterval()
         self._signed = self.verified = 0
         self._open: Signature | None = None
         """Not compared yet: it rides in the next word."""

@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from elasticzero.data.sampling import GlobalBatch, MicroBatch, Order, Plan, Position, micro_batches
+from elasticzero.data.sampling import (
+    BatchPlan,
+    DataPosition,
+    GlobalBatch,
+    MicroBatch,
+    SampleOrder,
+    micro_batches,
+)
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
 
@@ -23,7 +30,7 @@ _AHEAD_SAMPLES, _AHEAD = 4096, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class BatchReader:
     """How samples become batches on a device."""
 
     dataset: Dataset[Any]
@@ -87,15 +94,15 @@ def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class RankSchedule:
     """One rank's way through a loop from a position."""
 
-    plan: Plan
+    plan: BatchPlan
     rank: int
     world_size: int
     micro_batch: int | None
 
-    def steps(self, position: Position) -> Iterator[tuple[GlobalBatch, Position]]:
+    def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
         """Each global batch and the position after it."""
         while (found := self.plan.next(position)) is not None:
             yield found
@@ -105,9 +112,9 @@ class Walk:
         """This rank's micro-batches of one global batch."""
         return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
 
-    def indices(self, position: Position) -> Iterator[list[int]]:
+    def indices(self, position: DataPosition) -> Iterator[list[int]]:
         """The dataset indices of every micro-batch from `position` to the end."""
-        order: Order = self.plan.order
+        order: SampleOrder = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             spans = (part.positions for batch, _ in batches for part in self.parts(batch))
             for first in spans:
@@ -120,10 +127,10 @@ class Walk:
                     yield part_P.tolist()
 
 
-class Progress:
+class StepProgress:
     """The global batch and micro-batch that the script works on."""
 
-    def __init__(self, plan: Plan | None = None) -> None:
+    def __init__(self, plan: BatchPlan | None = None) -> None:
         self.plan = plan
         self.batch: GlobalBatch | None = None
         self.part: MicroBatch | None = None
@@ -187,6 +194,6 @@ class Progress:
         indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
         return [int(index) for index in indices]
 
-    def total(self, step: int, after: Position) -> int:
+    def total(self, step: int, after: DataPosition) -> int:
         """Steps of the whole run, if this loop is its last. after: where `step` leaves the data."""
         return step + self.plan.steps_from(after) if self.plan is not None else 0

@@ -61,7 +61,7 @@ def _feistel(values_P: Positions, half_bits: int, keys: tuple[int, ...]) -> Posi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SampleOrder:
     """Which sample stands where in every epoch."""
 
     samples: int
@@ -97,7 +97,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class DataPosition:
     """How far the data is used, at a boundary."""
 
     loop: int = 0
@@ -153,10 +153,10 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BatchPlan:
     """How a loop cuts its epochs in global batches."""
 
-    order: Order
+    order: SampleOrder
     global_batch: int
     epochs: int | None = None
     steps: int | None = None
@@ -173,7 +173,7 @@ class Plan:
                 f"{self.order.samples} samples, and drop_last drops what is left: nothing to do"
             )
 
-    def steps_from(self, position: Position) -> int:
+    def steps_from(self, position: DataPosition) -> int:
         """Global batches from `position` to the end of the loop."""
         whole, rest = divmod(self.order.samples, self.global_batch)
         in_epoch = whole + bool(rest and not self.drop_last)
@@ -190,7 +190,7 @@ class Plan:
             found.append(max(0, self.steps - position.steps))
         return min(found)
 
-    def start(self, position: Position, loop: int, dataset: int = 0) -> Position:
+    def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
         """Where loop number `loop`, over this dataset, begins when training goes on from
         `position`.
 
@@ -207,7 +207,7 @@ class Plan:
             left = [m for m in position.others if m.dataset not in (dataset, position.dataset)]
             if position.dataset != dataset:
                 left.append(position.mark(position.dataset))
-            return Position(
+            return DataPosition(
                 loop=loop,
                 epoch=epoch,
                 offset=offset,
@@ -230,18 +230,18 @@ class Plan:
             )
         return replace(position, order=order, dataset=dataset)
 
-    def ends_epoch(self, position: Position) -> bool:
+    def ends_epoch(self, position: DataPosition) -> bool:
         """Whether no global batch of the position's epoch is left."""
         left = self.order.samples - position.offset
         return left <= 0 or (self.drop_last and left < self.global_batch)
 
-    def wrapped(self, position: Position) -> Position:
+    def wrapped(self, position: DataPosition) -> DataPosition:
         """The same position, at the beginning of the next epoch where one has ended."""
         if not self.ends_epoch(position):
             return position
         return replace(position, epoch=position.epoch + 1, offset=0)
 
-    def next(self, position: Position) -> tuple[GlobalBatch, Position] | None:
+    def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
         """The global batch at `position` and the position after it; None at the end."""
         position = self.wrapped(position)
         epoch, offset = position.epoch, position.offset
@@ -285,7 +285,7 @@ def micro_batches(
             yield MicroBatch(positions=filler, weight=0, last=last)
 
 
-def dealt(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bool]]:
+def share_of(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bool]]:
     """An evaluation's batches dealt round-robin: (index, whether it counts), as many on each rank.
 
     A rank without a batch in the last round computes batch 0 again, and it does not count.

@@ -17,7 +17,7 @@ import torch
 
 from elasticzero.errors import ExitCode, OperatorError
 from elasticzero.ipc.assignment import Assignment, Resume
-from elasticzero.ipc.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     Abort,
     Busy,
@@ -32,7 +32,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.ipc.thread_location import main_thread
 
-ALONE = Assignment(
+STANDALONE = Assignment(
     job="",
     node="",
     generation=1,
@@ -62,7 +62,7 @@ class GenerationEnded(BaseException):
         """The agent says that the generation is over; else: all ranks agreed at a boundary."""
 
 
-class AgentLink:
+class AgentClient:
     """The channel to the agent, and a thread that hears what it says; without an agent, a process
     that trains alone."""
 
@@ -94,14 +94,14 @@ class AgentLink:
             threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> AgentLink:
+    def from_environment(cls) -> AgentClient:
         """The link over the inherited socket, with the assignment that the agent sends first."""
         number = os.environ.get(CHANNEL_FD_VARIABLE)
         if number is None:
-            return cls(None, ALONE)
+            return cls(None, STANDALONE)
         fd = int(number)
         os.set_inheritable(fd, False)
-        bell = os.environ.get(BELL_FD_VARIABLE)
+        bell = os.environ.get(WAKEUP_FD_VARIABLE)
         if bell is not None:
             os.set_inheritable(int(bell), False)
         channel = Channel(socket.socket(fileno=fd), int(bell) if bell is not None else None)
@@ -125,7 +125,7 @@ class AgentLink:
     def leaving_at_once(self) -> Iterator[None]:
         """A section in which an `Abort` ends the process: S0."""
         before = self._on_abort
-        self.on_abort(lambda: leave(ExitCode.LEFT))
+        self.on_abort(lambda: exit_now(ExitCode.LEFT))
         try:
             yield
         finally:
@@ -149,7 +149,7 @@ class AgentLink:
         with self._end_lock:
             if not self.ending.is_set():
                 return begin()
-        wait_for_the_end()
+        park()
 
     def await_assignment(self) -> None:
         """Wait for a place in another generation; until then the agent may end this process."""
@@ -240,7 +240,7 @@ class AgentLink:
                     pass
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End the process now; whatever else runs in it is dropped."""
     with suppress(Exception):
         sys.stdout.flush()
@@ -249,7 +249,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def wait_for_the_end() -> NoReturn:
+def park() -> NoReturn:
     """Another thread is at the stop protocol, which ends the process."""
     while True:
         time.sleep(3600)

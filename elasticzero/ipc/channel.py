@@ -20,9 +20,9 @@ from elasticzero.serialization import decode, encode
 
 CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 """Environment variable that names the descriptor of the worker's end."""
-BELL_FD_VARIABLE = "ELASTICZERO_BELL_FD"
+WAKEUP_FD_VARIABLE = "ELASTICZERO_BELL_FD"
 """The same for the end of a pipe that wakes the agent when something is written."""
-CAN_WAIT = (Stepped, Logged)
+LOW_PRIORITY = (Stepped, Logged)
 """What comes with every step, while there is room for more."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
@@ -52,7 +52,7 @@ class Channel:
                 self._socket.sendall(_line(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
-        if self._bell is not None and not (isinstance(message, CAN_WAIT) and self._has_room()):
+        if self._bell is not None and not (isinstance(message, LOW_PRIORITY) and self._has_room()):
             with suppress(OSError):  # full: it rings already; closed: the socket tells
                 os.write(self._bell, b"x")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.spans import STRATEGIES, Span
-from elasticzero.state.model import NamedModel, Share, Spec
+from elasticzero.state.model import NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""
@@ -22,7 +22,7 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LoadTarget:
     """Where the elements `span` of a stored tensor are to be put."""
 
     name: str
@@ -78,13 +78,13 @@ class Strategy(Protocol):
     def apply(self) -> None:
         """Step the optimizer, bring the parameters up to date everywhere, drop the gradients."""
 
-    def share(self) -> Share:
+    def share(self) -> RankState:
         """The parameters and optimizer state, by name, and how ranks shall write them."""
 
     def replicas(self) -> Mapping[str, Tensor]:
         """What every rank has whole, by name: it must be equal on all of them between two steps."""
 
-    def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[Slot]]:
+    def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[LoadTarget]]:
         """Where a stored state goes; what is put there takes effect when the context ends.
 
         Creates optimizer state as `stored` has it; raises `CheckpointMismatch` when it is another

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from elasticzero.parallel.base import GRADIENT_NORM, Setting, Slot
+from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget, Setting
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
@@ -21,7 +21,7 @@ from elasticzero.parallel.optimizers import (
 )
 from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, OPTIMIZER, Share, Spec
+from elasticzero.state.model import MODEL, OPTIMIZER, RankState, Spec
 
 
 class Replicated:
@@ -91,8 +91,8 @@ class Replicated:
         if self._reducer is not None:
             self._reducer.clear()
 
-    def share(self) -> Share:
-        share = Share()
+    def share(self) -> RankState:
+        share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         by_key: dict[str, dict[str, Tensor]] = {}
@@ -118,10 +118,10 @@ class Replicated:
         return found if self._norm is None else {**found, GRADIENT_NORM: self._norm}
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
-        slots: list[Slot] = []
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+        slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
-            slots.append(Slot(MODEL + name, Span(0, parameter.numel()), parameter.data))
+            slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
         states: list[tuple[str, nn.Parameter, dict[str, Tensor]]] = []
         index = by_parameter(stored)
         for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
@@ -134,7 +134,7 @@ class Replicated:
                         continue
                     tensors[key] = torch.empty(spec.shape, dtype=spec.dtype)
                     span = Span(0, spec.numel)
-                    slots.append(Slot(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
+                    slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
                 states.append((name, parameter, tensors))
         yield slots
         for name, parameter, tensors in states:

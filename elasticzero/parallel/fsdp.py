@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from elasticzero.parallel.base import Setting, Slot
+from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PiecedOptimizer
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk
-from elasticzero.state.model import MODEL, Held, Partition, Share, Spec, spec_of
+from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 
 
 class FullyPartitioned:
@@ -56,11 +56,11 @@ class FullyPartitioned:
             }
         )
 
-    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+    def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
         rows = _local(parameter).view(-1)
         dtype = working_dtype(rows.dtype)
-        return Piece(
+        return ParameterPiece(
             name,
             self._first(name),
             nn.Parameter(rows.to(dtype)),
@@ -119,12 +119,12 @@ class FullyPartitioned:
             parameter.grad = None
         self._uses.clear()
 
-    def share(self) -> Share:
-        share = Share()
+    def share(self) -> RankState:
+        share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for name, parameter in self._parameters.items():
             share.specs[MODEL + name] = self._specs[name]
-            share.held[MODEL + name] = Held(_local(parameter), self._first(name))
+            share.held[MODEL + name] = LocalTensor(_local(parameter), self._first(name))
         names = tuple(MODEL + name for name in self._parameters)
         share.partitions.append(Partition(rule="fsdp_rows", names=names))
         by_keys: dict[tuple[str, ...], list[str]] = {}
@@ -132,8 +132,8 @@ class FullyPartitioned:
             by_keys.setdefault(tuple(self._pieced.schemas[name]), []).append(name)
         for same in by_keys.values():
             owners = (0,) * len(same)
-            dealt = Dealt(rule="fsdp_rows", names=tuple(same), owners=owners)
-            self._pieced.share(share, dealt)
+            group = PartitionedGroup(rule="fsdp_rows", names=tuple(same), owners=owners)
+            self._pieced.share(share, group)
         return share
 
     def replicas(self) -> dict[str, Tensor]:
@@ -157,13 +157,13 @@ class FullyPartitioned:
         return chunk(shape[0], self._ranks, self._rank).start * width
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
         self._reshard()
-        slots: list[Slot] = []
+        slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             local = _local(parameter)
             span = Span(self._first(name), self._first(name) + local.numel())
-            slots.append(Slot(MODEL + name, span, local))
+            slots.append(LoadTarget(MODEL + name, span, local))
         with self._pieced.filling(stored) as more:
             yield [*slots, *more]
 

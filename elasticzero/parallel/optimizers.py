@@ -47,7 +47,7 @@ Schema = Mapping[str, StateKey]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class UserOptimizer:
     """An optimizer just built, with its groups' parameters by name and what each group keeps."""
 
     optimizer: torch.optim.Optimizer
@@ -67,7 +67,7 @@ ELEMENTWISE = "an optimizer that treats each by itself, as SGD, Adam, AdamW and 
 """What can be partitioned."""
 
 
-def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool) -> Opened:
+def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool) -> UserOptimizer:
     """Build the user's optimizer over the whole parameters.
 
     pieces: it is to work on flat pieces, 32-bit ones for 16-bit parameters; raises `UserError` for
@@ -99,7 +99,7 @@ def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool
                     "single number, so it cannot be partitioned; use strategy ddp, "
                     f"or {ELEMENTWISE}"
                 )
-    return Opened(optimizer, names, schemas)
+    return UserOptimizer(optimizer, names, schemas)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

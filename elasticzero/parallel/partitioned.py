@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.parallel.base import GRADIENT_NORM, Slot
+from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.optimizers import (
     MASTER,
-    Opened,
+    UserOptimizer,
     as_tensor,
     by_parameter,
     check_keys,
@@ -24,7 +24,7 @@ from elasticzero.parallel.optimizers import (
     working_dtype,
 )
 from elasticzero.spans import Rule, Span
-from elasticzero.state.model import OPTIMIZER, Held, Partition, Share, Spec
+from elasticzero.state.model import OPTIMIZER, LocalTensor, Partition, RankState, Spec
 
 BLOCKS_DIFFER = (
     "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
@@ -34,7 +34,7 @@ BLOCKS_DIFFER = (
 
 
 @dataclass(slots=True)
-class Piece:
+class ParameterPiece:
     """The elements of a parameter that this rank optimizes."""
 
     name: str
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealt:
+class PartitionedGroup:
     """Parameters whose state is dealt to the ranks together."""
 
     rule: Rule
@@ -67,11 +67,11 @@ class Dealt:
 class PiecedOptimizer:
     """The user's optimizer, working on this rank's pieces instead of whole parameters."""
 
-    def __init__(self, opened: Opened, specs: Mapping[str, Spec], world_size: int) -> None:
+    def __init__(self, opened: UserOptimizer, specs: Mapping[str, Spec], world_size: int) -> None:
         self.optimizer = opened.optimizer
         self.group_names = opened.group_names
         self.schemas = opened.schema_of()
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self._ranks = world_size
         self._norm: Tensor | None = None
@@ -83,7 +83,7 @@ class PiecedOptimizer:
         self.losses = LossCheck()
         """Of the global batch, on this rank."""
 
-    def place(self, pieces: Mapping[str, Piece]) -> None:
+    def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
         """Give the optimizer these pieces, each in its parameter's group."""
         self.pieces = dict(pieces)
         for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
@@ -151,55 +151,57 @@ class PiecedOptimizer:
         if values:
             torch._foreach_copy_(values, masters)
 
-    def share(self, share: Share, dealt: Dealt) -> None:
-        """Add the masters and the state of the parameters in `dealt` to `share`."""
-        self._share_masters(share, dealt)
+    def share(self, share: RankState, group: PartitionedGroup) -> None:
+        """Add the masters and the state of the parameters in `group` to `share`."""
+        self._share_masters(share, group)
         if not self.has_state:
             return
-        schema = dict(self.schemas[dealt.names[0]])
+        schema = dict(self.schemas[group.names[0]])
         for key, entry in schema.items():
-            full = {name: f"{OPTIMIZER}{name}/{key}" for name in dealt.names}
+            full = {name: f"{OPTIMIZER}{name}/{key}" for name in group.names}
             scalar = entry.kind != "elementwise"
-            for name in dealt.names:
+            for name in group.names:
                 shape = () if scalar else self._specs[name].shape
                 share.specs[full[name]] = Spec(dtype=entry.dtype, shape=shape)
             names = tuple(full.values())
             if scalar:
-                share.partitions.append(Partition(rule="whole", names=names, ranks=dealt.owners))
+                share.partitions.append(Partition(rule="whole", names=names, ranks=group.owners))
             else:
-                share.partitions.append(Partition(rule=dealt.rule, names=names))
-            for name in dealt.names:
+                share.partitions.append(Partition(rule=group.rule, names=names))
+            for name in group.names:
                 if (piece := self.pieces.get(name)) is not None:
                     tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
-                    share.held[full[name]] = Held(tensor, 0 if scalar else piece.start)
+                    share.held[full[name]] = LocalTensor(tensor, 0 if scalar else piece.start)
 
-    def _share_masters(self, share: Share, dealt: Dealt) -> None:
+    def _share_masters(self, share: RankState, group: PartitionedGroup) -> None:
         full: dict[str, str] = {}
-        for name in dealt.names:
+        for name in group.names:
             spec = self._specs[name]
             if (dtype := working_dtype(spec.dtype)) != spec.dtype:
                 full[name] = f"{OPTIMIZER}{name}/{MASTER}"
                 share.specs[full[name]] = Spec(dtype=dtype, shape=spec.shape)
                 if (piece := self.pieces.get(name)) is not None:
-                    share.held[full[name]] = Held(piece.parameter.detach(), piece.start)
+                    share.held[full[name]] = LocalTensor(piece.parameter.detach(), piece.start)
         if full:
-            share.partitions.append(Partition(rule=dealt.rule, names=tuple(full.values())))
+            share.partitions.append(Partition(rule=group.rule, names=tuple(full.values())))
 
-    def _state(self, piece: Piece, key: str, dtype: torch.dtype, *, scalar: bool) -> Tensor:
+    def _state(
+        self, piece: ParameterPiece, key: str, dtype: torch.dtype, *, scalar: bool
+    ) -> Tensor:
         value = as_tensor(self.optimizer.state.get(piece.parameter, {}).get(key))
         if value is not None:
             return value
         return torch.zeros((() if scalar else piece.parameter.shape), dtype=dtype)
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
         """Slots for the stored state of this rank's pieces; installed when the context ends.
 
         Masters that are not stored are made anew from the model's own elements, which must be in
         place by then.
         """
-        slots: list[Slot] = []
-        states: list[tuple[Piece, dict[str, Tensor]]] = []
+        slots: list[LoadTarget] = []
+        states: list[tuple[ParameterPiece, dict[str, Tensor]]] = []
         index = by_parameter(stored)
         for name, piece in self.pieces.items():
             schema, keys = self.schemas[name], index.get(name, {})
@@ -207,7 +209,7 @@ class PiecedOptimizer:
             tensors: dict[str, Tensor] = {}
             if piece.values is not None and MASTER in keys:
                 full = f"{OPTIMIZER}{name}/{MASTER}"
-                slots.append(Slot(full, piece.span, piece.parameter.data))
+                slots.append(LoadTarget(full, piece.span, piece.parameter.data))
             for key, spec in keys.items():
                 if key == MASTER:
                     continue
@@ -220,7 +222,7 @@ class PiecedOptimizer:
                     )
                 span = Span(0, 1) if scalar else piece.span
                 tensors[key] = torch.empty(() if scalar else len(span), dtype=spec.dtype)
-                slots.append(Slot(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
+                slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
             states.append((piece, tensors))
         yield slots
         for piece, tensors in states:

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.parallel.base import Setting, Slot
+from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import Dealt, Piece, PiecedOptimizer
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PiecedOptimizer
 from elasticzero.parallel.reducer import check_frozen, sparse
 from elasticzero.spans import Span, intersect
-from elasticzero.state.model import MODEL, Held, Partition, Share, Spec, spec_of
+from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 
 BUCKET_BYTES = 32 << 20
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -84,7 +84,7 @@ class Bucket:
         chunk = flat_E.numel() // self.world_size
         return flat_E[self.rank * chunk : (self.rank + 1) * chunk]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         """This rank's pieces, which share memory with its chunk or its masters."""
         mine = Span(self.rank * self.chunk, (self.rank + 1) * self.chunk)
         own_C, master_C = self.mine(self.flat_E), self.master_C
@@ -92,7 +92,7 @@ class Bucket:
             part = intersect(mine, Span(offset, offset + parameter.numel()))
             if part:
                 inside = slice(part.start - mine.start, part.stop - mine.start)
-                yield Piece(
+                yield ParameterPiece(
                     name,
                     part.start - offset,
                     nn.Parameter((own_C if master_C is None else master_C)[inside]),
@@ -100,9 +100,9 @@ class Bucket:
                     values=None if master_C is None else own_C[inside],
                 )
 
-    def dealt(self) -> Dealt:
+    def group(self) -> PartitionedGroup:
         owners = tuple(offset // self.chunk for offset in self.offsets)
-        return Dealt(rule="even", names=tuple(self.names), owners=owners)
+        return PartitionedGroup(rule="even", names=tuple(self.names), owners=owners)
 
     def hold_gradients(self) -> None:
         """Stage 1: have gradients moved into one flat tensor as soon as autograd has them; it adds
@@ -261,17 +261,17 @@ class FlatBuckets:
             parameter.grad = None
         self._accumulated = False
 
-    def share(self) -> Share:
-        share = Share()
+    def share(self) -> RankState:
+        share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for bucket in self._buckets:
             names = tuple(MODEL + name for name in bucket.names)
             for name, parameter in zip(names, bucket.parameters, strict=True):
                 share.specs[name] = spec_of(parameter)
-                share.held[name] = Held(parameter.detach())
+                share.held[name] = LocalTensor(parameter.detach())
             share.partitions.append(Partition(rule="even", names=names))
-            dealt = bucket.dealt()
-            self._pieced.share(share, dealt)
+            group = bucket.group()
+            self._pieced.share(share, group)
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
 
@@ -280,9 +280,9 @@ class FlatBuckets:
         return whole | self._pieced.norm()
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[Slot]]:
-        slots: list[Slot] = []
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+        slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
-            slots.append(Slot(MODEL + name, Span(0, parameter.numel()), parameter.data))
+            slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
         with self._pieced.filling(stored) as more:
             yield [*slots, *more]

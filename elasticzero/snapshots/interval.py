@@ -28,7 +28,7 @@ def interval(cost_s: float, step_s: float) -> int:
     return max(1, min(MOST_STEPS, math.ceil(cost_s / (OVERHEAD * max(step_s, 1e-6)))))
 
 
-class SnapshotCost:
+class IntervalTuner:
     """The costs of the last snapshots, and the steps beside them."""
 
     def __init__(self) -> None:

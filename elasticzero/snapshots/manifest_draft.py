@@ -13,11 +13,11 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import BoundaryCopy
-from elasticzero.state.model import RNG, Share, Spec
+from elasticzero.state.model import RNG, RankState, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Author:
+class WriterInfo:
     """Who writes: what names a checkpoint's files and stands in its manifest."""
 
     rank: int
@@ -27,7 +27,7 @@ class Author:
     strategy: str
 
     @classmethod
-    def of(cls, assignment: Assignment, strategy: str, *, complete: bool) -> Author:
+    def of(cls, assignment: Assignment, strategy: str, *, complete: bool) -> WriterInfo:
         """complete: this rank writes the state of all."""
         return cls(
             rank=0 if complete else assignment.rank,
@@ -39,7 +39,7 @@ class Author:
 
 
 def draft(
-    share: Share, copy: BoundaryCopy, author: Author, before: Layout | None = None
+    share: RankState, copy: BoundaryCopy, author: WriterInfo, before: Layout | None = None
 ) -> tuple[Manifest, list[Piece]]:
     """The manifest of the state at a boundary and this rank's pieces of it.
 
@@ -77,7 +77,7 @@ def draft(
     return manifest, list(_pieces(layout.spans(rank), share))
 
 
-def _pieces(spans: Mapping[str, Span], share: Share) -> Iterator[Piece]:
+def _pieces(spans: Mapping[str, Span], share: RankState) -> Iterator[Piece]:
     for name, span in spans.items():
         held = share.held[name]
         flat = held.tensor.reshape(-1)

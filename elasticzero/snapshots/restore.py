@@ -14,7 +14,7 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import Readable, open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
-from elasticzero.data.sampling import Position
+from elasticzero.data.sampling import DataPosition
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
@@ -22,8 +22,8 @@ from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.spans import Span
-from elasticzero.state.auxiliary import SmallState
-from elasticzero.state.model import MODEL, RNG, Share, Spec
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.model import MODEL, RNG, RankState, Spec
 from elasticzero.state.rng import RngState, seed_all
 
 
@@ -57,7 +57,9 @@ def snapshots_of(assignment: Assignment) -> SnapshotStore:
     return SnapshotStore(Path(assignment.snapshot_root), overflow)
 
 
-def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: int) -> Position:
+def restore_state(
+    checkpoint: Checkpoint, strategy: Strategy, small: AuxiliaryState, rank: int
+) -> DataPosition:
     """Put a checkpoint in place, and return where its data stands.
 
     Raises `CheckpointMismatch` before anything is changed when it does not fit.
@@ -86,7 +88,7 @@ def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: in
         targets += [Target(name, Span(0, t.numel()), t) for name, t in whole.items()]
         checkpoint.load(targets)
     small.apply(json, extra)
-    position = decode(Position, json.get("position", {}), f"{where}: position")
+    position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     if generators:
         RngState.from_tensors(generators).apply(small.device)
     else:
@@ -94,7 +96,7 @@ def load(checkpoint: Checkpoint, strategy: Strategy, small: SmallState, rank: in
     return position
 
 
-def _check_model(checkpoint: Checkpoint, share: Share, small: SmallState) -> None:
+def _check_model(checkpoint: Checkpoint, share: RankState, small: AuxiliaryState) -> None:
     expected = {n: stored(spec) for n, spec in share.specs.items() if n.startswith(MODEL)}
     expected |= {MODEL + name: stored_spec_of(b) for name, b in small.buffers.items()}
     checkpoint.check(expected, allow_more=True)

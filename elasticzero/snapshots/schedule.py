@@ -26,7 +26,7 @@ Due = Literal["nothing", "snapshot", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class CaptureSchedule:
     """What all ranks know alike of the captures of their generation."""
 
     start: int
@@ -47,7 +47,7 @@ class Ledger:
         """A snapshot is in flight."""
         return self.taken is not None and self.taken != self.held
 
-    def heard(self, word: ControlWord) -> Ledger:
+    def heard(self, word: ControlWord) -> CaptureSchedule:
         """What is known after a word that all ranks have read."""
         ledger = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
         if ledger.taken is not None and word.kept >= ledger.taken:
@@ -69,5 +69,5 @@ class Ledger:
             return "snapshot"
         return "snapshot" if 0 < self.every <= step - self.taken else "nothing"
 
-    def captured(self, step: int, *, checkpoint: bool) -> Ledger:
+    def captured(self, step: int, *, checkpoint: bool) -> CaptureSchedule:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)

@@ -22,7 +22,7 @@ from elasticzero.checkpoint.ram.staging import SnapshotWriter
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.comm.control import ControlWord
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
-from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import AbandonSave, Captured, SnapshotInterval
 from elasticzero.snapshots.direct_save import (
     JOIN_S,
@@ -31,26 +31,26 @@ from elasticzero.snapshots.direct_save import (
     newest_good_checkpoint,
     write_directly,
 )
-from elasticzero.snapshots.interval import SnapshotCost
-from elasticzero.snapshots.manifest_draft import Author, draft
+from elasticzero.snapshots.interval import IntervalTuner
+from elasticzero.snapshots.manifest_draft import WriterInfo, draft
 from elasticzero.snapshots.memory import Reservation, Sizes, memory_shortage
-from elasticzero.snapshots.schedule import Due, Ledger
+from elasticzero.snapshots.schedule import CaptureSchedule, Due
 from elasticzero.state.auxiliary import BoundaryCopy
-from elasticzero.state.model import Share
+from elasticzero.state.model import RankState
 
 _POLL_S = 0.002
 _TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
 """Pause before the second try of the last save, and at most."""
 
 
-class Captures:
+class StateStager:
     """Snapshots and checkpoints of one generation on one rank."""
 
     def __init__(
         self,
-        link: AgentLink,
+        link: AgentClient,
         strategy: str,
-        share: Callable[[], Share],
+        share: Callable[[], RankState],
         *,
         replicated: bool,
         saving: bool,
@@ -70,7 +70,7 @@ class Captures:
         self._snapshots = (
             not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
-        self._ledger = Ledger(start=0)
+        self._ledger = CaptureSchedule(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()
         self._reservation = Reservation(self._writer, self._say)
@@ -85,18 +85,18 @@ class Captures:
         self._unkept = self._unsaved = -1
         self._save_error = ""
         self._agreed = False
-        self._cost = SnapshotCost()
+        self._cost = IntervalTuner()
 
     def begin(self, copy: BoundaryCopy) -> None:
         """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
         a = self._assignment
-        self._ledger = Ledger(start=copy.step, every=a.snapshot_every or 0)
+        self._ledger = CaptureSchedule(start=copy.step, every=a.snapshot_every or 0)
         if a.resume.tier == "storage":
             self._saved_step = copy.step
         if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
             self._reserve(copy)
 
-    def _draft(self, copy: BoundaryCopy, author: Author) -> tuple[Manifest, list[Piece]]:
+    def _draft(self, copy: BoundaryCopy, author: WriterInfo) -> tuple[Manifest, list[Piece]]:
         share = self._share()
         self._trained = share.trained()
         manifest, pieces = draft(share, copy, author, self._layout)
@@ -375,7 +375,7 @@ class Captures:
         self._reservation.wait()
         self._writer.close()
 
-    def _captured(self, manifest: Manifest, author: Author) -> Captured:
+    def _captured(self, manifest: Manifest, author: WriterInfo) -> Captured:
         return Captured(
             step=manifest.step,
             generation=author.generation,
@@ -397,5 +397,5 @@ class Captures:
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def _author(self, *, complete: bool) -> Author:
-        return Author.of(self._assignment, self.strategy, complete=complete)
+    def _author(self, *, complete: bool) -> WriterInfo:
+        return WriterInfo.of(self._assignment, self.strategy, complete=complete)

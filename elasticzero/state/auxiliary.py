@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import Position
+from elasticzero.data.sampling import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.nested import decode_value, encode_value
+from elasticzero.nested import flatten, unflatten
 from elasticzero.state.model import GROUPS, MODEL, TRACKED
 from elasticzero.state.rng import RngState
 
@@ -27,9 +27,9 @@ class Stateful(Protocol):
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`encode_value`, with the tensors copied."""
+    """`flatten`, with the tensors copied."""
     found: dict[str, Tensor] = {}
-    json = encode_value(value, path, found)
+    json = flatten(value, path, found)
     for name, tensor in found.items():
         tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
     return json
@@ -37,7 +37,7 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `encode_state` was given, its tensors copied from `tensors`."""
-    return decode_value(value, lambda name: tensors[name].clone())
+    return unflatten(value, lambda name: tensors[name].clone())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class BoundaryCopy:
     """Small mutable state as it was at a boundary: what a forward that fails may have moved."""
 
     step: int
-    position: Position
+    position: DataPosition
     buffers: dict[str, Tensor]
     rng: RngState
     json: dict[str, Any]
@@ -54,7 +54,7 @@ class BoundaryCopy:
     """Those inside `json`, by full name."""
 
 
-class SmallState:
+class AuxiliaryState:
     """What is copied at each boundary: buffers, tracked objects, optimizer options, generators."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class SmallState:
             raise UserError(f"session.track: {name!r} is empty, has a slash, or is used twice")
         self.tracked[name] = thing
 
-    def capture(self, step: int, position: Position) -> BoundaryCopy:
+    def capture(self, step: int, position: DataPosition) -> BoundaryCopy:
         tensors: dict[str, Tensor] = {}
         tracked = {
             name: encode_state(thing.state_dict(), TRACKED + name, tensors)

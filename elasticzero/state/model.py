@@ -47,7 +47,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """Elements of a tensor that this rank has in memory: those from `start` on."""
 
     tensor: Tensor
@@ -55,13 +55,13 @@ class Held:
 
 
 @dataclass(slots=True)
-class Share:
+class RankState:
     """The training state as this rank sees it: every tensor's spec, how all are dealt, and the
     elements that this rank can write, which cover what the partitions give it."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     partitions: list[Partition] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, LocalTensor] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     """Parameters that training does not change: they may hold anything, -inf in a mask, say."""
 
@@ -78,7 +78,7 @@ class Share:
         """Add tensors that lie whole with one rank each."""
         for name, tensor in tensors.items():
             self.specs[name] = spec_of(tensor)
-            self.held[name] = Held(tensor)
+            self.held[name] = LocalTensor(tensor)
         if tensors:
             self.partitions.append(Partition(rule="whole", names=tuple(tensors), ranks=ranks))
 
@@ -86,7 +86,7 @@ class Share:
         """Add tensors that every rank has whole, to be written in even parts."""
         for name, tensor in tensors.items():
             self.specs[name] = spec_of(tensor)
-            self.held[name] = Held(tensor)
+            self.held[name] = LocalTensor(tensor)
         if tensors:
             self.partitions.append(Partition(rule="even", names=tuple(tensors)))
 

@@ -83,7 +83,7 @@ def seed_all(seed: int, rank: int, step: int) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Leave the random generators as they were."""
     before = RngState.capture(device)
     try:

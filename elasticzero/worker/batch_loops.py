@@ -25,12 +25,12 @@ from typing import Any
 
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison, of_loop
-from elasticzero.data.loader import Progress, Reading, Walk
+from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
 from elasticzero.errors import UserError
-from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited
 from elasticzero.ipc.thread_location import place_of
-from elasticzero.worker.training_state import Boundary, EpochEnd
+from elasticzero.worker.training_state import EpochEnd, TrainingState
 
 AGAIN_NEW = (
     "this loop goes over a new dataset object, of the same kind and length as the one before it: "
@@ -75,10 +75,10 @@ def _reference(dataset: Any) -> Callable[[], Any]:
 class Loops:
     """The loops of one generation on one rank."""
 
-    def __init__(self, link: AgentLink, comparison: Comparison) -> None:
+    def __init__(self, link: AgentClient, comparison: Comparison) -> None:
         """comparison: of the ranks' scripts."""
         self._comparison = comparison
-        self.progress = Progress()
+        self.progress = StepProgress()
         self._link = link
         self._count = 0
         self._datasets = Datasets()
@@ -98,13 +98,17 @@ class Loops:
         return self._epoch
 
     def walk(
-        self, at: Boundary, walk: Walk, reading: Reading, on_epoch_end: Callable[[], object] | None
+        self,
+        at: TrainingState,
+        walk: RankSchedule,
+        reading: BatchReader,
+        on_epoch_end: Callable[[], object] | None,
     ) -> Iterator[Any]:
         """The micro-batches of the next loop, from where training stands to the loop's end."""
         self._check_batch_was_whole()
         at.settle()
         self._open = mine = object()
-        self.progress = Progress()
+        self.progress = StepProgress()
         loop, self._count = self._count, self._count + 1
         dataset = self._datasets.number(reading.dataset)
         order = walk.plan.order
@@ -132,13 +136,13 @@ class Loops:
 
     def _batches(
         self,
-        at: Boundary,
-        walk: Walk,
-        reading: Reading,
+        at: TrainingState,
+        walk: RankSchedule,
+        reading: BatchReader,
         on_epoch_end: Callable[[], object] | None,
         mine: object,
     ) -> Iterator[Any]:
-        progress = self.progress = Progress(walk.plan)
+        progress = self.progress = StepProgress(walk.plan)
         data = reading.batches(walk.indices(at.position))
         plan, at.in_loop = walk.plan, True
         try:
@@ -168,7 +172,7 @@ class Loops:
         finally:
             at.in_loop = False
             self._link.send(LoopExited())
-        self.progress = Progress()
+        self.progress = StepProgress()
 
     def _check_part(self, mine: object) -> None:
         """The script asks for the next micro-batch: it is done with this one."""

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from elasticzero.ipc.agent_client import AgentLink, GenerationEnded
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.thread_location import main_thread
-from elasticzero.worker.stop_protocol import Standing, stop
+from elasticzero.worker.stop_protocol import StopState, stop
 
 STUCK_S = 1.0
 """So long in a collective, and idle, after all its connections were shut."""
@@ -26,8 +26,8 @@ IDLE_SHARE = 0.2
 collective, which then raises."""
 
 
-def rescue_if_stuck(
-    link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]
+def watch_for_stuck_collective(
+    link: AgentClient, standing: Callable[[], StopState], excused: Callable[[], bool]
 ) -> None:
     """Begin to watch the main thread: the agent has just ended the generation.
 
@@ -39,7 +39,9 @@ def rescue_if_stuck(
     thread.start()
 
 
-def _watch(link: AgentLink, standing: Callable[[], Standing], excused: Callable[[], bool]) -> None:
+def _watch(
+    link: AgentClient, standing: Callable[[], StopState], excused: Callable[[], bool]
+) -> None:
     since_s, cpu_s = time.monotonic(), time.process_time()
     while time.monotonic() - since_s < STUCK_S:
         began_s = time.monotonic()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticzero.comm.process_group import Groups
-from elasticzero.data.loader import Reading
-from elasticzero.data.sampling import dealt
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.data.loader import BatchReader
+from elasticzero.data.sampling import share_of
 from elasticzero.errors import UserError
-from elasticzero.state.rng import generators_kept
+from elasticzero.state.rng import preserve_rng
 from elasticzero.worker.argument_checks import length_of
 
 Result = float | dict[str, float]
@@ -22,10 +22,10 @@ EvaluationFn = Callable[[Any], Any]
 
 
 def evaluate(
-    reading: Reading,
+    reading: BatchReader,
     fn: EvaluationFn,
     batch_size: int,
-    groups: Groups | None,
+    groups: ProcessGroups | None,
     check: Callable[[], None],
 ) -> Result:
     """The mean over all samples of what `fn` gives as the mean of a batch.
@@ -39,7 +39,7 @@ def evaluate(
     if samples < 1 or batch_size < 1:
         raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
     count = -(-samples // batch_size)
-    hand = list(dealt(count, rank, world_size))
+    hand = list(share_of(count, rank, world_size))
     spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in hand]
     batches = reading.batches(list(range(*span)) for span in spans)
     names: list[str] | None = None
@@ -79,14 +79,14 @@ def _number(value: Any) -> float:
 
 @contextmanager
 def evaluating(
-    model: nn.Module, buffers: Mapping[str, Tensor], groups: Groups | None
+    model: nn.Module, buffers: Mapping[str, Tensor], groups: ProcessGroups | None
 ) -> Iterator[None]:
     """Eval mode without gradients; rank 0's buffers for all; everything put back afterwards."""
     modes = {module: module.training for module in model.modules()}
     own = {name: buffer.clone() for name, buffer in buffers.items()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(generators_kept(device))
+        stack.enter_context(preserve_rng(device))
         stack.enter_context(torch.no_grad())
         try:
             model.eval()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elasticzero.comm.process_group import Groups
-from elasticzero.state.model import MODEL, NamedModel, Share
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.state.model import MODEL, NamedModel, RankState
 
 
 def whole_state(
-    names: Sequence[str], named: NamedModel, share: Share, groups: Groups | None
+    names: Sequence[str], named: NamedModel, share: RankState, groups: ProcessGroups | None
 ) -> dict[str, Tensor]:
     """The model's `state_dict` as copies on the CPU, on rank 0; empty on all others.
 

@@ -8,14 +8,14 @@ import traceback
 import torch
 
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.process_group import Groups
-from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import Finished
-from elasticzero.worker.collective_watchdog import rescue_if_stuck
-from elasticzero.worker.join import agree_on_saving, enter_world
-from elasticzero.worker.process_reuse import Over
-from elasticzero.worker.stop_protocol import Standing, end
-from elasticzero.worker.training_state import Boundary
+from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
+from elasticzero.worker.join import agree_on_checkpointing, join_world
+from elasticzero.worker.process_reuse import EndedGeneration
+from elasticzero.worker.stop_protocol import StopState, end
+from elasticzero.worker.training_state import TrainingState
 
 
 class Generation:
@@ -25,24 +25,24 @@ class Generation:
     `close`; or, after an error anywhere, `end`.
     """
 
-    def __init__(self, link: AgentLink) -> None:
+    def __init__(self, link: AgentClient) -> None:
         self.link = link
         self.device = torch.device("cpu")
         self.saving = True
         """Checkpoints are written, where there is a directory for them."""
-        self.boundary: Boundary | None = None
+        self.boundary: TrainingState | None = None
         """None before `session.prepare`."""
         self.began_s = self.entered_s = time.monotonic()
-        self.groups: Groups | None = None
+        self.groups: ProcessGroups | None = None
         """None without an agent."""
 
     def enter(self) -> None:
         """Meet the other ranks."""
-        self.device, groups = enter_world(self.link)
+        self.device, groups = join_world(self.link)
         if groups is not None:
             self.groups = groups
             self.link.on_abort(lambda: self._give_up(groups))
-            self.saving = agree_on_saving(self.link, groups)
+            self.saving = agree_on_checkpointing(self.link, groups)
         self.entered_s = time.monotonic()
 
     def finish(self) -> None:
@@ -67,28 +67,28 @@ class Generation:
         if self.groups is not None:
             self.groups.close()
 
-    def end(self, error: BaseException) -> Over:
+    def end(self, error: BaseException) -> EndedGeneration:
         """Go through the stop protocol; returns where the process may be kept."""
         code = end(self.link, error, self._standing)
         traceback.clear_frames(error.__traceback__)  # what the script held in them
         if self.boundary is not None:
             self.boundary.captures.close()
-        return Over(code, self.groups)
+        return EndedGeneration(code, self.groups)
 
-    def _give_up(self, groups: Groups) -> None:
+    def _give_up(self, groups: ProcessGroups) -> None:
         """The agent has ended the generation."""
         groups.shut()
-        rescue_if_stuck(self.link, self._standing, lambda: groups.awaits_gpu)
+        watch_for_stuck_collective(self.link, self._standing, lambda: groups.awaits_gpu)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> StopState:
         """What the stop protocol is to say and save."""
         shut = self.groups.shut if self.groups is not None else lambda: None
         resume, at = self.link.assignment.resume, self.boundary
         if at is None or at.copy is None:
             bad_step = resume.step if resume.tier == "storage" else None
-            return Standing(bad_step=bad_step, shut=shut)
+            return StopState(bad_step=bad_step, shut=shut)
         clean = at.clean and at.captures.can_stop_with_state()
-        return Standing(
+        return StopState(
             step=at.step,
             clean=clean,
             complete=at.strategy.replicated,

@@ -15,10 +15,10 @@ from types import FrameType
 import torch
 
 from elasticzero.checkpoint.storage.base import Storage, open_directory, open_storage, within
-from elasticzero.comm.process_group import Groups, connect, device_of
-from elasticzero.comm.rendezvous import Place, meet
+from elasticzero.comm.process_group import ProcessGroups, connect, device_of
+from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.errors import ExitCode, StorageError, UserError
-from elasticzero.ipc.agent_client import AgentLink, leave
+from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Attached, Failed
 
@@ -28,14 +28,14 @@ SHARED_WAIT_S = 3.0
 """A file system of a network may take so long to show a file that another node has written."""
 
 
-def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
+def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     """This worker's device, and the process groups of its world; None without an agent.
 
     While it connects there is no state yet, so an `Abort` ends the process at once; the caller says
     what it does from then on.
     """
     a = link.assignment
-    place = Place(
+    place = RankInfo(
         rank=a.rank,
         world_size=a.world_size,
         local_rank=a.visible_local_rank,
@@ -57,13 +57,13 @@ def enter_world(link: AgentLink) -> tuple[torch.device, Groups | None]:
         torch.set_num_threads(max(1, cores // a.local_world_size))
     _leave_sigterm_to_the_agent()
     link.send(Attached(pid=os.getpid()))
-    link.on_abort(lambda: leave(ExitCode.LEFT))
-    watchdog = Watchdog(link)
+    link.on_abort(lambda: exit_now(ExitCode.LEFT))
+    watchdog = StartupWatchdog(link)
     watchdog.allow(place.connect_timeout_s)
     try:
         device = device_of(place)
         with link.busy("meeting the other ranks"):
-            store = meet(place, watchdog.allow)
+            store = rendezvous(place, watchdog.allow)
         return device, connect(place, device, store)
     finally:
         watchdog.cancel()
@@ -89,11 +89,11 @@ def _leave_sigterm_to_the_agent() -> None:
     signal.signal(signal.SIGTERM, pass_over)
 
 
-class Watchdog:
+class StartupWatchdog:
     """Ends this process when something takes longer than it may: torch's store can block for
     ever."""
 
-    def __init__(self, link: AgentLink) -> None:
+    def __init__(self, link: AgentClient) -> None:
         self._link = link
         self._timer: threading.Timer | None = None
 
@@ -115,7 +115,7 @@ class Watchdog:
         os._exit(ExitCode.LEFT)
 
 
-def agree_on_saving(link: AgentLink, groups: Groups) -> bool:
+def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
     """All ranks save and verify at the same steps or none does, whatever each node was told.
 
     Returns whether checkpoints are written: not where rank 0's node has no directory. Raises

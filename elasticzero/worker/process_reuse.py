@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elasticzero.comm.process_group import Groups, own_groups, release
-from elasticzero.ipc.agent_client import AgentLink, leave
+from elasticzero.comm.process_group import ProcessGroups, destroy_groups, script_groups
+from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting
 from elasticzero.processes import children_of
 from elasticzero.state.rng import RngState
-from elasticzero.worker.reuse_rules import Remains, doubt
+from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 CLEAR_S = 3.0
 """Who is not done with the old generation by then ends: a destructor of torch may hang, with
@@ -33,17 +33,17 @@ POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class EndedGeneration:
     """A generation that has ended, in a process that may be kept."""
 
     code: int
     """The exit code where it is not."""
-    groups: Groups | None
+    groups: ProcessGroups | None
     """None: the world never came together."""
 
 
 @dataclass(slots=True)
-class Origin:
+class ProcessBaseline:
     """What the process was like before its first generation."""
 
     threads: set[int | None] = field(default_factory=lambda: set(_threads()))
@@ -53,21 +53,23 @@ class Origin:
     """After the first generation."""
 
 
-def survive(link: AgentLink, over: Over, origin: Origin) -> None:
+def prepare_for_next_generation(
+    link: AgentClient, over: EndedGeneration, origin: ProcessBaseline
+) -> None:
     """Go over to the next generation's assignment; at any doubt the process ends here.
 
     Nothing may refer to the old generation any more but `over`.
     """
     if over.groups is None:
-        leave(over.code)
+        exit_now(over.code)
     faulthandler.dump_traceback_later(CLEAR_S, exit=True, file=2)  # it needs no lock
     link.on_abort(lambda: None)
     remains = _clear(over.groups, origin)
     faulthandler.cancel_dump_traceback_later()
-    why = doubt(remains)
+    why = reason_not_to_reuse(remains)
     if why is not None:
         print(f"this worker's process is not kept: {why}", file=sys.stderr)
-        leave(over.code)
+        exit_now(over.code)
     if origin.resident_bytes is None:
         origin.resident_bytes = remains.resident_bytes
     link.send(Waiting())
@@ -76,11 +78,11 @@ def survive(link: AgentLink, over: Over, origin: Origin) -> None:
     origin.rng.apply(torch.device("cpu"))  # as in a process that begins
 
 
-def _clear(groups: Groups, origin: Origin) -> Remains:
+def _clear(groups: ProcessGroups, origin: ProcessBaseline) -> Leftovers:
     """Drop what the generation has left, and look for what cannot be dropped."""
-    script_groups = own_groups()
+    left_groups = script_groups()
     gc.collect()
-    released = not script_groups and release(groups)
+    released = not left_groups and destroy_groups(groups)
     cuda_error = _empty_gpu()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -91,8 +93,8 @@ def _clear(groups: Groups, origin: Origin) -> Remains:
         if not (threads or children) or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
-    return Remains(
-        own_groups=script_groups,
+    return Leftovers(
+        script_groups=left_groups,
         released=released,
         threads=tuple(threads),
         children=tuple(sorted(children)),

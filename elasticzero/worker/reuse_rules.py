@@ -22,10 +22,10 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remains:
+class Leftovers:
     """What a generation has left in its process after all that can be dropped was."""
 
-    own_groups: int = 0
+    script_groups: int = 0
     """Process groups that the script has made."""
     released: bool = True
     """The package's own groups are gone."""
@@ -39,10 +39,10 @@ class Remains:
     """The same after the first generation of this process; None: this was it."""
 
 
-def doubt(remains: Remains) -> str | None:
+def reason_not_to_reuse(remains: Leftovers) -> str | None:
     """What speaks against keeping this process; None: nothing does."""
-    if remains.own_groups:
-        return f"{remains.own_groups} process group(s) of the script's own are left"
+    if remains.script_groups:
+        return f"{remains.script_groups} process group(s) of the script's own are left"
     if not remains.released:
         return "an operation hangs in a process group"
     if remains.threads:

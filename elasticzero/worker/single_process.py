@@ -26,7 +26,7 @@ from elasticzero.checkpoint.steps.catalog import check_writable, fault, steps
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
-from elasticzero.ipc.agent_client import ALONE, AgentLink, GenerationEnded
+from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
@@ -39,7 +39,7 @@ from elasticzero.ipc.messages import (
     Stepped,
 )
 from elasticzero.spans import STRATEGIES
-from elasticzero.worker.training_state import Boundary
+from elasticzero.worker.training_state import TrainingState
 
 PROGRESS_EVERY_S = 2.0
 PREFIX = "ELASTICZERO_"
@@ -129,7 +129,7 @@ class Console:
         self.say(f"step {step.step}{of}{loss}")
 
 
-class LocalLink(AgentLink):
+class LocalLink(AgentClient):
     """In the place of the link to an agent."""
 
     def __init__(self, settings: Settings) -> None:
@@ -140,8 +140,8 @@ class LocalLink(AgentLink):
         if where is not None:
             check_writable(open_directory(where))
         assignment = replace(
-            ALONE,
-            token=f"g{ALONE.generation:06d}-{secrets.token_hex(8)}",
+            STANDALONE,
+            token=f"g{STANDALONE.generation:06d}-{secrets.token_hex(8)}",
             strategy=settings.strategy,
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
@@ -213,7 +213,7 @@ class LocalLink(AgentLink):
             self.console.say(f"not removed: {problem}")
 
     @contextmanager
-    def interruptions(self, boundary: Callable[[], Boundary | None]) -> Iterator[None]:
+    def interruptions(self, boundary: Callable[[], TrainingState | None]) -> Iterator[None]:
         """Take Ctrl-C and SIGTERM as a wish to end at the next boundary, where there is something
         to be saved by then; a script's own handlers stay."""
         if threading.current_thread() is not threading.main_thread():
@@ -246,7 +246,7 @@ class LocalLink(AgentLink):
             for number in taken:
                 signal.signal(number, usual[number])
 
-    def end(self, error: BaseException, at: Boundary | None) -> NoReturn:
+    def end(self, error: BaseException, at: TrainingState | None) -> NoReturn:
         """End the process after an error left the training function: by `SystemExit` where it is
         no error of the script's own."""
         if isinstance(error, (GenerationEnded, KeyboardInterrupt)):

@@ -36,7 +36,7 @@ from elasticzero.errors import (
     one_line,
     same_error,
 )
-from elasticzero.ipc.agent_client import AgentLink, GenerationEnded, leave, wait_for_the_end
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now, park
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
 
 SAVE_WAIT_S = 30.0
@@ -45,7 +45,7 @@ ADVICE = "; use another step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class StopState:
     """What a worker has when its generation ends."""
 
     step: int = 0
@@ -53,7 +53,7 @@ class Standing:
     complete: bool = False
     """This worker alone holds the whole state."""
     misled: bool = False
-    """See `Groups.misled`."""
+    """See `ProcessGroups.results_suspect`."""
     bad_step: int | None = None
     """The checkpoint it was to go on from, on storage."""
     save: Callable[[], Captured] | None = None
@@ -62,15 +62,15 @@ class Standing:
     """Breaks the group's connections."""
 
 
-def end(link: AgentLink, error: BaseException, standing: Callable[[], Standing]) -> int:
+def end(link: AgentClient, error: BaseException, standing: Callable[[], StopState]) -> int:
     """`stop`, of the main thread: never returns where another thread is at it already."""
     if not link.take_the_end():
-        wait_for_the_end()
+        park()
     return stop(link, error, standing())
 
 
 def stop(
-    link: AgentLink, error: BaseException, standing: Standing, *, may_keep: bool = True
+    link: AgentClient, error: BaseException, standing: StopState, *, may_keep: bool = True
 ) -> int:
     """The stop protocol; ends the process, or returns its exit code where it may be kept."""
     code, own = _explain(link, error, standing)
@@ -82,11 +82,11 @@ def stop(
         code = _not_kept(link, lost, standing.step)
     finally:
         if not kept:
-            leave(code)
+            exit_now(code)
     return code
 
 
-def _not_kept(link: AgentLink, error: BaseException, step: int) -> int:
+def _not_kept(link: AgentClient, error: BaseException, step: int) -> int:
     """Say that the snapshot could not be written; returns the exit code."""
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else _trace(error)
@@ -99,7 +99,7 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _explain(link: AgentLink, error: BaseException, standing: Standing) -> tuple[int, bool]:
+def _explain(link: AgentClient, error: BaseException, standing: StopState) -> tuple[int, bool]:
     """S1; returns the exit code, and whether the failure is this rank's own."""
     if isinstance(error, GenerationEnded):
         if error.aborted:
@@ -157,7 +157,7 @@ def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
     return "peer" if misled else "user"
 
 
-def _hand_over(link: AgentLink, reason: str, standing: Standing) -> bool:
+def _hand_over(link: AgentClient, reason: str, standing: StopState) -> bool:
     """S2 and S3; False: no answer came."""
     clean = standing.clean and standing.save is not None
     link.send(

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
-from elasticzero.comm.process_group import Groups
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.nonfinite import Findings
-from elasticzero.consistency.replicas import Verification
-from elasticzero.data.sampling import Position
+from elasticzero.consistency.replicas import ReplicaVerifier
+from elasticzero.data.sampling import DataPosition
 from elasticzero.errors import NotFinite, PeerSetAside, UserError, is_peer_error
-from elasticzero.ipc.agent_client import AgentLink, GenerationEnded
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
-from elasticzero.snapshots.restore import load, open_source
-from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import BoundaryCopy, SmallState
+from elasticzero.snapshots.restore import open_source, restore_state
+from elasticzero.snapshots.stager import StateStager
+from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.state.model import MODEL
 
 FLAG_REASONS = {
@@ -42,29 +42,29 @@ class EpochEnd:
 
     run: Callable[[], object] | None
     """The script's `on_epoch_end`."""
-    after: Position
+    after: DataPosition
     """Where the data stands once it has run."""
 
 
-class Boundary:
+class TrainingState:
     """The training state of one generation on one rank, from boundary to boundary."""
 
     def __init__(
         self,
-        link: AgentLink,
-        groups: Groups | None,
+        link: AgentClient,
+        groups: ProcessGroups | None,
         strategy: Strategy,
-        small: SmallState,
-        captures: Captures,
+        small: AuxiliaryState,
+        captures: StateStager,
     ) -> None:
         self.strategy = strategy
         self.small = small
         self.captures = captures
         self.step = 0
         """Optimizer steps applied."""
-        self.position = Position()
+        self.position = DataPosition()
         """In the data, at the last boundary."""
-        self.next_position = Position()
+        self.next_position = DataPosition()
         """After the global batch that is being worked on."""
         self.copy: BoundaryCopy | None = None
         """Of the last boundary; None before the state is in place."""
@@ -87,14 +87,16 @@ class Boundary:
         self._link = link
         self._groups = groups
         self._control = ControlExchange(groups)
-        self._verification = Verification(groups, link.assignment, lambda: self.strategy.replicas())
+        self._verification = ReplicaVerifier(
+            groups, link.assignment, lambda: self.strategy.replicas()
+        )
 
     def restore(self) -> int:
         """Put the state in place that the assignment says; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
             checkpoint = open_source(assignment)
-            self.position = load(checkpoint, self.strategy, self.small, assignment.rank)
+            self.position = restore_state(checkpoint, self.strategy, self.small, assignment.rank)
             self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
             if assignment.generation == 1:  # a new run may go on where the last one ended itself
                 self.position = replace(self.position, stopped=None)
@@ -109,11 +111,11 @@ class Boundary:
         """Why all ranks have ended training early; None: they have not."""
         return self.position.stopped
 
-    def begin_loop(self, position: Position) -> None:
+    def begin_loop(self, position: DataPosition) -> None:
         """A loop over batches begins here."""
         self.position = position
 
-    def begin_step(self, after: Position, ends: EpochEnd | None) -> None:
+    def begin_step(self, after: DataPosition, ends: EpochEnd | None) -> None:
         """A global batch begins. after: where its step leaves the data; ends: what is to be done
         where it is an epoch's last."""
         self._epoch_end = ends

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elasticzero.errors import UserError, is_final, is_peer_error, one_line
-from elasticzero.ipc.channel import BELL_FD_VARIABLE, CHANNEL_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.ipc.messages import Failed, Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
@@ -175,7 +175,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(launch.environment)
     os.environ[CHANNEL_FD_VARIABLE] = str(fds[1])
-    os.environ[BELL_FD_VARIABLE] = str(fds[2])
+    os.environ[WAKEUP_FD_VARIABLE] = str(fds[2])
     if launch.is_program:
         _execute(launch, fds[1:])
     _limit_threads()

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import Order
+from elasticzero.data.sampling import SampleOrder
 from tests.integration.scripts import regression
 
 
 def order_of_samples(global_batch: int, epochs: int) -> list[list[int]]:
     """The samples of each step: every epoch's order cut in global batches, the last one shorter."""
-    order = Order(samples=regression.SAMPLES, seed=3, shuffle=True)
+    order = SampleOrder(samples=regression.SAMPLES, seed=3, shuffle=True)
     cuts = range(0, regression.SAMPLES, global_batch)
     return [
         [int(i) for i in order.indices(epoch, cut, min(cut + global_batch, regression.SAMPLES))]

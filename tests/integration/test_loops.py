@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.data.sampling import Order
+from elasticzero.data.sampling import SampleOrder
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_LEAVE, Failed, Finished, Request, Stopping
 from tests.integration.scripts import loops
@@ -54,7 +54,7 @@ def used(told: dict[str, Any], loop_of: dict[int, int]) -> dict[int, list[int]]:
 def in_order(dataset: int, epochs: int) -> list[int]:
     """The samples of a dataset's first epochs."""
     samples = loops.SAMPLES[dataset]
-    order = Order(samples=samples)
+    order = SampleOrder(samples=samples)
     return [int(i) for epoch in range(epochs) for i in order.indices(epoch, 0, samples)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.data.sampling import Order
+from elasticzero.data.sampling import SampleOrder
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.worker.single_process import read_settings
 
@@ -146,7 +146,7 @@ def test_training_alone_saves_and_goes_on_as_an_agent_does(tmp_path: Path) -> No
     assert "the checkpoint of step 14 is damaged: " in said and "step 12 is used" in said
     steps = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     samples = {step["step"]: step["samples"] for step in steps if "samples" in step}
-    order = Order(samples=23)
+    order = SampleOrder(samples=23)
     places = [order.indices(epoch, 0, 23) for epoch in range(4)]
     expected = [int(i) for indices in places for i in indices]
     assert [i for step in sorted(samples) for i in samples[step]] == expected[: 3 * 23 + 8]

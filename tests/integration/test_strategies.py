@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.data.sampling import Order, Plan, Position
+from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
 from elasticzero.ipc.assignment import Resume
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
@@ -36,8 +36,8 @@ def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:
     model = Model().double()
     optimizer = torch.optim.AdamW(groups(model), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
-    samples, order = Samples(), Order(samples=SAMPLES)
-    plan, position = Plan(order=order, global_batch=8, steps=steps), Position()
+    samples, order = Samples(), SampleOrder(samples=SAMPLES)
+    plan, position = BatchPlan(order=order, global_batch=8, steps=steps), DataPosition()
     while (found := plan.next(position)) is not None:
         batch, position = found
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]

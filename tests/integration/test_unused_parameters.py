@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.data.sampling import Order, Plan, Position
+from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES
@@ -33,8 +33,8 @@ def plain(told: dict[str, Any], steps: int) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = Model(told).double()
     optimizer = optimizer_of(model.parameters())
-    samples, order = Samples(), Order(samples=SAMPLES, shuffle=False)
-    plan, position = Plan(order=order, global_batch=6, steps=steps), Position()
+    samples, order = Samples(), SampleOrder(samples=SAMPLES, shuffle=False)
+    plan, position = BatchPlan(order=order, global_batch=6, steps=steps), DataPosition()
     while (found := plan.next(position)) is not None:
         batch, position = found
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]

@@ -107,9 +107,9 @@ def test_a_worker_rings_for_all_but_what_comes_with_every_step(
 ) -> None:
     code = """
 import time
-from elasticzero.ipc.agent_client import AgentLink
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import Attached, Logged, Stepped
-link = AgentLink.from_environment()
+link = AgentClient.from_environment()
 link.send(Stepped(step=1, at_s=2.5, step_s=0.1, data_wait_s=0.0, samples=8))
 link.send(Logged(step=1, scalars={"loss": 0.5}))
 print("stepped", flush=True)

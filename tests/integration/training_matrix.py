@@ -23,21 +23,21 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.comm.process_group import Groups, connect, device_of
-from elasticzero.comm.rendezvous import Place, meet
-from elasticzero.data.sampling import Position
+from elasticzero.comm.process_group import ProcessGroups, connect, device_of
+from elasticzero.comm.rendezvous import RankInfo, rendezvous
+from elasticzero.data.sampling import DataPosition
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft as saving
 from elasticzero.snapshots import restore as restoring
 from elasticzero.spans import STRATEGIES
-from elasticzero.state.auxiliary import SmallState
+from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from tests.integration.training_exact import Model, Samples, groups, squares
 
 STEPS = 2
 
 
-def joined(rank: int, world_size: int, port: int, *, on_gpu: bool = False) -> Groups:
+def joined(rank: int, world_size: int, port: int, *, on_gpu: bool = False) -> ProcessGroups:
     """The groups of ranks that meet at this port of this machine."""
     store_fd = None
     if rank == 0:
@@ -45,15 +45,15 @@ def joined(rank: int, world_size: int, port: int, *, on_gpu: bool = False) -> Gr
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind(("127.0.0.1", port))
         store_fd = store.detach()
-    place = Place(
+    place = RankInfo(
         rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="matrix"
     )
-    return connect(place, device_of(place) if on_gpu else torch.device("cpu"), meet(place))
+    return connect(place, device_of(place) if on_gpu else torch.device("cpu"), rendezvous(place))
 
 
 def build(
     name: str, place: tuple[int, int], dtype: torch.dtype, seed: int
-) -> tuple[Strategy, SmallState]:
+) -> tuple[Strategy, AuxiliaryState]:
     torch.manual_seed(seed)
     rank, world_size = place
     plain = Model().to(dtype)
@@ -69,7 +69,7 @@ def build(
             world_size=world_size,
         ),
     )
-    small = SmallState(torch.device("cpu"))
+    small = AuxiliaryState(torch.device("cpu"))
     small.buffers, small.aliases = named.buffers, named.aliases
     small.groups = strategy.optimizer.param_groups
     small.group_names = strategy.group_names
@@ -90,10 +90,10 @@ def train(strategy: Strategy, rank: int, world_size: int) -> None:
 def save(name: str, rank: int, world_size: int, directory: Path, dtype: torch.dtype) -> None:
     strategy, small = build(name, (rank, world_size), dtype, seed=1)
     train(strategy, rank, world_size)
-    author = saving.Author(
+    author = saving.WriterInfo(
         rank=rank, world_size=world_size, generation=1, token="matrix", strategy=name
     )
-    copy = small.capture(STEPS, Position(loop=0, epoch=1, offset=2))
+    copy = small.capture(STEPS, DataPosition(loop=0, epoch=1, offset=2))
     draft, pieces = saving.draft(strategy.share(), copy, author)
     write_checkpoint(DiskDirectory(directory / f"{name}-{world_size}"), draft, rank, pieces)
 
@@ -102,9 +102,9 @@ def check(source: Path, name: str, rank: int, world_size: int, dtype: torch.dtyp
     """Load into a model with other weights; returns the number of elements compared."""
     strategy, small = build(name, (rank, world_size), dtype, seed=100 + rank)
     stored = open_step(DiskStorage(source / step_directory(STEPS)))
-    position = restoring.load(stored, strategy, small, rank)
+    position = restoring.restore_state(stored, strategy, small, rank)
     assert (position.epoch, position.offset) == (1, 2)
-    author = saving.Author(
+    author = saving.WriterInfo(
         rank=rank, world_size=world_size, generation=2, token="again", strategy=name
     )
     draft, pieces = saving.draft(strategy.share(), small.capture(STEPS, position), author)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elasticzero.comm.control import ControlWord
 from elasticzero.launcher.protocol.documents import World, charge
-from elasticzero.snapshots.schedule import Ledger
+from elasticzero.snapshots.schedule import CaptureSchedule
 from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
 
@@ -115,7 +115,7 @@ class Group:
         self._step_s = 0.0
         plan = cluster.plan
         self.snapshots = plan.snapshot_every > 0 and (plan.strategy != "ddp" or self.size == 1)
-        self.ledger = Ledger(start=self.step, every=plan.snapshot_every)
+        self.ledger = CaptureSchedule(start=self.step, every=plan.snapshot_every)
         self.word: ControlWord | None = None
         self.owed: int | None = None
         self.saved = self.step if world.resume.tier == "storage" else None
@@ -296,7 +296,7 @@ class Group:
         )
 
     def kept_states(self) -> set[State]:
-        """What a capture must leave: see `Captures._kept_states`."""
+        """What a capture must leave: see `StateStager._kept_states`."""
         ledger, resume = self.ledger, self.world.resume
         keep = {(self.generation, ledger.saving)} if ledger.saving is not None else set()
         if ledger.held is not None:

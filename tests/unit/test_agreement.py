@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from elasticzero.comm import control_tree as agreement
 from elasticzero.comm.barriers import LEAST
-from elasticzero.comm.control_tree import WIDTH, Agreement, join, relatives
-from elasticzero.comm.rendezvous import Place
+from elasticzero.comm.control_tree import WIDTH, MaxTree, join, relatives
+from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import is_peer_error
 
 SIZES = [1, 2, 3, 17, 18, 40]
@@ -36,19 +36,19 @@ def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
 
 
 @contextmanager
-def met(size: int, **given: float) -> Iterator[tuple[dist.Store, Callable[[int], Agreement]]]:
+def met(size: int, **given: float) -> Iterator[tuple[dist.Store, Callable[[int], MaxTree]]]:
     """A store, and what joins a rank of this process."""
     store = dist.HashStore()
-    plain = Place(rank=0, world_size=size, token="t", password="p")
+    plain = RankInfo(rank=0, world_size=size, token="t", password="p")
 
-    def join_rank(rank: int) -> Agreement:
+    def join_rank(rank: int) -> MaxTree:
         return join(replace(plain, rank=rank, **given), store)  # type: ignore[arg-type]
 
     yield store, join_rank
 
 
 @contextmanager
-def joined(size: int, **given: float) -> Iterator[tuple[list[Agreement], ThreadPoolExecutor]]:
+def joined(size: int, **given: float) -> Iterator[tuple[list[MaxTree], ThreadPoolExecutor]]:
     with met(size, **given) as (_, join_rank), ThreadPoolExecutor(size) as pool:
         ranks = list(pool.map(join_rank, range(size)))
         try:
@@ -66,7 +66,7 @@ def test_all_take_the_greatest_of_each_number(size: int) -> None:
             for rank, numbers in zip(ranks, given, strict=True):
                 rank.give(numbers)
             most = (*map(max, zip(*given, strict=True)), *[LEAST] * (WIDTH - 3))
-            assert list(pool.map(Agreement.take, ranks)) == [most] * size
+            assert list(pool.map(MaxTree.take, ranks)) == [most] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -79,7 +79,7 @@ def test_what_is_taken_later_is_what_was_given_then(size: int) -> None:
         for rank in ranks:
             rank.give([200])
         assert [rank.take()[0] for rank in ranks] == [100] * size
-        assert [found[0] for found in pool.map(Agreement.take, ranks)] == [200] * size
+        assert [found[0] for found in pool.map(MaxTree.take, ranks)] == [200] * size
 
 
 @pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (40, 0), (40, 1), (40, 39)])
@@ -87,7 +87,7 @@ def test_a_lost_rank_is_an_error_for_every_other(size: int, lost: int) -> None:
     with joined(size) as (ranks, pool):
         ranks[lost].close()
 
-        def error(rank: Agreement) -> str:
+        def error(rank: MaxTree) -> str:
             for _ in range(3):  # it stays so
                 with pytest.raises(dist.DistNetworkError) as raised:
                     rank.greatest(1)
@@ -105,7 +105,7 @@ def passing_on() -> bool:
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_of_it_is_left_after_its_end(given: bool) -> None:
     up, down = socket.socketpair()
-    top = Agreement(None, [down])
+    top = MaxTree(None, [down])
     assert passing_on()
     if given:
         top.give([1])  # and waits for the other
@@ -170,7 +170,7 @@ def test_who_says_slowly_who_it_is_is_waited_for() -> None:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()
         hello = agreement._HELLO.pack(
-            agreement._proof(Place(rank=0, world_size=3, token="t", password="p")), 2
+            agreement._proof(RankInfo(rank=0, world_size=3, token="t", password="p")), 2
         )
         with socket.create_connection((host, int(port))) as slow:
             slow.sendall(hello[:5])
@@ -188,7 +188,7 @@ def test_a_number_that_is_too_great_is_refused_where_it_is_given() -> None:
 
 
 def test_many_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "STRANGERS", 3)
+    monkeypatch.setattr(agreement, "MAX_UNAUTHENTICATED", 3)
     with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool, ExitStack() as strangers:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from elasticzero.comm.process_group import CLOSED
-from elasticzero.comm.rendezvous import Place
-from elasticzero.ipc.agent_client import ALONE, AgentLink
-from elasticzero.snapshots.stager import Captures
-from elasticzero.state.auxiliary import SmallState
-from elasticzero.worker.training_state import Boundary
+from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.snapshots.stager import StateStager
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.worker.training_state import TrainingState
 
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -31,7 +31,7 @@ class Tracked:
 class Ranks:
     """This rank's groups; `error` is raised where all are to confirm."""
 
-    place = Place(rank=0, world_size=2)
+    place = RankInfo(rank=0, world_size=2)
     agreement = None
     untouched = True
     error: Exception | None = None
@@ -53,11 +53,11 @@ class Ranks:
 def test_a_peer_that_does_not_confirm(
     replicated: bool, tracks: bool, untouched: bool, error: Exception, clean: bool
 ) -> None:
-    link, ranks, small = AgentLink(None, ALONE), Ranks(), SmallState(torch.device("cpu"))
+    link, ranks, small = AgentClient(None, STANDALONE), Ranks(), AuxiliaryState(torch.device("cpu"))
     strategy: Any = SimpleNamespace(replicated=replicated, apply=lambda: None)
-    captures = Captures(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
+    captures = StateStager(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
     groups: Any = ranks
-    at = Boundary(link, groups, strategy, small, captures)
+    at = TrainingState(link, groups, strategy, small, captures)
     if tracks:
         small.track("thing", Tracked())
     at.restore()

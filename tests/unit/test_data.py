@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.data.sampling import (
+    BatchPlan,
+    DataPosition,
     GlobalBatch,
-    Order,
-    Plan,
-    Position,
-    dealt,
+    SampleOrder,
     micro_batches,
     permuted,
     share,
+    share_of,
 )
 from elasticzero.errors import UserError
 from elasticzero.serialization import decode, encode
@@ -27,7 +27,7 @@ sizes = st.integers(1, 2000)
 seeds = st.integers(-(2**70), 2**70)
 
 
-def walk(plan: Plan, position: Position) -> list[GlobalBatch]:
+def walk(plan: BatchPlan, position: DataPosition) -> list[GlobalBatch]:
     batches = []
     while (found := plan.next(position)) is not None:
         batch, position = found
@@ -37,13 +37,13 @@ def walk(plan: Plan, position: Position) -> list[GlobalBatch]:
 
 @given(samples=sizes, seed=seeds, epoch=st.integers(0, 2**40))
 def test_every_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
-    indices = Order(samples=samples, seed=seed).indices(epoch, 0, samples)
+    indices = SampleOrder(samples=samples, seed=seed).indices(epoch, 0, samples)
     assert sorted(indices.tolist()) == list(range(samples))
 
 
 @given(samples=sizes, seed=seeds, data=st.data())
 def test_any_part_is_computed_by_itself(samples: int, seed: int, data: st.DataObject) -> None:
-    order = Order(samples=samples, seed=seed)
+    order = SampleOrder(samples=samples, seed=seed)
     start = data.draw(st.integers(0, samples))
     stop = data.draw(st.integers(start, samples))
     whole = order.indices(3, 0, samples)
@@ -58,23 +58,23 @@ def test_a_huge_dataset_needs_no_table() -> None:
 
 
 def test_seed_and_epoch_change_the_order_and_it_looks_random() -> None:
-    order = Order(samples=1000, seed=1)
+    order = SampleOrder(samples=1000, seed=1)
     first = order.indices(0, 0, 1000)
     assert first.tolist() != order.indices(1, 0, 1000).tolist()
-    assert first.tolist() != Order(samples=1000, seed=2).indices(0, 0, 1000).tolist()
+    assert first.tolist() != SampleOrder(samples=1000, seed=2).indices(0, 0, 1000).tolist()
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
     assert abs(np.corrcoef(first, order.indices(1, 0, 1000))[0, 1]) < 0.15
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    assert Order(samples=10, seed=7).indices(2, 0, 10).tolist() == ORDER_OF_10
+    assert SampleOrder(samples=10, seed=7).indices(2, 0, 10).tolist() == ORDER_OF_10
 
 
 ORDER_OF_10 = [0, 8, 1, 3, 4, 9, 5, 2, 6, 7]
 
 
 def test_without_shuffle_the_order_is_the_datasets() -> None:
-    assert Order(samples=5, shuffle=False).indices(9, 1, 4).tolist() == [1, 2, 3]
+    assert SampleOrder(samples=5, shuffle=False).indices(9, 1, 4).tolist() == [1, 2, 3]
 
 
 @given(
@@ -113,10 +113,10 @@ def test_ranks_share_a_batch_evenly(
 def test_a_changed_batch_size_goes_on_from_the_same_sample(
     samples: int, batches: list[int], epochs: int
 ) -> None:
-    order = Order(samples=samples, seed=5)
-    position, used = Position(), []
+    order = SampleOrder(samples=samples, seed=5)
+    position, used = DataPosition(), []
     for i, size in enumerate(batches):
-        plan = Plan(order=order, global_batch=size, epochs=epochs)
+        plan = BatchPlan(order=order, global_batch=size, epochs=epochs)
         position = plan.start(position, 0)
         steps = 0
         while (found := plan.next(position)) is not None and (steps < 3 or i == len(batches) - 1):
@@ -128,21 +128,21 @@ def test_a_changed_batch_size_goes_on_from_the_same_sample(
 
 @given(samples=st.integers(1, 100), size=st.integers(1, 30), epochs=st.integers(1, 4))
 def test_total_steps_counts_what_the_loop_does(samples: int, size: int, epochs: int) -> None:
-    order = Order(samples=samples)
-    plan = Plan(order=order, global_batch=size, epochs=epochs)
-    assert plan.steps_from(Position()) == len(walk(plan, Position()))
+    order = SampleOrder(samples=samples)
+    plan = BatchPlan(order=order, global_batch=size, epochs=epochs)
+    assert plan.steps_from(DataPosition()) == len(walk(plan, DataPosition()))
     both = replace(plan, steps=7)
-    assert both.steps_from(Position()) == len(walk(both, Position())) <= 7
+    assert both.steps_from(DataPosition()) == len(walk(both, DataPosition())) <= 7
     if size <= samples:
         short = replace(plan, drop_last=True)
-        batches = walk(short, Position())
-        assert short.steps_from(Position()) == len(batches)
+        batches = walk(short, DataPosition())
+        assert short.steps_from(DataPosition()) == len(batches)
         assert {len(batch) for batch in batches} == {size}
 
 
 def test_steps_alone_runs_over_as_many_epochs_as_it_takes() -> None:
-    plan = Plan(order=Order(samples=10), global_batch=4, steps=7)
-    assert [(b.epoch, b.start, b.stop) for b in walk(plan, Position())] == [
+    plan = BatchPlan(order=SampleOrder(samples=10), global_batch=4, steps=7)
+    assert [(b.epoch, b.start, b.stop) for b in walk(plan, DataPosition())] == [
         (0, 0, 4), (0, 4, 8), (0, 8, 10),
         (1, 0, 4), (1, 4, 8), (1, 8, 10),
         (2, 0, 4),
@@ -150,20 +150,20 @@ def test_steps_alone_runs_over_as_many_epochs_as_it_takes() -> None:
 
 
 def test_more_epochs_go_on_where_fewer_ended() -> None:
-    order = Order(samples=10)
-    ended = Position()
-    plan = Plan(order=order, global_batch=4, epochs=1)
+    order = SampleOrder(samples=10)
+    ended = DataPosition()
+    plan = BatchPlan(order=order, global_batch=4, epochs=1)
     while (found := plan.next(ended)) is not None:
         ended = found[1]
-    more = Plan(order=order, global_batch=4, epochs=2)
+    more = BatchPlan(order=order, global_batch=4, epochs=2)
     assert [batch.epoch for batch in walk(more, more.start(ended, 0))] == [1, 1, 1]
 
 
 def test_another_order_in_mid_epoch_is_refused() -> None:
-    plan = Plan(order=Order(samples=10, seed=0), global_batch=4, epochs=2)
-    found = plan.next(plan.start(Position(), 0))
+    plan = BatchPlan(order=SampleOrder(samples=10, seed=0), global_batch=4, epochs=2)
+    found = plan.next(plan.start(DataPosition(), 0))
     assert found is not None
-    other = Plan(order=Order(samples=10, seed=1), global_batch=4, epochs=2)
+    other = BatchPlan(order=SampleOrder(samples=10, seed=1), global_batch=4, epochs=2)
     with pytest.raises(UserError, match="some samples would be used twice"):
         other.start(found[1], 0)
     after = other.start(found[1], 1)
@@ -172,8 +172,8 @@ def test_another_order_in_mid_epoch_is_refused() -> None:
 
 def test_another_order_after_a_whole_epoch_is_taken() -> None:
     """`[…] stopped in the middle of an epoch`, it said of an epoch that was complete."""
-    ended = Position(epoch=0, offset=10, steps=3, order=[10, 0, True])
-    longer = Plan(order=Order(samples=12, seed=0), global_batch=4, epochs=2)
+    ended = DataPosition(epoch=0, offset=10, steps=3, order=[10, 0, True])
+    longer = BatchPlan(order=SampleOrder(samples=12, seed=0), global_batch=4, epochs=2)
     position = longer.start(ended, 0)
     assert [(b.epoch, b.start) for b in walk(longer, position)] == [(1, 0), (1, 4), (1, 8)]
 
@@ -200,13 +200,13 @@ def test_loops_use_each_sample_once_an_epoch(
 ) -> None:
     """Over the same datasets in turn, with steps, epochs and breaks, and begun again anywhere."""
     used: dict[int, list[tuple[int, int]]] = {}
-    position, count = Position(), 0
+    position, count = DataPosition(), 0
     for number, (dataset, size, epochs, steps, breaks_after) in enumerate(loops):
         dataset %= len(samples)
         if epochs is None and steps is None:
             epochs = 1
-        order = Order(samples=samples[dataset])
-        plan = Plan(order=order, global_batch=size, epochs=epochs, steps=steps)
+        order = SampleOrder(samples=samples[dataset])
+        plan = BatchPlan(order=order, global_batch=size, epochs=epochs, steps=steps)
         position = plan.start(position, number, dataset)
         expected, done = plan.steps_from(position), 0
         while (found := plan.next(position)) is not None and done < breaks_after:
@@ -216,7 +216,7 @@ def test_loops_use_each_sample_once_an_epoch(
             into += [(batch.epoch, p) for p in range(batch.start, batch.stop)]
             done, count = done + 1, count + 1
             if count in broken:  # another generation
-                position = decode(Position, json.loads(json.dumps(encode(position))))
+                position = decode(DataPosition, json.loads(json.dumps(encode(position))))
                 position = plan.start(position, number, dataset)
             assert plan.steps_from(position) == expected - done
         assert done == min(expected, breaks_after)
@@ -227,9 +227,10 @@ def test_loops_use_each_sample_once_an_epoch(
 
 def test_another_seed_begins_another_epoch() -> None:
     by_hand = [
-        Plan(order=Order(samples=10, seed=seed), global_batch=4, steps=2) for seed in range(3)
+        BatchPlan(order=SampleOrder(samples=10, seed=seed), global_batch=4, steps=2)
+        for seed in range(3)
     ]
-    position, seen = Position(), []
+    position, seen = DataPosition(), []
     for loop, plan in enumerate(by_hand):
         position = plan.start(position, loop)
         for batch in walk(plan, position):
@@ -247,19 +248,19 @@ def test_another_seed_begins_another_epoch() -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict[str, object], complaint: str) -> None:
-    plan = Plan(order=Order(samples=10), global_batch=4, epochs=1)
+    plan = BatchPlan(order=SampleOrder(samples=10), global_batch=4, epochs=1)
     with pytest.raises(UserError, match=complaint):
         replace(plan, **change)  # type: ignore[arg-type]
 
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(UserError, match="0 samples"):
-        Order(samples=0)
+        SampleOrder(samples=0)
 
 
 @given(batches=st.integers(0, 50), world_size=st.integers(1, 9))
 def test_an_evaluation_counts_each_batch_once(batches: int, world_size: int) -> None:
-    hands = [list(dealt(batches, rank, world_size)) for rank in range(world_size)]
+    hands = [list(share_of(batches, rank, world_size)) for rank in range(world_size)]
     assert len({len(hand) for hand in hands}) == 1
     counted = sorted(index for hand in hands for index, counts in hand if counts)
     assert counted == list(range(batches))
@@ -272,14 +273,16 @@ def test_a_completed_epoch_is_not_stopped_in_the_middle(
     """After whole epochs another dataset, or another seed, was refused as "stopped in the
     middle of an epoch"."""
     size = min(size, samples)
-    before = Plan(order=Order(samples=samples), global_batch=size, epochs=2, drop_last=drop_last)
-    position = before.start(Position(), 0)
+    before = BatchPlan(
+        order=SampleOrder(samples=samples), global_batch=size, epochs=2, drop_last=drop_last
+    )
+    position = before.start(DataPosition(), 0)
     found = before.next(position)
     while found is not None:
         position = found[1]
         found = before.next(position)
-    other = Order(samples=samples + 1, seed=7)
-    after = Plan(order=other, global_batch=size, epochs=3, drop_last=drop_last)
+    other = SampleOrder(samples=samples + 1, seed=7)
+    after = BatchPlan(order=other, global_batch=size, epochs=3, drop_last=drop_last)
     begun = after.start(position, 0)
     assert (begun.epoch, begun.offset, begun.steps) == (2, 0, position.steps)
     assert begun.order == [samples + 1, 7, True]

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from elasticzero.comm import nccl
-from elasticzero.comm.control_tree import Agreement
-from elasticzero.comm.process_group import Groups, device_of
-from elasticzero.comm.rendezvous import Place
+from elasticzero.comm.control_tree import MaxTree
+from elasticzero.comm.process_group import ProcessGroups, device_of
+from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import OperatorError
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
-def worker(local_rank: int) -> Place:
-    return Place(rank=local_rank, world_size=4, local_rank=local_rank)
+def worker(local_rank: int) -> RankInfo:
+    return RankInfo(rank=local_rank, world_size=4, local_rank=local_rank)
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_every_rank_countersigns_or_none_goes_on(
         if shut:
             groups.shut()
 
-    place = Place(rank=0, world_size=3, token="t")
-    groups = Groups(place, torch.device("cpu"), Agreement(None, []), frozenset())
+    place = RankInfo(rank=0, world_size=3, token="t")
+    groups = ProcessGroups(place, torch.device("cpu"), MaxTree(None, []), frozenset())
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
     groups.countersign()
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -80,6 +80,6 @@ def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
 def test_nobody_else_aborts_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {HANDLING: "3", DUMP: "1"})
-    nccl.leave_aborts_to_us()
+    nccl.disable_torch_watchdog()
     assert os.environ[HANDLING] == "0"
     assert os.environ[DUMP] == "1"  # a matter of taste

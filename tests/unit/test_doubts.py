@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.worker.reuse_rules import Remains, doubt
+from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 MIB = 1 << 20
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
     ("found", "why"),
     [
         ({}, None),
-        ({"own_groups": 1}, "1 process group(s) of the script's own are left"),
+        ({"script_groups": 1}, "1 process group(s) of the script's own are left"),
         ({"released": False}, "an operation hangs in a process group"),
         ({"threads": ("reader", "b", "c", "d")}, "threads still run: reader, b, c"),
         ({"children": (12, 13)}, "child processes are left: 12, 13"),
@@ -34,4 +34,4 @@ MIB = 1 << 20
     ],
 )
 def test_what_speaks_against_keeping_a_process(found: dict[str, Any], why: str | None) -> None:
-    assert doubt(Remains(**found)) == why
+    assert reason_not_to_reuse(Leftovers(**found)) == why

@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from elasticzero.comm.control import ControlWord
-from elasticzero.snapshots.schedule import Due, Ledger
+from elasticzero.snapshots.schedule import CaptureSchedule, Due
 
-READY = Ledger(start=0, every=5, ready=True)
+READY = CaptureSchedule(start=0, every=5, ready=True)
 
 
-def after(*words: ControlWord, ledger: Ledger = READY) -> Ledger:
+def after(*words: ControlWord, ledger: CaptureSchedule = READY) -> CaptureSchedule:
     for word in words:
         ledger = ledger.heard(word)
     return ledger
@@ -22,41 +22,73 @@ def after(*words: ControlWord, ledger: Ledger = READY) -> Ledger:
     ("ledger", "step", "checkpoint", "snapshots", "due"),
     [
         pytest.param(READY, 7, False, True, "snapshot", id="P3: a new generation, at once"),
-        pytest.param(Ledger(start=0, every=5), 7, False, True, "nothing", id="memory not ready"),
-        pytest.param(Ledger(start=0), 7, True, True, "checkpoint", id="saved all the same"),
+        pytest.param(
+            CaptureSchedule(start=0, every=5), 7, False, True, "nothing", id="memory not ready"
+        ),
+        pytest.param(
+            CaptureSchedule(start=0), 7, True, True, "checkpoint", id="saved all the same"
+        ),
         pytest.param(READY, 7, False, False, "nothing", id="a strategy without use for them"),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=5, held=5), 9, False, True, "nothing",
+            CaptureSchedule(start=0, every=5, ready=True, taken=5, held=5),
+            9,
+            False,
+            True,
+            "nothing",
             id="P3: not yet",
         ),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=5, held=5), 10, False, True, "snapshot",
+            CaptureSchedule(start=0, every=5, ready=True, taken=5, held=5),
+            10,
+            False,
+            True,
+            "snapshot",
             id="P3: due",
         ),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=5, held=0), 10, False, True, "nothing",
+            CaptureSchedule(start=0, every=5, ready=True, taken=5, held=0),
+            10,
+            False,
+            True,
+            "nothing",
             id="P1: one in flight",
         ),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=5, held=5, saving=5), 10, False, True,
-            "nothing", id="P1: one being saved",
+            CaptureSchedule(start=0, every=5, ready=True, taken=5, held=5, saving=5),
+            10,
+            False,
+            True,
+            "nothing",
+            id="P1: one being saved",
         ),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=5, held=5, saving=5), 10, True, True,
-            "nothing", id="P2: not while another is being saved",
+            CaptureSchedule(start=0, every=5, ready=True, taken=5, held=5, saving=5),
+            10,
+            True,
+            True,
+            "nothing",
+            id="P2: not while another is being saved",
         ),
         pytest.param(
-            Ledger(start=0, every=5, ready=True, taken=8, held=5), 10, True, True, "checkpoint",
+            CaptureSchedule(start=0, every=5, ready=True, taken=8, held=5),
+            10,
+            True,
+            True,
+            "checkpoint",
             id="P2: a snapshot in flight gives way",
         ),
         pytest.param(
-            Ledger(start=0, every=0, ready=True, taken=5, held=5), 900, False, True, "nothing",
+            CaptureSchedule(start=0, every=0, ready=True, taken=5, held=5),
+            900,
+            False,
+            True,
+            "nothing",
             id="no interval yet",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_due(
-    ledger: Ledger, step: int, checkpoint: bool, snapshots: bool, due: Due
+    ledger: CaptureSchedule, step: int, checkpoint: bool, snapshots: bool, due: Due
 ) -> None:
     assert ledger.due(step, checkpoint=checkpoint, snapshots=snapshots) == due
 

@@ -9,7 +9,7 @@ from elasticzero.snapshots.interval import (
     MOST_STEPS,
     OVERHEAD,
     SURE_COSTS,
-    SnapshotCost,
+    IntervalTuner,
     interval,
 )
 
@@ -32,7 +32,7 @@ def test_the_interval_keeps_snapshots_under_their_share_of_the_time(
         assert cost_s <= OVERHEAD * every * step_s * (1 + 1e-9)
 
 
-def seen(cost: SnapshotCost, *, stall_s: float, beside_s: list[float], quiet: int = 20) -> None:
+def seen(cost: IntervalTuner, *, stall_s: float, beside_s: list[float], quiet: int = 20) -> None:
     """One snapshot, after steps of 0.1 s."""
     for _ in range(quiet):
         cost.stepped(0.1)
@@ -43,27 +43,27 @@ def seen(cost: SnapshotCost, *, stall_s: float, beside_s: list[float], quiet: in
 
 
 def test_the_cost_is_the_wait_and_what_steps_take_longer() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     seen(cost, stall_s=0.02, beside_s=[0.13, 0.11, 0.1])
     assert cost.cost_s == pytest.approx(0.06)
     assert cost.step_s == pytest.approx(0.1)
 
 
 def test_steps_that_were_faster_beside_a_snapshot_make_it_no_cheaper_than_its_wait() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     seen(cost, stall_s=0.02, beside_s=[0.05, 0.05])
     assert cost.cost_s == pytest.approx(0.02)
 
 
 def test_one_snapshot_that_cost_much_does_not_count() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     for beside_s in ([0.11], [0.11], [7.0], [0.11], [0.11]):
         seen(cost, stall_s=0.01, beside_s=beside_s)
     assert cost.cost_s == pytest.approx(0.02)
 
 
 def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     assert cost.wished() == 0
     asked = []
     for _ in range(SURE_COSTS):
@@ -73,7 +73,7 @@ def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> Non
 
 
 def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than_half() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     for _ in range(7):
         seen(cost, stall_s=0.02, beside_s=[])
     first = cost.wished()
@@ -86,7 +86,7 @@ def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than
 
 def test_steps_beside_snapshots_without_a_gap_between_them_count_where_no_slower() -> None:
     """The first steps, here of 1 s, are slow: caches are cold and kernels are chosen."""
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     for _ in range(4):
         cost.stepped(1.0)
     for _ in range(12):
@@ -95,7 +95,7 @@ def test_steps_beside_snapshots_without_a_gap_between_them_count_where_no_slower
 
 
 def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     cost.stepped(0.1)
     cost.captured(0.5)
     assert cost.measuring
@@ -106,7 +106,7 @@ def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
 
 
 def test_what_landed_without_having_been_in_flight_counts_for_nothing() -> None:
-    cost = SnapshotCost()
+    cost = IntervalTuner()
     cost.stepped(0.1)
     cost.landed()
     assert (cost.cost_s, cost.wished()) == (0.0, 0)

@@ -20,15 +20,15 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.data.sampling import Position
+from elasticzero.data.sampling import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft as saving
 from elasticzero.snapshots import restore as restoring
-from elasticzero.state.auxiliary import SmallState, decode_state, encode_state
+from elasticzero.state.auxiliary import AuxiliaryState, decode_state, encode_state
 from elasticzero.state.model import NamedModel
-from elasticzero.state.rng import RngState, generators_kept
+from elasticzero.state.rng import RngState, preserve_rng
 
 CPU = torch.device("cpu")
 plain = st.recursive(
@@ -58,12 +58,12 @@ class Small(nn.Module):
 
 def build(
     name: str, factory: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32
-) -> tuple[Strategy, SmallState]:
+) -> tuple[Strategy, AuxiliaryState]:
     model = Small().to(dtype)
     named = NamedModel(model)
     setting = Setting(model=model, named=named, factory=factory, device=CPU, rank=0, world_size=1)
     strategy = create(name, setting)
-    small = SmallState(CPU)
+    small = AuxiliaryState(CPU)
     small.buffers, small.aliases = named.buffers, named.aliases
     small.groups = strategy.optimizer.param_groups
     small.group_names = strategy.group_names
@@ -78,9 +78,9 @@ def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
         strategy.apply()
 
 
-def save(folder: Path, strategy: Strategy, small: SmallState, name: str) -> Path:
-    author = saving.Author(rank=0, world_size=1, generation=1, token="t", strategy=name)
-    draft, pieces = saving.draft(strategy.share(), small.capture(3, Position()), author)
+def save(folder: Path, strategy: Strategy, small: AuxiliaryState, name: str) -> Path:
+    author = saving.WriterInfo(rank=0, world_size=1, generation=1, token="t", strategy=name)
+    draft, pieces = saving.draft(strategy.share(), small.capture(3, DataPosition()), author)
     write_checkpoint(DiskDirectory(folder), draft, 0, pieces)
     return folder / step_directory(3)
 
@@ -123,7 +123,7 @@ def test_generators_go_on_where_they_were() -> None:
     first = draw()
     state.apply(CPU)
     assert draw() == first
-    with generators_kept(CPU):
+    with preserve_rng(CPU):
         draw()
         state.apply(CPU)
     assert draw() != first
@@ -148,7 +148,7 @@ def test_names_are_the_models_own_and_a_tied_tensor_has_one() -> None:
 def test_a_boundary_copy_does_not_move_with_the_model() -> None:
     strategy, small = build("ddp")
     small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizer, 1))
-    copy = small.capture(4, Position(epoch=1))
+    copy = small.capture(4, DataPosition(epoch=1))
     small.buffers["mean"] += 1
     strategy.optimizer.param_groups[0]["lr"] = 9.0
     torch.rand(1)
@@ -174,7 +174,7 @@ def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
         assert not torch.equal(master, parameter.float()) or not master.any()
     for other in ("ddp", "zero1", "zero2"):
         again, small_again = build(other, dtype=torch.bfloat16)
-        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
         share = again.share()
         same = [n for n in whole if n.startswith("model/") and n != "model/mean"]
         if (other == "ddp") == (name == "ddp"):
@@ -229,7 +229,7 @@ def test_usual_optimizers_change_strategy(
     train(strategy)
     step = save(tmp_path, strategy, small, first)
     again, small_again = build(second, factory)
-    restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+    restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
     train(strategy)
     train(again)
     a, b = strategy.share(), again.share()
@@ -249,7 +249,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
         for momentum, kept in ((0.9, "keeps momentum_buffer"), (0.0, "keeps nothing")):
             again, small_again = build(name, partial(torch.optim.SGD, lr=0.1, momentum=momentum))
             with pytest.raises(CheckpointMismatch, match="written with another optimizer") as why:
-                restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+                restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
             assert kept in str(why.value)
             assert "use the optimizer that wrote it" in str(why.value)
 
@@ -260,8 +260,8 @@ def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
     step = save(tmp_path, strategy, small, "ddp")
     again, small_again = build("ddp")
     with pytest.raises(CheckpointMismatch, match="has state for 'scheduler'"):
-        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
     small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizer, 1))
     small_again.track("average", nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatch, match="has no state for 'average'"):
-        restoring.load(open_step(DiskStorage(step)), again, small_again, 0)
+        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.comm.control import ControlWord, _numbers, _word
-from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, Interval
+from elasticzero.comm.control import ControlWord, decode_word, encode_word
+from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, SigningInterval
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import (
     Failure,
@@ -119,8 +119,8 @@ def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> No
 
 def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None:
     def heard(*digests: int | None) -> ControlWord:
-        given = [_numbers(ControlWord(digest=each), rank) for rank, each in enumerate(digests)]
-        return _word([max(column) for column in zip(*given, strict=True)])
+        given = [encode_word(ControlWord(digest=each), rank) for rank, each in enumerate(digests)]
+        return decode_word([max(column) for column in zip(*given, strict=True)])
 
     top = (1 << 62) - 1
     for alike in ([None, None], [0, 0, 0], [5, 5], [top, top]):
@@ -130,7 +130,7 @@ def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None
 
 
 def test_the_interval_keeps_verifying_below_its_share_of_the_time() -> None:
-    interval, now_s = Interval(), 100.0
+    interval, now_s = SigningInterval(), 100.0
     for step, step_s in enumerate([1.0, 0.010, 0.012, 5.0, 0.011, 0.011], 1):
         assert interval.wished == 0 or step > 2
         now_s += 0.001
