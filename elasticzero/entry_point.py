@@ -28,12 +28,12 @@ def run(train: Callable[[Session], None]) -> None:
     in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
     """
     link = AgentClient.from_environment()
-    if link.alone:
+    if link.standalone:
         _alone(train)
         return
-    origin = ProcessBaseline()
-    while (over := _generation(link, train)) is not None:
-        prepare_for_next_generation(link, over, origin)
+    baseline = ProcessBaseline()
+    while (ended := _generation(link, train)) is not None:
+        prepare_for_next_generation(link, ended, baseline)
 
 
 def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGeneration | None:
@@ -57,13 +57,13 @@ def _alone(train: Callable[[Session], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(int(error.exit_code)) from error
     generation = Generation(link)
-    with link.interruptions(lambda: generation.boundary):
+    with link.interruptions(lambda: generation.training):
         try:
             generation.enter()
             _enter(train, generation)
             generation.finish()
         except BaseException as error:  # noqa: BLE001 - raised again there
-            link.end(error, generation.boundary)
+            link.end(error, generation.training)
 
 
 def _enter(train: Callable[[Session], None], generation: Generation) -> None:

@@ -66,8 +66,8 @@ class Session:
     @property
     def step_count(self) -> int:
         """Optimizer steps applied so far; 1 after the first."""
-        at = self._generation.boundary
-        return at.step if at is not None else 0
+        training = self._generation.training
+        return training.step if training is not None else 0
 
     @property
     def batch_indices(self) -> list[int]:
@@ -87,8 +87,8 @@ class Session:
     @property
     def stopped(self) -> str | None:
         """Why training was ended by `stop`, once all ranks know; None: it was not."""
-        at = self._generation.boundary
-        return at.stopped if at is not None else None
+        training = self._generation.training
+        return training.stopped if training is not None else None
 
     def stop(self, reason: str) -> None:
         """End training for all ranks; any of them may call this, at any time.
@@ -98,10 +98,10 @@ class Session:
         saved, and the job ends as finished, with this reason. A run that is begun anew from its
         last checkpoint (`--restart`) goes on.
         """
-        at = self._prepared("stop")
+        training = self._prepared("stop")
         if not isinstance(reason, str) or not reason.strip():
             raise UserError("session.stop takes the reason as a text, which the job ends with")
-        at.asked = " ".join(reason.split())
+        training.stop_reason = " ".join(reason.split())
 
     def prepare(
         self, model: nn.Module, optimizer: OptimizerFactory, *, strategy: str | None = None
@@ -112,7 +112,7 @@ class Session:
         zero3; by default the launcher's.
         """
         generation = self._generation
-        if generation.boundary is not None:
+        if generation.training is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
         usage.check_model(model)
         factory = usage.check_factory(optimizer)
@@ -125,7 +125,7 @@ class Session:
             every = {**named.parameters, **dict(model.named_buffers())}
             generation.groups.broadcast({key: tensor.data for key, tensor in every.items()})
         names = list(model.state_dict())
-        self._state = lambda: whole_state(names, named, laid.share(), generation.groups)
+        self._state = lambda: whole_state(names, named, laid.rank_state(), generation.groups)
         setting = Setting(
             model=model,
             named=named,
@@ -137,47 +137,47 @@ class Session:
         laid = create(name, setting)
         described = of_optimizer(laid.optimizer, laid.group_names)
         self._comparison.require_equal(Call.PREPARE, described)
-        small = AuxiliaryState(self.device)
-        small.buffers, small.aliases = named.buffers, named.aliases
+        auxiliary = AuxiliaryState(self.device)
+        auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
         usage.ease_copies(model, laid.model, name)
-        usage.manage(laid.optimizer, lambda: generation.boundary)
-        small.groups, small.group_names = laid.optimizer.param_groups, laid.group_names
-        captures = StateStager(
+        usage.manage(laid.optimizer, lambda: generation.training)
+        auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
+        stager = StateStager(
             self._link,
             name,
-            laid.share,
+            laid.rank_state,
             replicated=laid.replicated,
             saving=generation.saving,
             save=self._link.save if isinstance(self._link, LocalLink) else None,
         )
-        boundary = TrainingState(self._link, generation.groups, laid, small, captures)
+        state = TrainingState(self._link, generation.groups, laid, auxiliary, stager)
         if name != "ddp":
-            boundary.gradients = HiddenGradients(laid.model.parameters())
-        generation.boundary = boundary
+            state.gradients = HiddenGradients(laid.model.parameters())
+        generation.training = state
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
         """Keep the state of anything with `state_dict` and `load_state_dict`; returns it."""
-        at = self._prepared("track")
-        if at.copy is not None:
+        training = self._prepared("track")
+        if training.copy is not None:
             raise UserError("session.track comes before session.restore")
-        usage.check_tracked(name, thing, at.strategy.optimizer, at.captures.strategy)
-        at.small.track(name, thing)
+        usage.check_tracked(name, thing, training.strategy.optimizer, training.stager.strategy)
+        training.auxiliary.track(name, thing)
         return thing
 
     def restore(self) -> None:
         """Put the state in place that this generation starts from: another node's or this one's
         memory, a checkpoint, or the fresh model as it is."""
-        at = self._prepared("restore")
-        if at.copy is not None:
+        training = self._prepared("restore")
+        if training.copy is not None:
             raise UserError("session.restore was called twice")
         self._link.check()
         generation, began_s = self._generation, time.monotonic()
-        with self._link.leaving_at_once():
-            bytes_read = self._restore(at)
+        with self._link.exit_on_abort():
+            bytes_read = self._restore(training)
         self._link.send(
             Restored(
-                step=at.step,
+                step=training.step,
                 tier=self._assignment.resume.tier,
                 connect_s=generation.entered_s - generation.began_s,
                 build_s=began_s - generation.entered_s,
@@ -186,11 +186,11 @@ class Session:
             )
         )
 
-    def _restore(self, at: TrainingState) -> int:
+    def _restore(self, training: TrainingState) -> int:
         """Returns the bytes read. An agent is told of a damaged checkpoint, and chooses another."""
         while True:
             try:
-                return at.restore()
+                return training.restore()
             except CheckpointDamaged as error:
                 if not isinstance(self._link, LocalLink):
                     raise
@@ -239,13 +239,13 @@ class Session:
                 f"global_batch is {global_batch}, smaller than the world of {self.world_size} "
                 "ranks: raise it, or run on fewer"
             )
-        reading = BatchReader(
+        reader = BatchReader(
             dataset=dataset, device=self.device, collate_fn=collate_fn, num_workers=num_workers
         )
-        walk = RankSchedule(
+        schedule = RankSchedule(
             plan=plan, rank=self.rank, world_size=self.world_size, micro_batch=micro_batch
         )
-        return self._loops.walk(self._prepared("batches"), walk, reading, on_epoch_end)
+        return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss to that of the global batch.
@@ -253,7 +253,7 @@ class Session:
         weight: what the mean is over, in place of the number of samples (tokens, say); then give
         it for every micro-batch. A micro-batch of weight 0 takes no part: its loss may be anything.
         """
-        at, progress = self._prepared("backward"), self._loops.progress
+        training, progress = self._prepared("backward"), self._loops.progress
         batch, part = progress.current("backward")
         if progress.backward:
             raise UserError("session.backward was called twice for one micro-batch")
@@ -265,10 +265,10 @@ class Session:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
         progress.weigh(None if weight is None else amount)
-        at.begin_backward()
-        at.gradients.show()
-        at.strategy.backward(loss, amount / len(batch))
-        at.gradients.hide()
+        training.begin_backward()
+        training.gradients.show()
+        training.strategy.backward(loss, amount / len(batch))
+        training.gradients.hide()
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
@@ -276,7 +276,7 @@ class Session:
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters.
         """
-        at, progress = self._prepared("step"), self._loops.progress
+        training, progress = self._prepared("step"), self._loops.progress
         batch, part = progress.current("step")
         if not progress.backward:
             raise UserError("session.backward(loss) was not called before session.step()")
@@ -284,19 +284,19 @@ class Session:
         if not part.last:
             return False
         self._link.check()
-        at.gradients.show()
-        at.apply(at.strategy.finish(self._weight_factor(len(batch)), max_grad_norm))
+        training.gradients.show()
+        training.apply(training.strategy.finish(self._weight_factor(len(batch)), max_grad_norm))
         now_s = time.monotonic()
         step_s = now_s - progress.began_s
-        at.captures.stepped(step_s)
+        training.stager.stepped(step_s)
         self._link.send(
             Stepped(
-                step=at.step,
+                step=training.step,
                 at_s=now_s,
                 step_s=step_s,
                 data_wait_s=progress.data_wait_s,
                 samples=len(batch),
-                total=progress.total(at.step, at.next_position),
+                total=progress.total(training.step, training.next_position),
             )
         )
         return True
@@ -327,24 +327,24 @@ class Session:
         In eval mode, without gradients; training goes on as if it had not been. The result does
         not depend on the world.
         """
-        at = self._prepared("evaluate")
-        reading = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
+        training = self._prepared("evaluate")
+        reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
         groups = self._generation.groups
         if groups is not None:
-            groups.barrier(Call.EVALUATE, where=f" after step {at.step}")
+            groups.barrier(Call.EVALUATE, where=f" after step {training.step}")
         with (
             self.busy("evaluating"),
-            evaluating(at.strategy.model, at.small.buffers, groups),
+            evaluating(training.strategy.model, training.auxiliary.buffers, groups),
         ):
-            return evaluate(reading, fn, batch_size, groups, self._link.check)
+            return evaluate(reader, fn, batch_size, groups, self._link.check)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state, as copies on the CPU by the names of the model's own
         `state_dict`, in every strategy. All ranks call this; rank 0 receives it, the others an
         empty dict."""
-        at, groups = self._prepared("state_dict"), self._generation.groups
+        training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:
-            groups.barrier(Call.STATE_DICT, where=f" after step {at.step}")
+            groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
         return self._state()
 
     def log(self, **scalars: float | Tensor) -> None:
@@ -369,10 +369,10 @@ class Session:
                 self._loops.progress.excuse(began_s)
 
     def _prepared(self, call: str) -> TrainingState:
-        at = self._generation.boundary
-        if at is None:
+        training = self._generation.training
+        if training is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
-        return at
+        return training
 
 
 def _scalar(name: str, value: float | Tensor) -> float:

@@ -1,7 +1,7 @@
-"""What each rank is at when the ranks agree on something, so that one that is elsewhere is named.
+"""Names a rank that is at another call than the rest when the ranks agree on something.
 
-Every message of the tree (`agreement`) that a session sends carries two numbers more: the call that
-the rank is at and the rank itself, and the same negated. Of all ranks the greatest of the first is
+Every message of the control tree that a session sends carries two numbers more: the call that the
+rank is at and the rank itself, and the same negated. Of all ranks the greatest of the first is
 that of a rank whose call is the highest, of the second that of one whose call is the lowest; they
 differ where a rank has left its loop, or is alone in a call that all ranks must make.
 

@@ -23,17 +23,17 @@ CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlWord:
     """What the ranks tell each other at a boundary. Of all ranks' words the one that counts has
-    the greatest of each field, but the least of `ready`, `kept` and `saved`."""
+    the greatest of each field, but the least of `ready`, `held` and `saved`."""
 
     flags: int = 0
     """Bits: a node leaves, the world grows, the job is stopped."""
     ready: bool = False
     """This rank has its memory."""
-    kept: int = -1
+    held: int = -1
     """Newest step whose snapshot this node holds, and its buddy's too."""
     saved: int = -1
     """Newest step whose save is over on this node, well or not."""
-    unkept: int = -1
+    not_held: int = -1
     """Newest step whose snapshot this node could not keep."""
     unsaved: int = -1
     """Newest step whose checkpoint this node could not write."""
@@ -48,7 +48,7 @@ class ControlWord:
     """Of all ranks' words: the greatest of `~digest`."""
 
     @property
-    def alike(self) -> bool:
+    def digests_equal(self) -> bool:
         """Whether all ranks gave the same digest, or none."""
         complement = None if self.complement is None else ~self.complement
         return self.digest == complement
@@ -58,33 +58,33 @@ class ControlExchange:
     """What all ranks know alike at the same boundary: given in a step, taken at its end."""
 
     def __init__(self, groups: ProcessGroups | None) -> None:
-        many = groups is not None and groups.place.world_size > 1
-        self._agreement = groups.agreement if groups is not None and many else None
-        self._rank = groups.place.rank if groups is not None else 0
-        self._given = False
+        many = groups is not None and groups.rank_info.world_size > 1
+        self._tree = groups.control_tree if groups is not None and many else None
+        self._rank = groups.rank_info.rank if groups is not None else 0
+        self._submitted = False
 
-    def give(self, mine: ControlWord) -> None:
+    def submit(self, mine: ControlWord) -> None:
         """Give this rank's word of the step that it works on; once a step, later calls do nothing.
 
         It is given as the step's first backward begins: a rank that leaves its loop before that has
         not given it, so that what it gives next meets the others' words and tells on it.
         """
-        if self._agreement is not None and not self._given:
-            self._agreement.give(encode_word(mine, self._rank))
-            self._given = True
+        if self._tree is not None and not self._submitted:
+            self._tree.submit(encode_word(mine, self._rank))
+            self._submitted = True
 
-    def take(self, mine: ControlWord) -> ControlWord | None:
+    def collect(self, mine: ControlWord) -> ControlWord | None:
         """What counts of all ranks' words of the step that ends; None where none was given. For one
         rank alone that is its own word of now.
 
         Raises `RetryError` where another rank has left its loop.
         """
-        if self._agreement is None:
+        if self._tree is None:
             return mine
-        if not self._given:
+        if not self._submitted:
             return None
-        self._given = False
-        numbers = self._agreement.take()
+        self._submitted = False
+        numbers = self._tree.collect()
         barriers.check(numbers[-2:], Call.STEP, self._rank, "")
         return decode_word(numbers)
 
@@ -92,23 +92,23 @@ class ControlExchange:
 def encode_word(word: ControlWord, rank: int) -> list[int]:
     """A word as numbers of which the greatest count: each flag for itself, the least negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
-    least = [-int(word.ready), -word.kept, -word.saved]
-    most = [word.unkept, word.unsaved, word.every, word.verify_every]
+    least = [-int(word.ready), -word.held, -word.saved]
+    most = [word.not_held, word.unsaved, word.every, word.verify_every]
     digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
     return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
 
 
 def decode_word(numbers: Sequence[int]) -> ControlWord:
     flags = sum(flag for flag, raised in zip(CONTROL_FLAGS, numbers, strict=False) if raised)
-    ready, kept, saved, unkept, unsaved, every, verify_every, digest, complement, *_ = numbers[
+    ready, held, saved, not_held, unsaved, every, verify_every, digest, complement, *_ = numbers[
         len(CONTROL_FLAGS) :
     ]
     return ControlWord(
         flags=flags,
         ready=bool(ready),
-        kept=-kept,
+        held=-held,
         saved=-saved,
-        unkept=unkept,
+        not_held=not_held,
         unsaved=unsaved,
         every=every,
         verify_every=verify_every,

@@ -7,8 +7,8 @@ and on cores that training fills its threads cost more than all else between two
 that nobody waits for one that computes; a rank without needs none.
 
 What breaks a connection (a death, `ProcessGroups.shut`) is an error for every rank, from then on
-and at the latest when it waits for what was agreed. There is no limit of time here: who is late and who
-hangs is for the agents to say, which shut the groups.
+and at the latest when it waits for a result. There is no time limit here: the agents decide whether
+a rank is late or hangs, and shut the groups.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ class MaxTree:
     def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
         self._up = up
         self._down = tuple(down)
-        self._given: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
-        self._taken: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
         self._open = 0
         """Given, and not received."""
         self._early: deque[_Numbers] = deque()
         """Received before it was asked for."""
         self._thread: threading.Thread | None = None
         if down:
-            thread = threading.Thread(target=self._pass_on, name="elasticzero-agree", daemon=True)
+            thread = threading.Thread(target=self._relay, name="elasticzero-agree", daemon=True)
             thread.start()
             self._thread = thread
 
-    def give(self, numbers: Sequence[int]) -> None:
+    def submit(self, numbers: Sequence[int]) -> None:
         """This rank's numbers, `WIDTH` of them at most, of 64 bits; does not wait for others."""
         own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
         message = _MESSAGE.pack(*own)
         self._open += 1
         if self._thread is not None or self._up is None:
-            self._given.put(own)
+            self._submitted.put(own)
             return
         try:
             _send(self._up, message)
         except OSError as error:
             raise _broken(error) from None
 
-    def take(self) -> _Numbers:
+    def collect(self) -> _Numbers:
         """Of each number the greatest that the ranks gave, of what was given first and is not taken
         yet; waits for all of them.
 
@@ -92,14 +92,14 @@ class MaxTree:
         """
         return self._early.popleft() if self._early else self._next()
 
-    def greatest(self, number: int) -> int:
+    def allreduce_max(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; what they gave before can be taken
         after it."""
-        return self.greatest_of([number])[0]
+        return self.allreduce_maxima([number])[0]
 
-    def greatest_of(self, numbers: Sequence[int]) -> _Numbers:
-        """`greatest` of each of several numbers."""
-        self.give(numbers)
+    def allreduce_maxima(self, numbers: Sequence[int]) -> _Numbers:
+        """`allreduce_max` of each of several numbers."""
+        self.submit(numbers)
         while self._open > 1:
             self._early.append(self._next())
         return self._next()
@@ -107,13 +107,13 @@ class MaxTree:
     def _next(self) -> _Numbers:
         self._open -= 1
         if self._thread is not None:
-            found = self._taken.get()
+            found = self._received.get()
             if isinstance(found, OSError):
-                self._taken.put(found)  # it stays so
+                self._received.put(found)  # it stays so
                 raise _broken(found)
             return found
         if self._up is None:
-            return self._given.get() or ()
+            return self._submitted.get() or ()
         try:
             return _receive(self._up)
         except OSError as error:
@@ -127,19 +127,19 @@ class MaxTree:
 
     def close(self) -> None:
         """Nothing runs on it any more when this returns."""
-        self._given.put(None)
+        self._submitted.put(None)
         self.shut()
         if self._thread is not None:
             self._thread.join()
         for connection in self._connections():
             connection.close()
 
-    def _pass_on(self) -> None:
+    def _relay(self) -> None:
         """What comes from below and this rank's own goes up, what comes from above down."""
         try:
             while True:
                 below = list(self._from_below())
-                own = self._given.get()
+                own = self._submitted.get()
                 if own is None:
                     raise ConnectionAbortedError("closed")
                 most: _Numbers = tuple(map(max, own, *below))
@@ -149,10 +149,10 @@ class MaxTree:
                 message = _MESSAGE.pack(*most)
                 for connection in self._down:
                     _send(connection, message)
-                self._taken.put(most)  # last: this process may end when it has it
+                self._received.put(most)  # last: this process may end when it has it
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever takes has it
             self.shut()
-            self._taken.put(error if isinstance(error, OSError) else OSError(str(error)))
+            self._received.put(error if isinstance(error, OSError) else OSError(str(error)))
 
     def _from_below(self) -> Iterator[_Numbers]:
         """A message of each rank below, whichever is the first to have one."""
@@ -188,26 +188,26 @@ def _broken(error: OSError) -> dist.DistNetworkError:
     return dist.DistNetworkError(f"the ranks could not agree: {error}")
 
 
-def join(place: RankInfo, store: Store) -> MaxTree:
+def join(info: RankInfo, store: Store) -> MaxTree:
     """Connect to the rank above and to those below; all that have met at this store call it.
 
     Raises `DistNetworkError` when one of them is not reached, or does not come, in time: half of
-    `place.connect_timeout_s`.
+    `info.connect_timeout_s`.
     """
-    above, below = relatives(place.rank, place.world_size)
-    limit_s = place.connect_timeout_s * SHARE
-    tree = PrefixStore(f"{place.token}/tree", store)
+    above, below = relatives(info.rank, info.world_size)
+    limit_s = info.connect_timeout_s * SHARE
+    tree = PrefixStore(f"{info.token}/tree", store)
     with ExitStack() as listening, ExitStack() as connections:
         if below:
             listener = listening.enter_context(_listen(len(below) + MAX_UNAUTHENTICATED))
-            tree.set(str(place.rank), f"{place.host} {listener.getsockname()[1]}")
+            tree.set(str(info.rank), f"{info.host} {listener.getsockname()[1]}")
         up = None
         if above is not None:
-            up = _connect(place, above, tree.get(str(above)).decode(), limit_s)
+            up = _connect(info, above, tree.get(str(above)).decode(), limit_s)
             connections.enter_context(up)
         down: list[socket.socket] = []
         if below:
-            for connection in _accept(place, listener, set(below), limit_s):
+            for connection in _accept(info, listener, set(below), limit_s):
                 down.append(connections.enter_context(connection))
         connections.pop_all()  # all are there: they stay open
     return MaxTree(up, down)
@@ -224,12 +224,12 @@ def _listen(backlog: int) -> socket.socket:
         raise _broken(error) from None
 
 
-def _connect(place: RankInfo, above: int, address: str, limit_s: float) -> socket.socket:
+def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket.socket:
     host, port = address.split()
     try:
         up = socket.create_connection((host, int(port)), limit_s)
         up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _send(up, _HELLO.pack(_proof(place), place.rank))
+        _send(up, _HELLO.pack(_proof(info), info.rank))
         up.settimeout(None)
     except OSError as error:
         raise dist.DistNetworkError(
@@ -240,18 +240,18 @@ def _connect(place: RankInfo, above: int, address: str, limit_s: float) -> socke
 
 
 def _accept(
-    place: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
+    info: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
 ) -> Iterator[socket.socket]:
     """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
     one that says nothing keeps nobody waiting."""
     deadline_s = time.monotonic() + limit_s
-    with closing(_Handshake(listener, _proof(place))) as door:
+    with closing(_Handshake(listener, _proof(info))) as handshake:
         while missing:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 names = ", ".join(map(str, sorted(missing)))
                 raise dist.DistNetworkError(f"rank {names} did not connect in {limit_s:g} s")
-            for rank, connection in door.look(left_s):
+            for rank, connection in handshake.poll(left_s):
                 if rank not in missing:
                     connection.close()
                     continue
@@ -273,15 +273,15 @@ class _Handshake:
         self._ready = select.poll()
         self._ready.register(listener, select.POLLIN)
 
-    def look(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
+    def poll(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
         """Who has said meanwhile which rank it is, or (STRANGER) is none."""
         for fd, _ in self._ready.poll(limit_s * 1000):
             if fd == self._listener.fileno():
-                self._let_in()
+                self._accept()
             elif fd in self._unknown and (rank := self._hello(*self._unknown[fd])) is not None:
                 yield rank, self._forget(fd)
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         if len(self._unknown) >= MAX_UNAUTHENTICATED:
             self._forget(next(iter(self._unknown))).close()
         with suppress(OSError):  # it is gone again
@@ -315,5 +315,5 @@ class _Handshake:
             connection.close()
 
 
-def _proof(place: RankInfo) -> bytes:
-    return hashlib.sha256(f"{place.token} {place.password}".encode()).digest()
+def _proof(info: RankInfo) -> bytes:
+    return hashlib.sha256(f"{info.token} {info.password}".encode()).digest()

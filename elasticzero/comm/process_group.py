@@ -52,28 +52,28 @@ class ProcessGroups:
 
     def __init__(
         self,
-        place: RankInfo,
+        info: RankInfo,
         device: torch.device,
-        agreement: MaxTree,
+        tree: MaxTree,
         sockets: frozenset[str],
     ) -> None:
-        self.place = place
-        self.agreement = agreement
+        self.rank_info = info
+        self.control_tree = tree
         self._sockets = sockets
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
         self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
-        self._confirmed_to: tuple[int, int] | None = None
-        self._number = zlib.crc32(place.token.encode()) << 32
+        self._verified_at: tuple[int, int] | None = None
+        self._number = zlib.crc32(info.token.encode()) << 32
         self.awaits_gpu = False
         """The main thread does."""
         if self._on_gpu:
-            threading.Thread(target=self._look, name="elasticzero-nccl", daemon=True).start()
+            threading.Thread(target=self._poll_nccl, name="elasticzero-nccl", daemon=True).start()
 
     @property
-    def misled(self) -> bool:
+    def results_suspect(self) -> bool:
         """Collectives were aborted here, so that they may have given the script any values."""
         return self._on_gpu and self._shut.is_set()
 
@@ -81,13 +81,13 @@ class ProcessGroups:
         """Break every connection of this generation's groups, in any state; from any thread.
 
         A collective that runs here or in a peer ends at once: gloo's with an error, NCCL's as if it
-        were done, which `confirm` finds out.
+        were done, which `verify_collectives` finds out.
         """
         with self._shut_lock:
             if self._shut.is_set():
                 return
             self._shut.set()
-            self.agreement.shut()
+            self.control_tree.shut()
             for name, fd in socket_fds():
                 if name in self._sockets:
                     _shut_down(fd)
@@ -96,19 +96,19 @@ class ProcessGroups:
                 abort.start()
                 self._aborting = abort
 
-    def _look(self) -> None:
+    def _poll_nccl(self) -> None:
         """NCCL says nothing to who waits for the GPU."""
         while not self._shut.wait(POLL_S):
             if nccl.failed():
                 self.shut()
 
-    def confirm(self) -> None:
+    def verify_collectives(self) -> None:
         """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
         were shut before. All call this together.
 
         What collectives gave may be used for good only after this. Gloo's raise by themselves.
         """
-        if not self._on_gpu or self.place.world_size == 1:
+        if not self._on_gpu or self.rank_info.world_size == 1:
             return
         self.awaits_gpu = True
         try:
@@ -117,18 +117,18 @@ class ProcessGroups:
             done.synchronize()
             if self._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
-            self.countersign()
-            self._confirmed_to = self._begun()
+            self.verify_with_peers()
+            self._verified_at = self._collectives_begun()
         finally:
             self.awaits_gpu = False
 
     @property
-    def untouched(self) -> bool:
-        """This rank has begun no collective since `confirm`, so that nothing it has is of one that
-        was aborted. What it has received from one rank alone (`recv`) torch does not count."""
-        return self._confirmed_to is not None and self._confirmed_to == self._begun()
+    def no_collective_since_verified(self) -> bool:
+        """Whether this rank has begun no collective since `verify_collectives`: then nothing that
+        it has comes from an aborted one. torch does not count what `recv` gets from one rank."""
+        return self._verified_at is not None and self._verified_at == self._collectives_begun()
 
-    def _begun(self) -> tuple[int, int] | None:
+    def _collectives_begun(self) -> tuple[int, int] | None:
         """How many groups and, of the default one, collectives; None: the script has groups of its
         own, which are not looked at."""
         default = dist.group.WORLD
@@ -137,7 +137,7 @@ class ProcessGroups:
         begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
         return dist.distributed_c10d._world.group_count, int(begun)
 
-    def countersign(self) -> None:
+    def verify_with_peers(self) -> None:
         """Raise unless every rank is here, and none aborts meanwhile.
 
         Each gives the same number, which nobody has given before: where a rank gave none, or its
@@ -147,14 +147,14 @@ class ProcessGroups:
         number = mix64(self._number) >> 32
         given = torch.full((1,), number, dtype=torch.int64, device=self._device)
         dist.all_reduce(given)
-        if int(given.item()) != number * self.place.world_size or self._shut.is_set():
+        if int(given.item()) != number * self.rank_info.world_size or self._shut.is_set():
             raise dist.DistBackendError(CLOSED)
 
-    def part(self) -> None:
+    def drain_sends(self) -> None:
         """Where all have agreed to stop, before this rank goes: what it had still to send to a
         peer's GPU has come. Gloo's collectives leave nothing behind."""
         if self._on_gpu:
-            self.agreement.greatest(0)
+            self.control_tree.allreduce_max(0)
 
     def barrier(self, call: Call, number: int = 0, where: str = "") -> int:
         """Wait until all ranks make this call; returns the greatest of their numbers.
@@ -162,33 +162,33 @@ class ProcessGroups:
         Raises `UserError` on a rank that is at another call than the rest, `RetryError` on the
         rest; where: what the error says of this rank's place.
         """
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return number
-        rank = self.place.rank
+        rank = self.rank_info.rank
         fill = [LEAST] * (WIDTH - 3)
-        found = self.agreement.greatest_of([number, *fill, *barriers.marks(call, rank)])
+        found = self.control_tree.allreduce_maxima([number, *fill, *barriers.marks(call, rank)])
         barriers.check(found[-2:], call, rank, where)
         return found[0]
 
-    def alike(self, call: Call, number: int, where: str = "") -> bool:
+    def all_equal(self, call: Call, number: int, where: str = "") -> bool:
         """Whether all ranks give the same number, of 63 bits. Raises as `barrier` does."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return True
-        rank = self.place.rank
+        rank = self.rank_info.rank
         fill = [LEAST] * (WIDTH - 4)
         numbers = [number, ~number, *fill, *barriers.marks(call, rank)]
-        found = self.agreement.greatest_of(numbers)
+        found = self.control_tree.allreduce_maxima(numbers)
         barriers.check(found[-2:], call, rank, where)
         return found[0] == ~found[1]
 
     def share_text(self, text: str | None) -> str:
         """The text that one rank gives, the highest where several do; empty where none does. All
         call this together."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return text or ""
-        source = self.agreement.greatest(-1 if text is None else self.place.rank)
+        source = self.control_tree.allreduce_max(-1 if text is None else self.rank_info.rank)
         table = torch.zeros(MAX_TEXT_BYTES, dtype=torch.int64)
-        if text is not None and source == self.place.rank:
+        if text is not None and source == self.rank_info.rank:
             data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
             table[: len(data)] = torch.tensor(list(data), dtype=torch.int64)
         found = bytes(self.sum(table).tolist()).rstrip(bytes(1))
@@ -196,11 +196,11 @@ class ProcessGroups:
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors that the ranks give, on the CPU; all call this together."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return table
         summed = table.to(self._device)
         dist.all_reduce(summed)
-        self.confirm()
+        self.verify_collectives()
         return summed.cpu()
 
     def exchange(self, own: bytes) -> list[bytes]:
@@ -208,25 +208,25 @@ class ProcessGroups:
         that: breaking the connections takes it from none."""
         found = self._gather(own)
         with suppress(dist.DistError):
-            self.agreement.greatest(0)
+            self.control_tree.allreduce_max(0)
         return found
 
     def _gather(self, own: bytes) -> list[bytes]:
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return [own]
-        longest = self.agreement.greatest(len(own))
+        longest = self.control_tree.allreduce_max(len(own))
         padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
-        found = [torch.empty_like(mine) for _ in range(self.place.world_size)]
+        found = [torch.empty_like(mine) for _ in range(self.rank_info.world_size)]
         dist.all_gather(found, mine)
-        self.confirm()
+        self.verify_collectives()
         texts = [bytes(tensor.cpu().numpy()) for tensor in found]
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
         these changes."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors.values():
@@ -238,24 +238,24 @@ class ProcessGroups:
             }
             for values in flat.values():
                 dist.broadcast(values.view(torch.uint8), 0)
-            self.confirm()
+            self.verify_collectives()
             for dtype, same in by_dtype.items():
                 parts = flat[dtype].split([tensor.numel() for tensor in same])
                 for tensor, part in zip(same, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing runs on them any more, when this returns."""
         with self._shut_lock:
             self._shut.set()
             aborting = self._aborting
         if aborting is not None:
             aborting.join()
-        self.agreement.close()
+        self.control_tree.close()
 
     def close(self) -> None:
         """Give the groups up; call once nothing runs on them."""
-        self.let_go()
+        self.release()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
             _kept.append(dist.group.WORLD)
@@ -276,7 +276,7 @@ def destroy_groups(groups: ProcessGroups) -> bool:
     the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
     """
     last = [dist.group.WORLD]
-    groups.let_go()
+    groups.release()
     destroy_process_group()
     gc.collect()
     thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
@@ -285,7 +285,7 @@ def destroy_groups(groups: ProcessGroups) -> bool:
     return not thread.is_alive()
 
 
-def device_of(place: RankInfo) -> torch.device:
+def device_of(info: RankInfo) -> torch.device:
     """This worker's own GPU where there are any, else the CPU.
 
     Raises `OperatorError` where there are too few, unless NCCL is told that ranks may share one.
@@ -293,16 +293,16 @@ def device_of(place: RankInfo) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if place.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+    if info.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise OperatorError(
-            f"worker {place.local_rank} of this node has no GPU of its own, for there are {count}: "
+            f"worker {info.local_rank} of this node has no GPU of its own, for there are {count}: "
             f"give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
             "CPU"
         )
-    return torch.device("cuda", place.local_rank % count)
+    return torch.device("cuda", info.local_rank % count)
 
 
-def connect(place: RankInfo, device: torch.device, store: TCPStore) -> ProcessGroups:
+def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGroups:
     """Set up the groups of the ranks that have met at this store.
 
     A peer that goes away is an error of torch's own. The caller bounds it by a watchdog: torch's
@@ -314,18 +314,16 @@ def connect(place: RankInfo, device: torch.device, store: TCPStore) -> ProcessGr
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(place.token, store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=place.collective_timeout_s),
+        store=PrefixStore(info.token, store),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(seconds=info.collective_timeout_s),
     )
     dist.all_reduce(torch.zeros(1, device=device))
-    agreement = join(place, store)
+    tree = join(info, store)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return ProcessGroups(
-        place, device, agreement, frozenset(_own_sockets(before, place.master_port))
-    )
+    return ProcessGroups(info, device, tree, frozenset(_own_sockets(before, info.master_port)))
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:

@@ -2,7 +2,7 @@
 takes all of them.
 
 Scripts do not start alike fast: one node imports from a cold disk, another's process is kept from
-the generation before. Who is there waits for the rest for `place.start_timeout_s`; the time to set
+the generation before. Who is there waits for the rest for `info.start_timeout_s`; the time to set
 the process group up counts from when all are there.
 """
 
@@ -59,36 +59,36 @@ class RankInfo:
     collective_timeout_s: float = 600.0
 
 
-def rendezvous(place: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
+def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     """Rank 0's store, where every rank has said by now that it is there.
 
-    Raises `RetryError` when rank 0's host is not reached within `place.connect_timeout_s`, and when
-    a rank has not come within `place.start_timeout_s`; a peer that goes away later is an error of
+    Raises `RetryError` when rank 0's host is not reached within `info.connect_timeout_s`, and when
+    a rank has not come within `info.start_timeout_s`; a peer that goes away later is an error of
     torch's own.
     """
-    deadline_s = time.monotonic() + place.start_timeout_s
-    if place.store_fd is None:
-        allow(place.start_timeout_s + place.connect_timeout_s)
-        _reach(place, deadline_s)
-    allow(place.connect_timeout_s)
-    store = _store(place)
-    allow(max(0.0, deadline_s - time.monotonic()) + place.connect_timeout_s)
-    here = PrefixStore(f"{place.token}/here", store)
-    here.set(str(place.rank), "1")
-    if here.add("count", 1) == place.world_size:
+    deadline_s = time.monotonic() + info.start_timeout_s
+    if info.store_fd is None:
+        allow(info.start_timeout_s + info.connect_timeout_s)
+        _reach(info, deadline_s)
+    allow(info.connect_timeout_s)
+    store = _store(info)
+    allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
+    here = PrefixStore(f"{info.token}/here", store)
+    here.set(str(info.rank), "1")
+    if here.add("count", 1) == info.world_size:
         here.set("all", "1")
-    elif place.rank == 0:
-        _look_for_all(place, here, deadline_s)
+    elif info.rank == 0:
+        _look_for_all(info, here, deadline_s)
     else:
-        _wait_for_all(place, here, deadline_s)
-    allow(place.connect_timeout_s)
+        _wait_for_all(info, here, deadline_s)
+    allow(info.connect_timeout_s)
     return store
 
 
-def _store(place: RankInfo) -> TCPStore:
-    timeout = timedelta(seconds=place.connect_timeout_s)
-    address, port, size = place.master_address, place.master_port, place.world_size
-    if place.store_fd is None:
+def _store(info: RankInfo) -> TCPStore:
+    timeout = timedelta(seconds=info.connect_timeout_s)
+    address, port, size = info.master_address, info.master_port, info.world_size
+    if info.store_fd is None:
         return TCPStore(address, port, size, timeout=timeout, wait_for_workers=False)
     return TCPStore(
         address,
@@ -97,21 +97,21 @@ def _store(place: RankInfo) -> TCPStore:
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=place.store_fd,
+        master_listen_fd=info.store_fd,
         use_libuv=True,
     )
 
 
-def _reach(place: RankInfo, deadline_s: float) -> None:
+def _reach(info: RankInfo, deadline_s: float) -> None:
     """Wait until rank 0's store listens: a dead or silent host would block torch's store.
 
     A host that refuses the connection is there, and rank 0's script may still be starting.
     """
-    host, port = place.master_address, place.master_port
+    host, port = info.master_address, info.master_port
     began_s = seen_s = time.monotonic()
     told = False
     while True:
-        left_s = seen_s + place.connect_timeout_s - time.monotonic()
+        left_s = seen_s + info.connect_timeout_s - time.monotonic()
         problem = _probe(host, port, max(0.05, min(PROBE_S, left_s)))
         if problem is None:
             return
@@ -120,7 +120,7 @@ def _reach(place: RankInfo, deadline_s: float) -> None:
             seen_s = now_s
         waited_s = now_s - began_s
         pause_s = max(RETRY_S, min(RETRY_MAX_S, waited_s / 10))
-        if now_s + pause_s >= min(seen_s + place.connect_timeout_s, deadline_s):
+        if now_s + pause_s >= min(seen_s + info.connect_timeout_s, deadline_s):
             raise RetryError(f"rank 0 at {host}:{port} was not reached in time: {problem}")
         if waited_s >= TOLD_AFTER_S and not told:
             told = True
@@ -143,19 +143,19 @@ def _probe(host: str, port: int, limit_s: float) -> OSError | None:
     return None
 
 
-def _wait_for_all(place: RankInfo, here: PrefixStore, deadline_s: float) -> None:
+def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """By one wait, for torch warns of each that ends in vain."""
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
         here.wait(["all"], timedelta(seconds=left_s))
     except DistStoreError:
         raise RetryError(
-            f"{here.add('count', 0)} of {place.world_size} ranks were there after "
-            f"{place.start_timeout_s:g} s; the log of rank 0 names the others"
+            f"{here.add('count', 0)} of {info.world_size} ranks were there after "
+            f"{info.start_timeout_s:g} s; the log of rank 0 names the others"
         ) from None
 
 
-def _look_for_all(place: RankInfo, here: PrefixStore, deadline_s: float) -> None:
+def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """On rank 0, whose own store this is: it looks again and again, and tells for whom it waits."""
     began_s = time.monotonic()
     tell_s, told = TOLD_AFTER_S, ""
@@ -164,7 +164,7 @@ def _look_for_all(place: RankInfo, here: PrefixStore, deadline_s: float) -> None
         waited_s = now_s - began_s
         if now_s >= deadline_s or waited_s >= tell_s:
             tell_s *= 2
-            missing = [r for r in range(place.world_size) if not here.check([str(r)])]
+            missing = [r for r in range(info.world_size) if not here.check([str(r)])]
             names = list_text(missing, RANKS_SHOWN)
             text = f"not at elasticzero.run after {waited_s:.0f} s: rank {names}"
             if now_s >= deadline_s:

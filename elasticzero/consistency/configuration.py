@@ -58,12 +58,12 @@ def of_optimizer(
     return found
 
 
-def of_loop(walk: RankSchedule, loop: int) -> Description:
+def of_loop(schedule: RankSchedule, loop: int) -> Description:
     """The arguments of a call of `session.batches` on which the ranks' batches depend, and the
     size of micro-batches, since their number is how often ranks communicate. loop: its number."""
-    plan = walk.plan
-    whole = -(-plan.global_batch // walk.world_size)
-    size = walk.micro_batch
+    plan = schedule.plan
+    whole = -(-plan.global_batch // schedule.world_size)
+    size = schedule.micro_batch
     values = {
         "loop": loop,
         "samples": plan.order.samples,
@@ -127,7 +127,7 @@ class Comparison:
         groups, assignment = self._groups, self._assignment
         if groups is None or assignment.world_size == 1:
             return None
-        if groups.alike(call, combined({name: of_value(own[name]) for name in own})):
+        if groups.all_equal(call, combined({name: of_value(own[name]) for name in own})):
             return None
         mine = {"node": assignment.node, "trained": assignment.trained, "values": dict(own)}
         said = [json.loads(text) for text in groups.exchange(json.dumps(mine).encode())]

@@ -66,22 +66,24 @@ class Signature:
 class SigningInterval:
     """C3: the steps from one signature to the next, chosen from what was measured."""
 
-    wished: int = 0
+    proposed: int = 0
     """In steps; 0: nothing is known yet."""
-    _sign_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    _digest_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     _last: tuple[int, float] | None = None
     """Step and time of the end of the last signature."""
 
-    def signed(self, step: int, began_s: float, ended_s: float) -> None:
+    def digested(self, step: int, began_s: float, ended_s: float) -> None:
         """The state of `step` was signed in this time."""
         last, self._last = self._last, (step, ended_s)
-        self._sign_s.append(ended_s - began_s)
+        self._digest_s.append(ended_s - began_s)
         if last is None or step <= last[0]:
             return
         self._step_s.append((began_s - last[1]) / (step - last[0]))
         step_s = max(median(self._step_s), 1e-9)
-        self.wished = min(LONGEST_EVERY, max(1, math.ceil(fmean(self._sign_s) / (SHARE * step_s))))
+        self.proposed = min(
+            LONGEST_EVERY, max(1, math.ceil(fmean(self._digest_s) / (SHARE * step_s)))
+        )
 
 
 class ReplicaVerifier:
@@ -100,58 +102,58 @@ class ReplicaVerifier:
         self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
         self._every = assignment.verify_every
         self._interval = SigningInterval()
-        self._signed = self.verified = 0
-        self._open: Signature | None = None
+        self._digested = self.verified = 0
+        self._pending: Signature | None = None
         """Not compared yet: it rides in the next word."""
-        self._heard: Signature | None = None
+        self._compared: Signature | None = None
         """The one that was compared last."""
 
     def begin(self, step: int) -> None:
         """The generation starts from this step; all ranks have read the same state."""
-        self._signed = self.verified = step
+        self._digested = self.verified = step
 
-    def word(self, word: ControlWord) -> ControlWord:
+    def add_to_word(self, word: ControlWord) -> ControlWord:
         """`word` with what this rank says in it, given in the step after a boundary."""
-        if self._open is None:
+        if self._pending is None:
             return word
         chooses = self._assignment.rank == 0 and self._assignment.verify_every is None
-        wished = self._interval.wished if chooses else 0
-        return replace(word, digest=self._open.digest, verify_every=wished)
+        proposed = self._interval.proposed if chooses else 0
+        return replace(word, digest=self._pending.digest, verify_every=proposed)
 
-    def alike(self, word: ControlWord) -> bool:
+    def equal_at_exchange(self, word: ControlWord) -> bool:
         """Whether all ranks signed the same, according to a word that all have taken."""
-        self._heard, self._open = self._open, None
-        if self._heard is None:
+        self._compared, self._pending = self._pending, None
+        if self._compared is None:
             return True
         if self._assignment.verify_every is None:
             self._every = word.verify_every or self._every
-        if alike := word.alike:
-            self.verified = max(self.verified, self._heard.step)
+        if alike := word.digests_equal:
+            self.verified = max(self.verified, self._compared.step)
         return alike
 
-    def alike_now(self, copy: BoundaryCopy, where: str) -> bool:
+    def compare_now(self, copy: BoundaryCopy, where: str) -> bool:
         """Whether all ranks have the same state at this boundary; all call this together. where:
         what an error says of this rank's place."""
         if not self._enabled or self.verified == copy.step or self._groups is None:
             return True
-        self._heard = self._sign(copy)
-        alike = self._groups.alike(Call.VERIFY, self._heard.digest, where)
+        self._compared = self._take_digest(copy)
+        alike = self._groups.all_equal(Call.VERIFY, self._compared.digest, where)
         if alike:
             self.verified = copy.step
         return alike
 
-    def sign_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
+    def digest_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
         """Sign this boundary's state where that is due. captured: a snapshot of it was taken."""
-        if not self._enabled or copy.step in (self.verified, self._signed):
+        if not self._enabled or copy.step in (self.verified, self._digested):
             return
         every = FIRST_EVERY if self._every is None else self._every
-        if captured or copy.step - self._signed >= every:
-            self._open = self._sign(copy)
+        if captured or copy.step - self._digested >= every:
+            self._pending = self._take_digest(copy)
 
-    def resolve(self) -> NoReturn:
+    def raise_difference(self) -> NoReturn:
         """C4, after ranks were found to differ; raises the error that is this rank's."""
-        assert self._groups is not None and self._heard is not None
-        signature, mine = self._heard, self._assignment
+        assert self._groups is not None and self._compared is not None
+        signature, mine = self._compared, self._assignment
         own = {
             "node": mine.node,
             "table": {n: f"digest {d:016x}" for n, d in signature.table.items()},
@@ -189,14 +191,14 @@ class ReplicaVerifier:
             )
         raise PeerSetAside(f"a rank differs from the others {where}: {'; '.join(told)}")
 
-    def _sign(self, copy: BoundaryCopy) -> Signature:
+    def _take_digest(self, copy: BoundaryCopy) -> Signature:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         began_s = time.monotonic()
         table = {**digests(self._replicas()), **digests(copy.tensors), **_values(copy)}
         signature = Signature(copy.step, table, combined(table))
-        self._interval.signed(copy.step, began_s, time.monotonic())
-        self._signed = copy.step
+        self._interval.digested(copy.step, began_s, time.monotonic())
+        self._digested = copy.step
         return signature
 
 

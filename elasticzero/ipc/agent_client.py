@@ -70,7 +70,7 @@ class AgentClient:
         self.assignment = assignment
         self.flags = 0
         self.aborted: str | None = None
-        self.kept = self.unkept = -1
+        self.held = self.not_held = -1
         """Newest step whose snapshot this node holds, or could not."""
         self.saved = self.unsaved = -1
         """Newest step whose save is over on this node, and over without a checkpoint."""
@@ -82,16 +82,18 @@ class AgentClient:
         self._channel = channel
         self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
         """Of generations to come."""
-        self._doing: list[str] = []
+        self._busy_sections: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._on_abort: Callable[[], None] = lambda: None
         self.awaits = ""
         """Where the main thread left its loop, while it waits for the other ranks to do so."""
-        self.ending = threading.Event()
+        self.shutting_down = threading.Event()
         """A thread is at the stop protocol."""
-        self._end_lock = threading.Lock()
+        self._shutdown_lock = threading.Lock()
         if channel is not None:
-            threading.Thread(target=self._hear, name="elasticzero-agent", daemon=True).start()
+            threading.Thread(
+                target=self._receive_messages, name="elasticzero-agent", daemon=True
+            ).start()
 
     @classmethod
     def from_environment(cls) -> AgentClient:
@@ -111,7 +113,7 @@ class AgentClient:
         return cls(channel, first)
 
     @property
-    def alone(self) -> bool:
+    def standalone(self) -> bool:
         return self._channel is None
 
     def on_abort(self, act: Callable[[], None]) -> None:
@@ -122,7 +124,7 @@ class AgentClient:
             act()
 
     @contextmanager
-    def leaving_at_once(self) -> Iterator[None]:
+    def exit_on_abort(self) -> Iterator[None]:
         """A section in which an `Abort` ends the process: S0."""
         before = self._on_abort
         self.on_abort(lambda: exit_now(ExitCode.LEFT))
@@ -136,36 +138,36 @@ class AgentClient:
         if self.aborted is not None:
             raise GenerationEnded(self.aborted, aborted=True)
 
-    def take_the_end(self) -> bool:
+    def claim_shutdown(self) -> bool:
         """Whether the stop protocol is the caller's to go through; one thread alone may."""
-        with self._end_lock:
-            mine = not self.ending.is_set()
-            self.ending.set()
+        with self._shutdown_lock:
+            mine = not self.shutting_down.is_set()
+            self.shutting_down.set()
         return mine
 
-    def change(self, begin: Callable[[], None]) -> None:
+    def unless_shutting_down(self, begin: Callable[[], None]) -> None:
         """`begin()`, unless another thread is at the stop protocol: then never return, for the
         state is being saved."""
-        with self._end_lock:
-            if not self.ending.is_set():
+        with self._shutdown_lock:
+            if not self.shutting_down.is_set():
                 return begin()
         park()
 
     def await_assignment(self) -> None:
         """Wait for a place in another generation; until then the agent may end this process."""
         self.assignment = self._assignments.get()
-        self.ending.clear()
+        self.shutting_down.clear()
 
     def _begin(self, assignment: Assignment) -> None:
         """The agent gives a place in another generation: what it said before is void."""
         assert self._channel is not None
         self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
-        self.kept = self.unkept = self.saved = self.unsaved = -1
+        self.held = self.not_held = self.saved = self.unsaved = -1
         self.saves = queue.SimpleQueue()
-        self._doing.clear()
+        self._busy_sections.clear()
         self.awaits = ""
         self._on_abort = lambda: None
-        self._assignments.put(replace(assignment, store_fd=self._channel.taken_fd()))
+        self._assignments.put(replace(assignment, store_fd=self._channel.take_fd()))
 
     def send(self, message: Message) -> None:
         """Without an agent, nothing; a worker whose agent is gone ends here."""
@@ -179,13 +181,13 @@ class AgentClient:
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
         """A section that makes no steps and is no hang; sections may lie in each other."""
-        self._doing.append(doing)
+        self._busy_sections.append(doing)
         self.send(Busy(doing=doing))
         try:
             yield
         finally:
-            self._doing.pop()
-            self.send(Busy(doing=self._doing[-1] if self._doing else None))
+            self._busy_sections.pop()
+            self.send(Busy(doing=self._busy_sections[-1] if self._busy_sections else None))
 
     @contextmanager
     def awaiting(self, left_at: str) -> Iterator[None]:
@@ -202,9 +204,9 @@ class AgentClient:
     @property
     def is_busy(self) -> bool:
         """Inside such a section."""
-        return bool(self._doing)
+        return bool(self._busy_sections)
 
-    def _hear(self) -> None:
+    def _receive_messages(self) -> None:
         assert self._channel is not None
         while True:
             try:
@@ -227,9 +229,9 @@ class AgentClient:
                 case SaveState():
                     self.saves.put(message)
                 case SnapshotHeld(step=step, error=None):
-                    self.kept = step
+                    self.held = step
                 case SnapshotHeld(step=step, error=error, not_finite=not_finite):
-                    self.unkept = step
+                    self.not_held = step
                     if not_finite:
                         self.not_finite = error
                 case Saved(step=step, error=error):

@@ -34,10 +34,10 @@ class ChannelClosed(Exception):
 class Channel:
     """One end of the socket; `send` may be called from any thread, `receive` from one."""
 
-    def __init__(self, sock: socket.socket, bell: int | None = None) -> None:
-        """bell: wakes the other end, which does not wait for this socket."""
+    def __init__(self, sock: socket.socket, wakeup_fd: int | None = None) -> None:
+        """wakeup_fd: wakes the other end, which does not wait for this socket."""
         self._socket = sock
-        self._bell = bell
+        self._wakeup_fd = wakeup_fd
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
         self._fds: list[int] = []
@@ -52,15 +52,17 @@ class Channel:
                 self._socket.sendall(_line(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
-        if self._bell is not None and not (isinstance(message, LOW_PRIORITY) and self._has_room()):
+        if self._wakeup_fd is not None and not (
+            isinstance(message, LOW_PRIORITY) and self._has_room()
+        ):
             with suppress(OSError):  # full: it rings already; closed: the socket tells
-                os.write(self._bell, b"x")
+                os.write(self._wakeup_fd, b"x")
 
     def _has_room(self) -> bool:
         """The kernel says so while not much is unread."""
         return bool(select.select([], [self._socket], [], 0)[1])
 
-    def hand(self, message: Message, fd: int | None, timeout_s: float) -> None:
+    def send_with_fd(self, message: Message, fd: int | None, timeout_s: float) -> None:
         """`send`, with a descriptor, that waits so long for room; raises `ChannelClosed` too where
         there was none."""
         line, blocking = _line(message), self._socket.gettimeout()
@@ -73,7 +75,7 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
-    def taken_fd(self) -> int | None:
+    def take_fd(self) -> int | None:
         """The oldest descriptor that has come with messages and was not taken yet; it is the
         caller's from now on."""
         return self._fds.pop(0) if self._fds else None

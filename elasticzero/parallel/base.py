@@ -78,7 +78,7 @@ class Strategy(Protocol):
     def apply(self) -> None:
         """Step the optimizer, bring the parameters up to date everywhere, drop the gradients."""
 
-    def share(self) -> RankState:
+    def rank_state(self) -> RankState:
         """The parameters and optimizer state, by name, and how ranks shall write them."""
 
     def replicas(self) -> Mapping[str, Tensor]:

@@ -30,10 +30,10 @@ class Replicated:
     replicated = True
 
     def __init__(self, setting: Setting) -> None:
-        opened = open_optimizer(setting.factory, setting.named, pieces=False)
-        self.optimizer = opened.optimizer
-        self.group_names = opened.group_names
-        self._schemas = opened.schema_of()
+        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=False)
+        self.optimizer = user_optimizer.optimizer
+        self.group_names = user_optimizer.group_names
+        self._schemas = user_optimizer.schema_of()
         self._parameters = setting.named.parameters
         self._ranks = setting.world_size
         self._device = setting.device
@@ -91,7 +91,7 @@ class Replicated:
         if self._reducer is not None:
             self._reducer.clear()
 
-    def share(self) -> RankState:
+    def rank_state(self) -> RankState:
         share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
@@ -114,7 +114,7 @@ class Replicated:
         return share
 
     def replicas(self) -> dict[str, Tensor]:
-        found = {name: held.tensor for name, held in self.share().held.items()}
+        found = {name: held.tensor for name, held in self.rank_state().held.items()}
         return found if self._norm is None else {**found, GRADIENT_NORM: self._norm}
 
     @contextmanager

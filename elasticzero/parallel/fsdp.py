@@ -37,10 +37,10 @@ class FullyPartitioned:
         self._rank, self._ranks = setting.rank, setting.world_size
         self.replicated = setting.world_size == 1
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
-        opened = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PiecedOptimizer(opened, self._specs, setting.world_size)
-        self.optimizer = opened.optimizer
-        self.group_names = opened.group_names
+        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
+        self._pieced = PiecedOptimizer(user_optimizer, self._specs, setting.world_size)
+        self.optimizer = user_optimizer.optimizer
+        self.group_names = user_optimizer.group_names
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
         blocks = _partition(setting, scalars)
         self.model: nn.Module = setting.model
@@ -119,7 +119,7 @@ class FullyPartitioned:
             parameter.grad = None
         self._uses.clear()
 
-    def share(self) -> RankState:
+    def rank_state(self) -> RankState:
         share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for name, parameter in self._parameters.items():

@@ -67,10 +67,12 @@ class PartitionedGroup:
 class PiecedOptimizer:
     """The user's optimizer, working on this rank's pieces instead of whole parameters."""
 
-    def __init__(self, opened: UserOptimizer, specs: Mapping[str, Spec], world_size: int) -> None:
-        self.optimizer = opened.optimizer
-        self.group_names = opened.group_names
-        self.schemas = opened.schema_of()
+    def __init__(
+        self, user_optimizer: UserOptimizer, specs: Mapping[str, Spec], world_size: int
+    ) -> None:
+        self.optimizer = user_optimizer.optimizer
+        self.group_names = user_optimizer.group_names
+        self.schemas = user_optimizer.schema_of()
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self._ranks = world_size

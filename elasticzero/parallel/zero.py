@@ -175,10 +175,10 @@ class FlatBuckets:
         self._stage = stage
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
-        opened = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PiecedOptimizer(opened, specs, setting.world_size)
-        self.optimizer = opened.optimizer
-        self.group_names = opened.group_names
+        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
+        self._pieced = PiecedOptimizer(user_optimizer, specs, setting.world_size)
+        self.optimizer = user_optimizer.optimizer
+        self.group_names = user_optimizer.group_names
         self._buckets = list(self._lay_out(setting))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         bucketed = {name for bucket in self._buckets for name in bucket.names}
@@ -261,7 +261,7 @@ class FlatBuckets:
             parameter.grad = None
         self._accumulated = False
 
-    def share(self) -> RankState:
+    def rank_state(self) -> RankState:
         share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         for bucket in self._buckets:

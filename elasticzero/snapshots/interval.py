@@ -39,7 +39,7 @@ class IntervalTuner:
         """Of the snapshot in flight; None: none is."""
         self._beside_s: list[float] = []
         """The steps while it is."""
-        self._wished = 0
+        self._proposed = 0
         """The interval last asked for, in steps."""
 
     @property
@@ -66,7 +66,7 @@ class IntervalTuner:
         """A step took so long."""
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
-    def landed(self) -> None:
+    def snapshot_done(self) -> None:
         """No snapshot is in flight any more.
 
         Steps that were no slower beside it tell what a step usually takes: where snapshots follow
@@ -81,15 +81,15 @@ class IntervalTuner:
         self._costs_s.append(self._stall_s + slower_s)
         self._stall_s = None
 
-    def wished(self) -> int:
+    def proposed_interval(self) -> int:
         """A new interval, where what was measured asks for one more than twice as long, or less
         than half; else 0."""
         if not self._costs_s or not self._steps_s:
             return 0
-        every, known = interval(self.cost_s, self.step_s), self._wished
+        every, known = interval(self.cost_s, self.step_s), self._proposed
         if len(self._costs_s) < SURE_COSTS:
             every = min(every, FIRST_STEPS)
         if known and known / 2 <= every <= known * 2:
             return 0
-        self._wished = every
+        self._proposed = every
         return every

@@ -39,7 +39,7 @@ class WriterInfo:
 
 
 def draft(
-    share: RankState, copy: BoundaryCopy, author: WriterInfo, before: Layout | None = None
+    share: RankState, copy: BoundaryCopy, writer: WriterInfo, before: Layout | None = None
 ) -> tuple[Manifest, list[Piece]]:
     """The manifest of the state at a boundary and this rank's pieces of it.
 
@@ -49,7 +49,7 @@ def draft(
     rank 0's, which all ranks take over at each boundary: so they are right also where a peer was
     lost before they did.
     """
-    rank, world_size = author.rank, author.world_size
+    rank, world_size = writer.rank, writer.world_size
     share.add_whole(copy.buffers, (0,) * len(copy.buffers))
     share.add_whole(copy.tensors, (0,) * len(copy.tensors))
     kinds = copy.rng.tensors()
@@ -68,9 +68,9 @@ def draft(
         layout = before
     manifest = Manifest(
         step=copy.step,
-        generation=author.generation,
-        token=author.token,
-        strategy=author.strategy,
+        generation=writer.generation,
+        token=writer.token,
+        strategy=writer.strategy,
         layout=layout,
         state={"step": copy.step, "position": encode(copy.position), **copy.json},
     )

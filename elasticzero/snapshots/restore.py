@@ -58,7 +58,7 @@ def snapshots_of(assignment: Assignment) -> SnapshotStore:
 
 
 def restore_state(
-    checkpoint: Checkpoint, strategy: Strategy, small: AuxiliaryState, rank: int
+    checkpoint: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState, rank: int
 ) -> DataPosition:
     """Put a checkpoint in place, and return where its data stands.
 
@@ -67,8 +67,8 @@ def restore_state(
     manifest = checkpoint.manifest
     tensors, json = manifest.layout.tensors, manifest.state
     where = f"the checkpoint of step {manifest.step}"
-    _check_model(checkpoint, strategy.share(), small)
-    small.check(json, where)
+    _check_model(checkpoint, strategy.rank_state(), auxiliary)
+    auxiliary.check(json, where)
     specs = {
         name: Spec(dtype=torch_dtype(spec.dtype), shape=spec.shape)
         for name, spec in tensors.items()
@@ -81,24 +81,24 @@ def restore_state(
     generators = {
         kind: torch.empty(tensors[name].shape, dtype=torch.uint8) for kind, name in kinds.items()
     }
-    whole = {MODEL + name: buffer.data for name, buffer in small.buffers.items()} | extra
+    whole = {MODEL + name: buffer.data for name, buffer in auxiliary.buffers.items()} | extra
     whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
     with strategy.filling(specs) as slots:
         targets = [Target(slot.name, slot.span, slot.tensor) for slot in slots]
         targets += [Target(name, Span(0, t.numel()), t) for name, t in whole.items()]
         checkpoint.load(targets)
-    small.apply(json, extra)
+    auxiliary.apply(json, extra)
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     if generators:
-        RngState.from_tensors(generators).apply(small.device)
+        RngState.from_tensors(generators).apply(auxiliary.device)
     else:
         seed_all(0, rank, manifest.step)
     return position
 
 
-def _check_model(checkpoint: Checkpoint, share: RankState, small: AuxiliaryState) -> None:
+def _check_model(checkpoint: Checkpoint, share: RankState, auxiliary: AuxiliaryState) -> None:
     expected = {n: stored(spec) for n, spec in share.specs.items() if n.startswith(MODEL)}
-    expected |= {MODEL + name: stored_spec_of(b) for name, b in small.buffers.items()}
+    expected |= {MODEL + name: stored_spec_of(b) for name, b in auxiliary.buffers.items()}
     checkpoint.check(expected, allow_more=True)
     names = checkpoint.manifest.layout.tensors
     unknown = [name for name in names if name.startswith(MODEL) and name not in expected]

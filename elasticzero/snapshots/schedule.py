@@ -47,16 +47,16 @@ class CaptureSchedule:
         """A snapshot is in flight."""
         return self.taken is not None and self.taken != self.held
 
-    def heard(self, word: ControlWord) -> CaptureSchedule:
+    def after_exchange(self, word: ControlWord) -> CaptureSchedule:
         """What is known after a word that all ranks have read."""
-        ledger = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
-        if ledger.taken is not None and word.kept >= ledger.taken:
-            ledger = replace(ledger, held=ledger.taken)
-        elif ledger.copying and ledger.taken is not None and word.unkept >= ledger.taken:
-            ledger = replace(ledger, taken=ledger.held)
-        if ledger.saving is not None and word.saved >= ledger.saving:
-            ledger = replace(ledger, saving=None)
-        return ledger
+        schedule = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
+        if schedule.taken is not None and word.held >= schedule.taken:
+            schedule = replace(schedule, held=schedule.taken)
+        elif schedule.copying and schedule.taken is not None and word.not_held >= schedule.taken:
+            schedule = replace(schedule, taken=schedule.held)
+        if schedule.saving is not None and word.saved >= schedule.saving:
+            schedule = replace(schedule, saving=None)
+        return schedule
 
     def due(self, step: int, *, checkpoint: bool, snapshots: bool) -> Due:
         """What to do at the boundary of `step`; checkpoint: one is due; snapshots: the strategy

@@ -68,59 +68,59 @@ class StateStager:
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank, overflow)
         self._snapshots = (
-            not link.alone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
+            not link.standalone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
-        self._ledger = CaptureSchedule(start=0)
+        self._schedule = CaptureSchedule(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()
         self._reservation = Reservation(self._writer, self._say)
-        self._looked = link.alone or a.local_rank > 0
+        self._memory_checked = link.standalone or a.local_rank > 0
         """Whether shared memory is large enough was looked at, or is another rank's to look at."""
         self._saved_step: int | None = None
         """Newest step that was captured to be saved, or was read from storage."""
-        self._handed: int | None = None
+        self._submitted: int | None = None
         """Newest step that the agent was asked to save."""
-        self._owed: int | None = None
+        self._overdue: int | None = None
         """A step at which a checkpoint was due while another was being saved."""
-        self._unkept = self._unsaved = -1
+        self._not_held = self._unsaved = -1
         self._save_error = ""
         self._agreed = False
-        self._cost = IntervalTuner()
+        self._tuner = IntervalTuner()
 
     def begin(self, copy: BoundaryCopy) -> None:
         """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
         a = self._assignment
-        self._ledger = CaptureSchedule(start=copy.step, every=a.snapshot_every or 0)
+        self._schedule = CaptureSchedule(start=copy.step, every=a.snapshot_every or 0)
         if a.resume.tier == "storage":
             self._saved_step = copy.step
         if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
             self._reserve(copy)
 
-    def _draft(self, copy: BoundaryCopy, author: WriterInfo) -> tuple[Manifest, list[Piece]]:
+    def _draft(self, copy: BoundaryCopy, writer: WriterInfo) -> tuple[Manifest, list[Piece]]:
         share = self._share()
         self._trained = share.trained()
-        manifest, pieces = draft(share, copy, author, self._layout)
+        manifest, pieces = draft(share, copy, writer, self._layout)
         self._layout = manifest.layout
         return manifest, pieces
 
     def _reserve(self, copy: BoundaryCopy) -> None:
         """Allocate and map memory for captures of this size, while training goes on."""
-        if not self._looked:
-            self._looked = True
-            self._look_at_memory(copy)
+        if not self._memory_checked:
+            self._memory_checked = True
+            self._check_memory(copy)
         if self._save is not None or not (self._snapshots or self._saving):
             return
-        manifest, _ = self._draft(copy, self._author(complete=False))
+        manifest, _ = self._draft(copy, self._writer_info(complete=False))
         self._reservation.begin(shard_header(manifest, self._assignment.rank)[1])
 
-    def _look_at_memory(self, copy: BoundaryCopy) -> None:
+    def _check_memory(self, copy: BoundaryCopy) -> None:
         """Tell the agent if shared memory is too small for this node's snapshots."""
         a = self._assignment
-        manifest, _ = self._draft(copy, self._author(complete=False))
+        manifest, _ = self._draft(copy, self._writer_info(complete=False))
         shard = shard_header(manifest, a.rank)[1]
         whole = 0
         if self._replicated:
-            manifest, _ = draft(self._share(), copy, self._author(complete=True))
+            manifest, _ = draft(self._share(), copy, self._writer_info(complete=True))
             whole = shard_header(manifest, 0)[1]
         short = memory_shortage(
             a,
@@ -133,62 +133,64 @@ class StateStager:
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
-        ledger = self._ledger
-        if ledger.saving is None and ledger.copying == self._cost.measuring:  # beside no checkpoint
-            self._cost.stepped(seconds)
+        schedule = self._schedule
+        if (
+            schedule.saving is None and schedule.copying == self._tuner.measuring
+        ):  # beside no checkpoint
+            self._tuner.stepped(seconds)
 
-    def word(self, flags: int) -> ControlWord:
+    def control_word(self, flags: int) -> ControlWord:
         """What this rank tells the others at this boundary."""
-        link, start = self._link, self._ledger.start
+        link, start = self._link, self._schedule.start
         given = self._assignment
         chooses = self._snapshots and given.rank == 0 and given.snapshot_every is None
         return ControlWord(
             flags=flags,
             ready=self._reservation.done,
-            kept=max(link.kept, start - 1),
+            held=max(link.held, start - 1),
             saved=max(link.saved, self._unsaved, start - 1),
-            unkept=max(link.unkept, self._unkept),
+            not_held=max(link.not_held, self._not_held),
             unsaved=max(link.unsaved, self._unsaved),
-            every=self._cost.wished() if chooses else 0,
+            every=self._tuner.proposed_interval() if chooses else 0,
         )
 
-    def heard(self, word: ControlWord) -> None:
+    def after_exchange(self, word: ControlWord) -> None:
         """All ranks have read this word."""
-        before, self._ledger = self._ledger, self._ledger.heard(word)
-        if not self._ledger.copying:
-            self._cost.landed()
-        if before.every != self._ledger.every and self._assignment.rank == 0:
-            cost = self._cost
+        before, self._schedule = self._schedule, self._schedule.after_exchange(word)
+        if not self._schedule.copying:
+            self._tuner.snapshot_done()
+        if before.every != self._schedule.every and self._assignment.rank == 0:
+            cost = self._tuner
             self._link.send(
-                SnapshotInterval(every=self._ledger.every, cost_s=cost.cost_s, step_s=cost.step_s)
+                SnapshotInterval(every=self._schedule.every, cost_s=cost.cost_s, step_s=cost.step_s)
             )
         saving = before.saving
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
             self._link.send(AbandonSave(step=saving, generation=self._assignment.generation))
 
-    def at_boundary(
+    def capture_if_due(
         self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
     ) -> Due:
         """Capture what is due, and say what was. checkpoint: this boundary's state is to become
         one. verify: raises where the ranks' states differ; called before a checkpoint."""
-        if not self._reservation.begun and copy.step > self._ledger.start:
+        if not self._reservation.begun and copy.step > self._schedule.start:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
-            if self._owed is not None:
-                self._tell_late(f"no checkpoint of step {self._owed}")
-            self._owed = copy.step
-        owed = self._owed
-        due = self._ledger.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
+            if self._overdue is not None:
+                self._say_late(f"no checkpoint of step {self._overdue}")
+            self._overdue = copy.step
+        owed = self._overdue
+        due = self._schedule.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
         if due == "checkpoint":
             verify()
-            self._owed = None
+            self._overdue = None
             if owed != copy.step:
-                self._tell_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
+                self._say_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
         if due != "nothing":
             self._capture(copy, checkpoint=due == "checkpoint")
         return due
 
-    def _tell_late(self, text: str) -> None:
+    def _say_late(self, text: str) -> None:
         if self._assignment.rank == 0:
             self._say(f"{text}: storage had not done with that of step {self._saved_step}")
 
@@ -218,9 +220,9 @@ class StateStager:
     def check(self) -> None:
         """Raise `NotFinite` where the agent has found the state that was captured to be so."""
         if (why := self._link.not_finite) is not None:
-            raise NotFinite(f"{why}; {self.where_to_go_on()}")
+            raise NotFinite(f"{why}; {self.newest_checkpoint_text()}")
 
-    def where_to_go_on(self) -> str:
+    def newest_checkpoint_text(self) -> str:
         """The newest good checkpoint, in words."""
         return newest_good_checkpoint(self._assignment.checkpoint_dir if self._saving else None)
 
@@ -229,17 +231,23 @@ class StateStager:
         """The newest save of this rank: over, or none; under way; or over without a checkpoint."""
         if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
             return "lost"
-        return "pending" if self._handed is not None and self._link.saved < self._handed else "none"
+        return (
+            "pending"
+            if self._submitted is not None and self._link.saved < self._submitted
+            else "none"
+        )
 
-    def give_up(self) -> None:
+    def abandon_save(self) -> None:
         """The newest save has failed on some rank: it ends here too."""
-        if self.newest_save == "pending" and self._handed is not None:
-            self._link.send(AbandonSave(step=self._handed, generation=self._assignment.generation))
+        if self.newest_save == "pending" and self._submitted is not None:
+            self._link.send(
+                AbandonSave(step=self._submitted, generation=self._assignment.generation)
+            )
 
     def save_last(self, copy: BoundaryCopy) -> bool:
         """Begin to save this state, where it is not saved and no save is under way; whether it was
         begun."""
-        self._ledger = replace(self._ledger, saving=None)
+        self._schedule = replace(self._schedule, saving=None)
         unsaved = self._unsaved_state(copy)
         if unsaved:
             self._capture(copy, checkpoint=True)
@@ -262,23 +270,23 @@ class StateStager:
 
     def _await_save(self) -> None:
         """Wait until this node's save in flight is over."""
-        while self._handed is not None and self._link.saved < self._handed:
+        while self._submitted is not None and self._link.saved < self._submitted:
             self._link.check()
             time.sleep(_POLL_S)
-        self._ledger = replace(self._ledger, saving=None)
+        self._schedule = replace(self._schedule, saving=None)
 
     def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
-        author = self._author(complete=False)
+        writer = self._writer_info(complete=False)
         if self._save is not None:
             self._save_at_once(self._save, copy)
             return
         self._reservation.wait()
         began_s = time.monotonic()
-        manifest, pieces = self._draft(copy, author)
-        captured = self._captured(manifest, author)
+        manifest, pieces = self._draft(copy, writer)
+        captured = self._captured(manifest, writer)
         try:
             size = self._writer.write(
-                manifest, author.rank, pieces, self._kept_states(), trained=self._trained
+                manifest, writer.rank, pieces, self._states_to_keep(), trained=self._trained
             )
         except StorageError as error:
             if checkpoint or not isinstance(error, SlotsInUse):
@@ -288,15 +296,15 @@ class StateStager:
             short = checkpoint and not isinstance(error, SlotsInUse)
             written = self._write_directly(manifest, pieces) if short else None
             if written is None:
-                self._failed(copy.step, checkpoint=checkpoint)
+                self._mark_failed(copy.step, checkpoint=checkpoint)
                 return
-            self._unkept = copy.step
+            self._not_held = copy.step
             captured, size = replace(captured, direct=True, manifest=written), 0
         seconds = time.monotonic() - began_s
-        self._cost.captured(None if checkpoint else seconds)
-        self._ledger = self._ledger.captured(copy.step, checkpoint=checkpoint)
+        self._tuner.captured(None if checkpoint else seconds)
+        self._schedule = self._schedule.captured(copy.step, checkpoint=checkpoint)
         if checkpoint:
-            self._saved_step = self._handed = copy.step
+            self._saved_step = self._submitted = copy.step
         message = replace(captured, checkpoint=checkpoint, seconds=seconds, bytes=size)
         self._link.send(message)
 
@@ -304,7 +312,7 @@ class StateStager:
         self, save: Callable[[Manifest, list[Piece]], None], copy: BoundaryCopy
     ) -> None:
         """Write a checkpoint in this process; where that fails, say so and go on."""
-        manifest, pieces = self._draft(copy, self._author(complete=False))
+        manifest, pieces = self._draft(copy, self._writer_info(complete=False))
         check_finite(self._assignment, manifest, pieces, self._trained)
         try:
             save(manifest, pieces)
@@ -336,14 +344,14 @@ class StateStager:
             self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
             return None
 
-    def _failed(self, step: int, *, checkpoint: bool) -> None:
+    def _mark_failed(self, step: int, *, checkpoint: bool) -> None:
         """This rank could not do what all others do now; the next word says so."""
-        self._ledger = self._ledger.captured(step, checkpoint=checkpoint)
-        self._unkept = step
+        self._schedule = self._schedule.captured(step, checkpoint=checkpoint)
+        self._not_held = step
         if checkpoint:
             self._unsaved = self._saved_step = step
 
-    def agreed_to_stop(self) -> None:
+    def stop_agreed(self) -> None:
         """All ranks leave at this boundary, each with its state."""
         self._agreed = True
 
@@ -353,49 +361,49 @@ class StateStager:
         Where peers were lost a divided state is of little use: a snapshot in flight, which may be
         whole elsewhere, does not give way to it.
         """
-        return self._agreed or self._replicated or not self._ledger.copying
+        return self._agreed or self._replicated or not self._schedule.copying
 
-    def at_stop(self, copy: BoundaryCopy) -> Captured:
+    def capture_at_stop(self, copy: BoundaryCopy) -> Captured:
         """The stop protocol's snapshot: of all state where this rank has it."""
         began_s = time.monotonic()
-        author = self._author(complete=self._replicated)
+        writer = self._writer_info(complete=self._replicated)
         self._reservation.wait()
-        manifest, pieces = self._draft(copy, author)
-        keep = self._kept_states()
-        if not self._agreed and self._ledger.taken is not None:
-            keep = {*keep, (author.generation, self._ledger.taken)}
+        manifest, pieces = self._draft(copy, writer)
+        keep = self._states_to_keep()
+        if not self._agreed and self._schedule.taken is not None:
+            keep = {*keep, (writer.generation, self._schedule.taken)}
         size = self._writer.write(
-            manifest, author.rank, pieces, keep, extra=True, trained=self._trained
+            manifest, writer.rank, pieces, keep, extra=True, trained=self._trained
         )
         seconds = time.monotonic() - began_s
-        return replace(self._captured(manifest, author), seconds=seconds, bytes=size)
+        return replace(self._captured(manifest, writer), seconds=seconds, bytes=size)
 
     def close(self) -> None:
         """Give this process's hold on the memory of captures back; what stands there stays."""
         self._reservation.wait()
         self._writer.close()
 
-    def _captured(self, manifest: Manifest, author: WriterInfo) -> Captured:
+    def _captured(self, manifest: Manifest, writer: WriterInfo) -> Captured:
         return Captured(
             step=manifest.step,
-            generation=author.generation,
-            rank=author.rank,
-            world_size=author.world_size,
+            generation=writer.generation,
+            rank=writer.rank,
+            world_size=writer.world_size,
             replicate=self._snapshots,
         )
 
-    def _kept_states(self) -> Collection[tuple[int, int]]:
+    def _states_to_keep(self) -> Collection[tuple[int, int]]:
         """The snapshots that a capture must leave: the newest held everywhere, and what is being
         saved."""
-        given, ledger = self._assignment, self._ledger
+        given, schedule = self._assignment, self._schedule
         generation, resume = given.generation, given.resume
-        keep = {(generation, ledger.saving)} if ledger.saving is not None else set()
-        if ledger.held is not None:
-            return keep | {(generation, ledger.held)}
+        keep = {(generation, schedule.saving)} if schedule.saving is not None else set()
+        if schedule.held is not None:
+            return keep | {(generation, schedule.held)}
         return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def _author(self, *, complete: bool) -> WriterInfo:
+    def _writer_info(self, *, complete: bool) -> WriterInfo:
         return WriterInfo.of(self._assignment, self.strategy, complete=complete)

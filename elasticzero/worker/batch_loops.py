@@ -97,80 +97,80 @@ class Loops:
             )
         return self._epoch
 
-    def walk(
+    def run(
         self,
-        at: TrainingState,
-        walk: RankSchedule,
-        reading: BatchReader,
+        training: TrainingState,
+        schedule: RankSchedule,
+        reader: BatchReader,
         on_epoch_end: Callable[[], object] | None,
     ) -> Iterator[Any]:
         """The micro-batches of the next loop, from where training stands to the loop's end."""
         self._check_batch_was_whole()
-        at.settle()
+        training.finish_pending_step()
         self._open = mine = object()
         self.progress = StepProgress()
         loop, self._count = self._count, self._count + 1
-        dataset = self._datasets.number(reading.dataset)
-        order = walk.plan.order
-        renewed = self._datasets.looks_made_anew(reading.dataset, (order.samples, order.seed))
+        dataset = self._datasets.number(reader.dataset)
+        order = schedule.plan.order
+        renewed = self._datasets.looks_made_anew(reader.dataset, (order.samples, order.seed))
         if self._epoch is None:
-            self._epoch = at.position.epoch
-        if loop < at.position.loop:
-            self._epoch = at.position.epoch
+            self._epoch = training.position.epoch
+        if loop < training.position.loop:
+            self._epoch = training.position.epoch
             return
         if renewed and order.shuffle and self._link.assignment.rank == 0:
             self._tell_once(AGAIN_NEW)
-        if at.stopped is None:
-            at.agree_to_stop(Call.LOOP)
-        if at.stopped is not None:
+        if training.stopped is None:
+            training.agree_to_stop(Call.LOOP)
+        if training.stopped is not None:
             return
-        at.left_at = ""
-        self._comparison.require_equal(Call.LOOP, of_loop(walk, loop))
-        position = walk.plan.start(at.position, loop, dataset)
-        at.begin_loop(position)
-        if walk.plan.ends_epoch(position):
+        training.left_at = ""
+        self._comparison.require_equal(Call.LOOP, of_loop(schedule, loop))
+        position = schedule.plan.start(training.position, loop, dataset)
+        training.begin_loop(position)
+        if schedule.plan.ends_epoch(position):
             self._epoch = position.epoch
-            at.end_epoch(EpochEnd(on_epoch_end, walk.plan.wrapped(position)))
-        if at.stopped is None:
-            yield from self._batches(at, walk, reading, on_epoch_end, mine)
+            training.end_epoch(EpochEnd(on_epoch_end, schedule.plan.wrapped(position)))
+        if training.stopped is None:
+            yield from self._batches(training, schedule, reader, on_epoch_end, mine)
 
     def _batches(
         self,
-        at: TrainingState,
-        walk: RankSchedule,
-        reading: BatchReader,
+        training: TrainingState,
+        schedule: RankSchedule,
+        reader: BatchReader,
         on_epoch_end: Callable[[], object] | None,
         mine: object,
     ) -> Iterator[Any]:
-        progress = self.progress = StepProgress(walk.plan)
-        data = reading.batches(walk.indices(at.position))
-        plan, at.in_loop = walk.plan, True
+        progress = self.progress = StepProgress(schedule.plan)
+        data = reader.batches(schedule.indices(training.position))
+        plan, training.in_loop = schedule.plan, True
         try:
-            for batch, after in walk.steps(at.position):
-                at.reach()
-                if at.stopped is not None:
+            for batch, after in schedule.steps(training.position):
+                training.at_boundary()
+                if training.stopped is not None:
                     break
                 self._epoch = batch.epoch
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
                 )
-                at.begin_step(after, ends)
+                training.begin_step(after, ends)
                 progress.begin(batch)
-                for part in walk.parts(batch):
+                for part in schedule.parts(batch):
                     began_s = time.monotonic()
                     samples = next(data)
                     progress.present(part, time.monotonic() - began_s)
-                    at.strategy.expect(last=part.last)
+                    training.strategy.expect(last=part.last)
                     yield samples
                     self._check_part(mine)
             else:
-                at.reach(last=True)
+                training.at_boundary(last=True)
         except GeneratorExit:
             if self._open is mine:
-                at.left_at = place_of(sys._getframe())
+                training.left_at = place_of(sys._getframe())
             raise
         finally:
-            at.in_loop = False
+            training.in_loop = False
             self._link.send(LoopExited())
         self.progress = StepProgress()
 

@@ -27,31 +27,31 @@ collective, which then raises."""
 
 
 def watch_for_stuck_collective(
-    link: AgentClient, standing: Callable[[], StopState], excused: Callable[[], bool]
+    link: AgentClient, stop_state: Callable[[], StopState], excused: Callable[[], bool]
 ) -> None:
     """Begin to watch the main thread: the agent has just ended the generation.
 
-    standing: what there is to say and to save, once the main thread may change it no more.
+    stop_state: what there is to say and to save, once the main thread may change it no more.
     excused: whether it waits for a GPU, which NCCL's abort lets go on.
     """
-    thread = threading.Thread(target=_watch, args=(link, standing, excused), daemon=True)
+    thread = threading.Thread(target=_watch, args=(link, stop_state, excused), daemon=True)
     thread.name = "elasticzero-rescue"
     thread.start()
 
 
 def _watch(
-    link: AgentClient, standing: Callable[[], StopState], excused: Callable[[], bool]
+    link: AgentClient, stop_state: Callable[[], StopState], excused: Callable[[], bool]
 ) -> None:
     since_s, cpu_s = time.monotonic(), time.process_time()
     while time.monotonic() - since_s < STUCK_S:
         began_s = time.monotonic()
-        if link.ending.wait(POLL_S):
+        if link.shutting_down.wait(POLL_S):
             return
         now_s, used_s = time.monotonic(), time.process_time()
         _, waits = main_thread()
         if not waits or excused() or used_s - cpu_s > IDLE_SHARE * (now_s - began_s):
             since_s = now_s
         cpu_s = used_s
-    if link.take_the_end():
+    if link.claim_shutdown():
         ended = GenerationEnded(link.aborted or "the generation is over", aborted=True)
-        stop(link, ended, standing(), may_keep=False)
+        stop(link, ended, stop_state(), may_keep=False)

@@ -22,7 +22,7 @@ EvaluationFn = Callable[[Any], Any]
 
 
 def evaluate(
-    reading: BatchReader,
+    reader: BatchReader,
     fn: EvaluationFn,
     batch_size: int,
     groups: ProcessGroups | None,
@@ -34,18 +34,20 @@ def evaluate(
     sums are made in their order in float64. groups: None for one process alone. check: raises when
     the generation is over.
     """
-    rank, world_size = (0, 1) if groups is None else (groups.place.rank, groups.place.world_size)
-    samples = length_of(reading.dataset)
+    rank, world_size = (
+        (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
+    )
+    samples = length_of(reader.dataset)
     if samples < 1 or batch_size < 1:
         raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
     count = -(-samples // batch_size)
-    hand = list(share_of(count, rank, world_size))
-    spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in hand]
-    batches = reading.batches(list(range(*span)) for span in spans)
+    share = list(share_of(count, rank, world_size))
+    spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in share]
+    batches = reader.batches(list(range(*span)) for span in spans)
     names: list[str] | None = None
     table: Tensor | None = None
     scalar = False
-    for (index, counts), batch in zip(hand, batches, strict=True):
+    for (index, counts), batch in zip(share, batches, strict=True):
         check()
         value = fn(batch)
         scalar = not isinstance(value, Mapping)

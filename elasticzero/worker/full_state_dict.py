@@ -27,11 +27,11 @@ def whole_state(
         for name in partition.names
         if share.specs[name].shape
     }
-    first = groups is None or groups.place.rank == 0
+    first = groups is None or groups.rank_info.rank == 0
     found: dict[str, Tensor] = {}
     for name, parameter in named.parameters.items():
         full = MODEL + name
-        if groups is not None and groups.place.world_size > 1 and full in by_rows:
+        if groups is not None and groups.rank_info.world_size > 1 and full in by_rows:
             spec, held = share.specs[full], share.held[full]
             whole = torch.zeros(spec.numel, dtype=spec.dtype, device=held.tensor.device)
             whole[held.start : held.start + held.tensor.numel()] = held.tensor.reshape(-1)

@@ -21,7 +21,7 @@ from elasticzero.worker.training_state import TrainingState
 class Generation:
     """What this process has of a generation: its link, its groups, and the state once there is one.
 
-    The life of it: `enter`, then the training function, which makes `boundary`, then `finish` and
+    The life of it: `enter`, then the training function, which makes `training`, then `finish` and
     `close`; or, after an error anywhere, `end`.
     """
 
@@ -30,7 +30,7 @@ class Generation:
         self.device = torch.device("cpu")
         self.saving = True
         """Checkpoints are written, where there is a directory for them."""
-        self.boundary: TrainingState | None = None
+        self.training: TrainingState | None = None
         """None before `session.prepare`."""
         self.began_s = self.entered_s = time.monotonic()
         self.groups: ProcessGroups | None = None
@@ -41,25 +41,25 @@ class Generation:
         self.device, groups = join_world(self.link)
         if groups is not None:
             self.groups = groups
-            self.link.on_abort(lambda: self._give_up(groups))
+            self.link.on_abort(lambda: self._abort(groups))
             self.saving = agree_on_checkpointing(self.link, groups)
         self.entered_s = time.monotonic()
 
     def finish(self) -> None:
         """The training function has returned: save what is not saved, and wait until all ranks
         have."""
-        at = self.boundary
-        if at is not None and at.copy is not None:
-            at.settle()
-            at.agree_to_stop(Call.FINISH)
+        training = self.training
+        if training is not None and training.copy is not None:
+            training.finish_pending_step()
+            training.agree_to_stop(Call.FINISH)
             with self.link.busy("writing the last checkpoint"):
-                at.captures.finish(at.copied())
+                training.stager.finish(training.boundary_copy())
         elif self.groups is not None:
             self.groups.barrier(Call.FINISH)
         if self.groups is not None:
-            self.groups.agreement.greatest(0)
+            self.groups.control_tree.allreduce_max(0)
         self.link.check()
-        step, reason = (at.step, at.stopped) if at is not None else (0, None)
+        step, reason = (training.step, training.stopped) if training is not None else (0, None)
         self.link.send(Finished(step=step, reason=reason or ""))
 
     def close(self) -> None:
@@ -69,30 +69,30 @@ class Generation:
 
     def end(self, error: BaseException) -> EndedGeneration:
         """Go through the stop protocol; returns where the process may be kept."""
-        code = end(self.link, error, self._standing)
+        code = end(self.link, error, self._stop_state)
         traceback.clear_frames(error.__traceback__)  # what the script held in them
-        if self.boundary is not None:
-            self.boundary.captures.close()
+        if self.training is not None:
+            self.training.stager.close()
         return EndedGeneration(code, self.groups)
 
-    def _give_up(self, groups: ProcessGroups) -> None:
+    def _abort(self, groups: ProcessGroups) -> None:
         """The agent has ended the generation."""
         groups.shut()
-        watch_for_stuck_collective(self.link, self._standing, lambda: groups.awaits_gpu)
+        watch_for_stuck_collective(self.link, self._stop_state, lambda: groups.awaits_gpu)
 
-    def _standing(self) -> StopState:
+    def _stop_state(self) -> StopState:
         """What the stop protocol is to say and save."""
         shut = self.groups.shut if self.groups is not None else lambda: None
-        resume, at = self.link.assignment.resume, self.boundary
-        if at is None or at.copy is None:
+        resume, training = self.link.assignment.resume, self.training
+        if training is None or training.copy is None:
             bad_step = resume.step if resume.tier == "storage" else None
             return StopState(bad_step=bad_step, shut=shut)
-        clean = at.clean and at.captures.can_stop_with_state()
+        clean = training.clean and training.stager.can_stop_with_state()
         return StopState(
-            step=at.step,
+            step=training.step,
             clean=clean,
-            complete=at.strategy.replicated,
-            misled=self.groups is not None and self.groups.misled,
-            save=at.snapshot if clean else None,
+            complete=training.strategy.replicated,
+            results_suspect=self.groups is not None and self.groups.results_suspect,
+            save=training.snapshot if clean else None,
             shut=shut,
         )

@@ -35,7 +35,7 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     what it does from then on.
     """
     a = link.assignment
-    place = RankInfo(
+    info = RankInfo(
         rank=a.rank,
         world_size=a.world_size,
         local_rank=a.visible_local_rank,
@@ -49,8 +49,8 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
         start_timeout_s=a.start_timeout_s,
         collective_timeout_s=a.collective_timeout_s,
     )
-    if link.alone:
-        return device_of(place), None
+    if link.standalone:
+        return device_of(info), None
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # for scripts that meet by themselves
     if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
         cores = len(os.sched_getaffinity(0))
@@ -59,12 +59,12 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: exit_now(ExitCode.LEFT))
     watchdog = StartupWatchdog(link)
-    watchdog.allow(place.connect_timeout_s)
+    watchdog.allow(info.connect_timeout_s)
     try:
-        device = device_of(place)
+        device = device_of(info)
         with link.busy("meeting the other ranks"):
-            store = rendezvous(place, watchdog.allow)
-        return device, connect(place, device, store)
+            store = rendezvous(info, watchdog.allow)
+        return device, connect(info, device, store)
     finally:
         watchdog.cancel()
 
@@ -122,38 +122,41 @@ def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
     `UserError` on a rank that has none where rank 0 has: a node that joins must not end the saves.
     """
     given = link.assignment
-    every = groups.agreement.greatest(given.checkpoint_every if given.rank == 0 else 0)
-    wished = -1 if given.snapshot_every is None else given.snapshot_every
-    snapshots = groups.agreement.greatest(wished if given.rank == 0 else -1)
-    wished = -1 if given.verify_every is None else given.verify_every
-    verify = groups.agreement.greatest(wished if given.rank == 0 else -1)
+    every = groups.control_tree.allreduce_max(given.checkpoint_every if given.rank == 0 else 0)
+    chosen = -1 if given.snapshot_every is None else given.snapshot_every
+    snapshots = groups.control_tree.allreduce_max(chosen if given.rank == 0 else -1)
+    chosen = -1 if given.verify_every is None else given.verify_every
+    verify = groups.control_tree.allreduce_max(chosen if given.rank == 0 else -1)
     link.assignment = replace(
         given,
         checkpoint_every=every,
         snapshot_every=None if snapshots < 0 else snapshots,
         verify_every=None if verify < 0 else verify,
     )
-    wanted = groups.agreement.greatest(int(given.rank == 0 and given.checkpoint_dir is not None))
+    wanted = groups.control_tree.allreduce_max(
+        int(given.rank == 0 and given.checkpoint_dir is not None)
+    )
     if wanted and given.checkpoint_dir is None:
         raise UserError(
             f"{given.node} has no --checkpoint-dir, and rank 0's node has one; give the same "
             "directory on all nodes"
         )
-    saving = not groups.agreement.greatest(int(given.checkpoint_dir is None))
+    saving = not groups.control_tree.allreduce_max(int(given.checkpoint_dir is None))
     if saving:
-        _check_shared(given, groups.agreement.greatest)
+        _check_shared(given, groups.control_tree.allreduce_max)
     elif given.checkpoint_dir is not None:
         print("no checkpoints: rank 0's node has no --checkpoint-dir", file=sys.stderr)
     return saving
 
 
-def _check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> None:
+def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -> None:
     """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
     puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
 
     Storage that cannot be written, or does not answer, is nobody's fault here: that is said, and
     training goes on; but a job that has no state yet does not begin without it, and rank 0 raises
-    `StorageError`. greatest: gives all ranks the greatest of their numbers; all call this together.
+    `StorageError`. All ranks call this together. allreduce_max: gives them the greatest of their
+    numbers.
     """
     a = assignment
     if a.checkpoint_dir is None or a.local_world_size == a.world_size:
@@ -171,12 +174,12 @@ def _check_shared(assignment: Assignment, greatest: Callable[[int], int]) -> Non
                 raise
             trouble = str(error)
     seen = True
-    if not greatest(int(bool(trouble))):
+    if not allreduce_max(int(bool(trouble))):
         try:
             seen = within(STORAGE_LIMIT_S, where, lambda: _appears(open_storage(url), name))
         except StorageError as error:
             trouble = str(error)
-        greatest(0)
+        allreduce_max(0)
         if a.rank == 0:
             with suppress(StorageError):
                 within(STORAGE_LIMIT_S, where, lambda: open_storage(url).remove(name))

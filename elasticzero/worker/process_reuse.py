@@ -54,31 +54,31 @@ class ProcessBaseline:
 
 
 def prepare_for_next_generation(
-    link: AgentClient, over: EndedGeneration, origin: ProcessBaseline
+    link: AgentClient, ended: EndedGeneration, baseline: ProcessBaseline
 ) -> None:
     """Go over to the next generation's assignment; at any doubt the process ends here.
 
-    Nothing may refer to the old generation any more but `over`.
+    Nothing may refer to the old generation any more but `ended`.
     """
-    if over.groups is None:
-        exit_now(over.code)
+    if ended.groups is None:
+        exit_now(ended.code)
     faulthandler.dump_traceback_later(CLEAR_S, exit=True, file=2)  # it needs no lock
     link.on_abort(lambda: None)
-    remains = _clear(over.groups, origin)
+    leftovers = _clear(ended.groups, baseline)
     faulthandler.cancel_dump_traceback_later()
-    why = reason_not_to_reuse(remains)
+    why = reason_not_to_reuse(leftovers)
     if why is not None:
         print(f"this worker's process is not kept: {why}", file=sys.stderr)
-        exit_now(over.code)
-    if origin.resident_bytes is None:
-        origin.resident_bytes = remains.resident_bytes
+        exit_now(ended.code)
+    if baseline.resident_bytes is None:
+        baseline.resident_bytes = leftovers.resident_bytes
     link.send(Waiting())
     link.await_assignment()
     os.environ.update(torchrun_environment(link.assignment))
-    origin.rng.apply(torch.device("cpu"))  # as in a process that begins
+    baseline.rng.apply(torch.device("cpu"))  # as in a process that begins
 
 
-def _clear(groups: ProcessGroups, origin: ProcessBaseline) -> Leftovers:
+def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
     """Drop what the generation has left, and look for what cannot be dropped."""
     left_groups = script_groups()
     gc.collect()
@@ -88,8 +88,8 @@ def _clear(groups: ProcessGroups, origin: ProcessBaseline) -> Leftovers:
         ctypes.CDLL(None).malloc_trim(0)
     deadline_s = time.monotonic() + LINGER_S
     while True:
-        threads = [name for ident, name in _threads().items() if ident not in origin.threads]
-        children = set(children_of(os.getpid())) - origin.children
+        threads = [name for ident, name in _threads().items() if ident not in baseline.threads]
+        children = set(children_of(os.getpid())) - baseline.children
         if not (threads or children) or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
@@ -100,7 +100,7 @@ def _clear(groups: ProcessGroups, origin: ProcessBaseline) -> Leftovers:
         children=tuple(sorted(children)),
         cuda_error=cuda_error,
         resident_bytes=_resident_bytes(),
-        first_resident_bytes=origin.resident_bytes,
+        first_resident_bytes=baseline.resident_bytes,
     )
 
 

@@ -39,19 +39,19 @@ class Leftovers:
     """The same after the first generation of this process; None: this was it."""
 
 
-def reason_not_to_reuse(remains: Leftovers) -> str | None:
+def reason_not_to_reuse(leftovers: Leftovers) -> str | None:
     """What speaks against keeping this process; None: nothing does."""
-    if remains.script_groups:
-        return f"{remains.script_groups} process group(s) of the script's own are left"
-    if not remains.released:
+    if leftovers.script_groups:
+        return f"{leftovers.script_groups} process group(s) of the script's own are left"
+    if not leftovers.released:
         return "an operation hangs in a process group"
-    if remains.threads:
-        return f"threads still run: {', '.join(remains.threads[:SHOWN])}"
-    if remains.children:
-        return f"child processes are left: {', '.join(map(str, remains.children[:SHOWN]))}"
-    if remains.cuda_error is not None:
-        return f"CUDA reports an error: {remains.cuda_error}"
-    first = remains.first_resident_bytes
-    if first is not None and remains.resident_bytes > first + max(SLACK_BYTES, first // 2):
-        return f"memory grew from {first >> 20} to {remains.resident_bytes >> 20} MiB"
+    if leftovers.threads:
+        return f"threads still run: {', '.join(leftovers.threads[:SHOWN])}"
+    if leftovers.children:
+        return f"child processes are left: {', '.join(map(str, leftovers.children[:SHOWN]))}"
+    if leftovers.cuda_error is not None:
+        return f"CUDA reports an error: {leftovers.cuda_error}"
+    first = leftovers.first_resident_bytes
+    if first is not None and leftovers.resident_bytes > first + max(SLACK_BYTES, first // 2):
+        return f"memory grew from {first >> 20} to {leftovers.resident_bytes >> 20} MiB"
     return None

@@ -145,7 +145,7 @@ class LocalLink(AgentClient):
             strategy=settings.strategy,
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
-            resume=self._newest(),
+            resume=self._newest_good(),
         )
         super().__init__(None, assignment)
 
@@ -164,7 +164,7 @@ class LocalLink(AgentClient):
             saved = f"checkpoints {how}at the end in {settings.checkpoint_dir}"
         self.console.say(f"training on one process, from {origin}; {saved}")
 
-    def _newest(self) -> Resume:
+    def _newest_good(self) -> Resume:
         """Where training begins: at the newest good checkpoint.
 
         Raises `CheckpointDamaged` where none of several is good, or one is passed over that must
@@ -197,7 +197,7 @@ class LocalLink(AgentClient):
             raise error
         self.console.say(one_line(error))
         self._bad.add(resume.step)
-        self.assignment = replace(self.assignment, resume=self._newest())
+        self.assignment = replace(self.assignment, resume=self._newest_good())
 
     def save(self, manifest: Manifest, pieces: list[Piece]) -> None:
         """Write a checkpoint, while training waits; raises `ElasticZeroError`."""
@@ -255,7 +255,7 @@ class LocalLink(AgentClient):
             code = ExitCode.LEFT if left else ExitCode.INTERRUPTED
             try:
                 if asked and at is not None:
-                    at.captures.finish(at.copied())
+                    at.stager.finish(at.boundary_copy())
             except ElasticZeroError as failed:
                 self.console.say(f"error: {one_line(failed)}")
             step = at.step if at is not None else 0
@@ -272,7 +272,7 @@ class LocalLink(AgentClient):
         if where is None:
             return "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"
         try:
-            newest = self._newest()
+            newest = self._newest_good()
         except ElasticZeroError as error:
             return one_line(error)
         if newest.tier == "fresh":

@@ -52,7 +52,7 @@ class StopState:
     clean: bool = False
     complete: bool = False
     """This worker alone holds the whole state."""
-    misled: bool = False
+    results_suspect: bool = False
     """See `ProcessGroups.results_suspect`."""
     bad_step: int | None = None
     """The checkpoint it was to go on from, on storage."""
@@ -62,24 +62,24 @@ class StopState:
     """Breaks the group's connections."""
 
 
-def end(link: AgentClient, error: BaseException, standing: Callable[[], StopState]) -> int:
+def end(link: AgentClient, error: BaseException, state: Callable[[], StopState]) -> int:
     """`stop`, of the main thread: never returns where another thread is at it already."""
-    if not link.take_the_end():
+    if not link.claim_shutdown():
         park()
-    return stop(link, error, standing())
+    return stop(link, error, state())
 
 
 def stop(
-    link: AgentClient, error: BaseException, standing: StopState, *, may_keep: bool = True
+    link: AgentClient, error: BaseException, state: StopState, *, may_keep: bool = True
 ) -> int:
     """The stop protocol; ends the process, or returns its exit code where it may be kept."""
-    code, own = _explain(link, error, standing)
+    code, own = _explain(link, error, state)
     kept = False
     try:
-        answered = _hand_over(link, str(error) or type(error).__name__, standing)
+        answered = _hand_over(link, str(error) or type(error).__name__, state)
         kept = may_keep and answered and not own and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
-        code = _not_kept(link, lost, standing.step)
+        code = _not_kept(link, lost, state.step)
     finally:
         if not kept:
             exit_now(code)
@@ -99,28 +99,28 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _explain(link: AgentClient, error: BaseException, standing: StopState) -> tuple[int, bool]:
+def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
     """S1; returns the exit code, and whether the failure is this rank's own."""
     if isinstance(error, GenerationEnded):
         if error.aborted:
-            standing.shut()
+            state.shut()
         return ExitCode.LEFT if error.aborted else 0, False
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted by SIGINT (KeyboardInterrupt)"
-        link.send(Failed(step=standing.step, blame="killed", message=text, traceback=_trace(error)))
-        standing.shut()
+        link.send(Failed(step=state.step, blame="killed", message=text, traceback=_trace(error)))
+        state.shut()
         print(_trace(error), end="", file=sys.stderr)
         return ExitCode.INTERRUPTED, True
-    standing.shut()
+    state.shut()
     from_agent = link.aborted is not None
     unread = (CheckpointDamaged, StorageError)
     message = Failed(
-        step=standing.step,
-        blame=_blame(error, from_agent=from_agent, misled=standing.misled),
+        step=state.step,
+        blame=_blame(error, from_agent=from_agent, results_suspect=state.results_suspect),
         message=one_line(error).removesuffix(ADVICE),
         traceback="" if isinstance(error, OperatorError) else _trace(error),
         final=is_final(error),
-        bad_step=standing.bad_step if isinstance(error, unread) else None,
+        bad_step=state.bad_step if isinstance(error, unread) else None,
         odd=isinstance(error, ReplicaMismatch) and error.odd,
         verified=error.verified if isinstance(error, ReplicaMismatch) else None,
     )
@@ -129,7 +129,7 @@ def _explain(link: AgentClient, error: BaseException, standing: StopState) -> tu
         return 1, True  # the agent says so, once for all ranks
     if message.blame == "peer":
         text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
-        print(f"{text}; this worker stops at step {standing.step}", file=sys.stderr)
+        print(f"{text}; this worker stops at step {state.step}", file=sys.stderr)
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)
@@ -143,7 +143,7 @@ def _explain(link: AgentClient, error: BaseException, standing: StopState) -> tu
     return 1, True
 
 
-def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
+def _blame(error: BaseException, *, from_agent: bool, results_suspect: bool) -> Blame:
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
     if isinstance(error, LastSaveFailed):
@@ -154,17 +154,17 @@ def _blame(error: BaseException, *, from_agent: bool, misled: bool) -> Blame:
         return "peer"
     if isinstance(error, OperatorError):
         return "environment"
-    return "peer" if misled else "user"
+    return "peer" if results_suspect else "user"
 
 
-def _hand_over(link: AgentClient, reason: str, standing: StopState) -> bool:
+def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
     """S2 and S3; False: no answer came."""
-    clean = standing.clean and standing.save is not None
+    clean = state.clean and state.save is not None
     link.send(
         Stopping(
-            step=standing.step,
+            step=state.step,
             clean=clean,
-            complete=clean and standing.complete,
+            complete=clean and state.complete,
             reason=reason.splitlines()[0],
         )
     )
@@ -172,6 +172,6 @@ def _hand_over(link: AgentClient, reason: str, standing: StopState) -> bool:
         wanted = link.saves.get(timeout=SAVE_WAIT_S).wanted
     except queue.Empty:
         return False
-    if wanted and clean and standing.save is not None:
-        link.send(standing.save())
+    if wanted and clean and state.save is not None:
+        link.send(state.save())
     return True

@@ -54,12 +54,12 @@ class TrainingState:
         link: AgentClient,
         groups: ProcessGroups | None,
         strategy: Strategy,
-        small: AuxiliaryState,
-        captures: StateStager,
+        auxiliary: AuxiliaryState,
+        stager: StateStager,
     ) -> None:
         self.strategy = strategy
-        self.small = small
-        self.captures = captures
+        self.auxiliary = auxiliary
+        self.stager = stager
         self.step = 0
         """Optimizer steps applied."""
         self.position = DataPosition()
@@ -70,7 +70,7 @@ class TrainingState:
         """Of the last boundary; None before the state is in place."""
         self.clean = False
         """Nothing has changed the state since the last boundary."""
-        self.asked: str | None = None
+        self.stop_reason: str | None = None
         """Why this rank's script wants to end training for all; None: it does not."""
         self.in_loop = False
         """The script is in a loop over batches."""
@@ -86,23 +86,23 @@ class TrainingState:
         """After the global batch that is being worked on."""
         self._link = link
         self._groups = groups
-        self._control = ControlExchange(groups)
-        self._verification = ReplicaVerifier(
-            groups, link.assignment, lambda: self.strategy.replicas()
-        )
+        self._exchange = ControlExchange(groups)
+        self._verifier = ReplicaVerifier(groups, link.assignment, lambda: self.strategy.replicas())
 
     def restore(self) -> int:
         """Put the state in place that the assignment says; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
             checkpoint = open_source(assignment)
-            self.position = restore_state(checkpoint, self.strategy, self.small, assignment.rank)
+            self.position = restore_state(
+                checkpoint, self.strategy, self.auxiliary, assignment.rank
+            )
             self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
             if assignment.generation == 1:  # a new run may go on where the last one ended itself
                 self.position = replace(self.position, stopped=None)
-        self.copy = self.small.capture(self.step, self.position)
-        self.captures.begin(self.copy)
-        self._verification.begin(self.step)
+        self.copy = self.auxiliary.capture(self.step, self.position)
+        self.stager.begin(self.copy)
+        self._verifier.begin(self.step)
         self.clean = True
         return bytes_read
 
@@ -125,36 +125,36 @@ class TrainingState:
 
     def begin_backward(self) -> None:
         """The first backward of a global batch begins: the words for its boundary are given."""
-        self._control.give(self._verification.word(self.captures.word(self._flags())))
+        self._exchange.submit(self._verifier.add_to_word(self.stager.control_word(self._flags())))
 
     def _flags(self) -> int:
-        return self._link.flags | (FLAG_FINISH if self.asked is not None else 0)
+        return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
 
     def agree_to_stop(self, call: Call) -> None:
         """Find out whether any rank's script ends training. All ranks call this together.
 
         Raises `UserError` where this rank is at another call than the rest.
         """
-        asks = self.asked is not None
+        asks = self.stop_reason is not None
         if self._groups is not None:
             with self._link.awaiting(self.left_at):
                 asks = bool(self._groups.barrier(call, int(asks), self._where()))
         if asks:
-            self._stop()
+            self._mark_stopped()
 
     def _where(self) -> str:
         """What an error says of this rank's place."""
         left = f", having left its loop at {self.left_at}" if self.left_at else ""
         return f" after step {self.step}{left}"
 
-    def _stop(self) -> None:
+    def _mark_stopped(self) -> None:
         """All ranks have agreed to end training."""
         if self.stopped is not None:
             return
         groups = self._groups
-        reason = (self.asked or "") if groups is None else groups.share_text(self.asked)
+        reason = (self.stop_reason or "") if groups is None else groups.share_text(self.stop_reason)
         self.position = replace(self.position, stopped=reason)
-        self.copy = self.small.capture(self.step, self.position)
+        self.copy = self.auxiliary.capture(self.step, self.position)
 
     def end_epoch(self, ends: EpochEnd) -> None:
         """Do what is due at an epoch's end; the state changes to that after it in one go."""
@@ -162,11 +162,11 @@ class TrainingState:
             with self._link.busy("on_epoch_end"):
                 ends.run()
         self.position = replace(ends.after, stopped=self.position.stopped)
-        self.copy = self.small.capture(self.step, self.position)
+        self.copy = self.auxiliary.capture(self.step, self.position)
         if ends.run is not None:
             self.agree_to_stop(Call.EPOCH_END)
 
-    def copied(self) -> BoundaryCopy:
+    def boundary_copy(self) -> BoundaryCopy:
         assert self.copy is not None
         return self.copy
 
@@ -176,10 +176,10 @@ class TrainingState:
         norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
         not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
         """
-        self._confirm()  # the gradients
+        self._verify_collectives()  # the gradients
         if not math.isfinite(norm):
             raise self._not_finite()
-        self._link.change(self._tear)
+        self._link.unless_shutting_down(self._mark_torn)
         self.applying = True
         self.strategy.apply()
         self.applying = False
@@ -189,7 +189,7 @@ class TrainingState:
     def _not_finite(self) -> NotFinite:
         """What is not finite, once the state of the boundary is saved; all ranks call this
         together."""
-        suspects, share = self.strategy.suspects(), self.strategy.share()
+        suspects, share = self.strategy.suspects(), self.strategy.rank_state()
         names, given = sorted(share.specs), self._link.assignment
         broken = set(share.not_finite())
         bad = [suspects.loss]
@@ -216,11 +216,11 @@ class TrainingState:
         that is under way end; returns what came of it."""
         with self._link.busy(f"saving the state of step {self.step}"):
             lost = self._await_saves()
-            if self.clean and self.captures.save_last(self.copied()):
+            if self.clean and self.stager.save_last(self.boundary_copy()):
                 lost = self._await_saves()
-        text = self.captures.where_to_go_on()
+        text = self.stager.newest_checkpoint_text()
         if lost and self.clean:
-            why = self.captures.save_error or "it failed on another rank"
+            why = self.stager.save_error or "it failed on another rank"
             text = f"the state of step {self.step} could not be saved ({why}); {text}"
         return text
 
@@ -228,42 +228,42 @@ class TrainingState:
         """Wait until no rank saves any more; whether a save was lost on any of them."""
         while True:
             self._link.check()
-            most = ("none", "pending", "lost").index(self.captures.newest_save)
+            most = ("none", "pending", "lost").index(self.stager.newest_save)
             if self._groups is not None:
-                most = self._groups.agreement.greatest(most)
+                most = self._groups.control_tree.allreduce_max(most)
             if most != 1:
                 break
             time.sleep(SAVE_POLL_S)
         if most == 2:
-            self.captures.give_up()
+            self.stager.abandon_save()
         return most == 2
 
-    def _confirm(self) -> None:
+    def _verify_collectives(self) -> None:
         """What collectives gave is right; raises, as they do, where a peer is gone."""
         if self._groups is not None:
-            self._groups.confirm()
+            self._groups.verify_collectives()
 
-    def _confirm_unless_untouched(self) -> RuntimeError | None:
+    def _verify_unless_no_collective(self) -> RuntimeError | None:
         """Parameters of other ranks and what the script made of collectives are right; else raises.
         Where there is none of it, returns the error that tells of a peer's end."""
-        untouched = self._groups is not None and self._groups.untouched
+        untouched = self._groups is not None and self._groups.no_collective_since_verified
         try:
-            self._confirm()
+            self._verify_collectives()
         except RuntimeError as error:
             if not untouched or not is_peer_error(error):
                 raise
             return error
         return None
 
-    def _tear(self) -> None:
+    def _mark_torn(self) -> None:
         self.clean = False
 
-    def settle(self) -> None:
+    def finish_pending_step(self) -> None:
         """Take the boundary of a loop that the script left by `break`."""
         if self._applied:
-            self.reach(last=True)
+            self.at_boundary(last=True)
 
-    def reach(self, *, last: bool = False) -> None:
+    def at_boundary(self, *, last: bool = False) -> None:
         """Between two steps: copy what a forward may move, exchange words with all ranks, capture
         what is due.
 
@@ -274,27 +274,27 @@ class TrainingState:
         applied, self._applied = self._applied, False
         lost = None
         if applied:
-            if self.small.tracked or not self.strategy.replicated:
-                lost = self._confirm_unless_untouched()
+            if self.auxiliary.tracked or not self.strategy.replicated:
+                lost = self._verify_unless_no_collective()
             self.position = self.next_position
             lost = lost or self._sync_buffers()
-        self.copy = self.small.capture(self.step, self.position)
+        self.copy = self.auxiliary.capture(self.step, self.position)
         self.clean = True
         self._link.check()
-        self.captures.check()
+        self.stager.check()
         if lost is not None:
             raise lost
-        word = self._control.take(self.captures.word(self._flags()))
+        word = self._exchange.collect(self.stager.control_word(self._flags()))
         if word is not None:
-            self._require(self._verification.alike(word))
-            self.captures.heard(word)
+            self._require(self._verifier.equal_at_exchange(word))
+            self.stager.after_exchange(word)
             if word.flags & FLAG_FINISH:
-                self._stop()
+                self._mark_stopped()
             if word.flags & ~FLAG_FINISH:
                 self._verify()
                 if self._groups is not None:
-                    self._groups.part()
-                self.captures.agreed_to_stop()
+                    self._groups.drain_sends()
+                self.stager.stop_agreed()
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
         ends = self._epoch_end
@@ -305,13 +305,13 @@ class TrainingState:
         due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
         if last or self.stopped is not None:
             self._verify()
-        taken = self.captures.at_boundary(self.copy, self._verify, checkpoint=due)
-        self._verification.sign_if_due(self.copy, captured=taken == "snapshot")
+        taken = self.stager.capture_if_due(self.copy, self._verify, checkpoint=due)
+        self._verifier.digest_if_due(self.copy, captured=taken == "snapshot")
 
     def _verify(self) -> None:
         """Raise where the ranks' states differ at this boundary; all ranks call this together."""
         with self._link.awaiting(self.left_at):
-            self._require(self._verification.alike_now(self.copied(), self._where()))
+            self._require(self._verifier.compare_now(self.boundary_copy(), self._where()))
 
     def _require(self, alike: bool) -> None:
         """Raise unless the ranks are alike; the state is handed over only as one of a majority."""
@@ -319,7 +319,7 @@ class TrainingState:
             return
         self.clean = False
         try:
-            self._verification.resolve()
+            self._verifier.raise_difference()
         except PeerSetAside:
             self.clean = self.strategy.replicated
             raise
@@ -329,7 +329,7 @@ class TrainingState:
 
     def snapshot(self) -> Captured:
         """The stop protocol's: the state of the last boundary."""
-        return self.captures.at_stop(self.copied())
+        return self.stager.capture_at_stop(self.boundary_copy())
 
     def _sync_buffers(self) -> RuntimeError | None:
         """Take rank 0's buffers; returns the error that tells of a peer's end.
@@ -337,7 +337,7 @@ class TrainingState:
         This rank's own are then left, and stand for the step as well as any: a snapshot with all
         state in it keeps one rank's, and of a divided one rank 0's are kept.
         """
-        buffers = self.small.buffers
+        buffers = self.auxiliary.buffers
         if self._groups is None or not buffers or self._link.aborted is not None:
             return None
         try:

@@ -169,7 +169,7 @@ def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | 
     """Give a kept process its place in another generation; None: it cannot be reached, and is
     killed."""
     try:
-        old.channel.hand(assignment, store_fd, HAND_S)
+        old.channel.send_with_fd(assignment, store_fd, HAND_S)
     except ChannelClosed:
         end([old])
         return None

@@ -30,22 +30,22 @@ def main(rank: int, port: int, other: str) -> None:
     groups = joined(rank, 2, port, on_gpu=True)
     for _ in range(3):
         assert summed().eq(2).all()
-    groups.confirm()
-    groups.agreement.greatest(0)  # one rank's end of a collective is not the other's
+    groups.verify_collectives()
+    groups.control_tree.allreduce_max(0)  # one rank's end of a collective is not the other's
     if rank == 1:
         if other == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         print("left out", flush=True)
         time.sleep(60)
-    assert groups.untouched
+    assert groups.no_collective_since_verified
     alone = summed()
-    assert not groups.untouched
+    assert not groups.no_collective_since_verified
     if other == "waits":
         threading.Timer(0.5, groups.shut).start()
     began_s = time.monotonic()
     error = ""
     try:
-        groups.confirm()
+        groups.verify_collectives()
     except dist.DistBackendError as raised:
         error = str(raised)
     took_s = time.monotonic() - began_s

@@ -24,8 +24,8 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("other", ["waits", "dies"])
 def test_a_collective_that_was_aborted_is_not_taken_for_done(other: str) -> None:
-    """NCCL says that it is over, though what it gave is not the sum; `confirm` tells. A peer that
-    dies is noticed without anybody's word."""
+    """NCCL says that it is over, though what it gave is not the sum; `verify_collectives` tells. A
+    peer that dies is noticed without anybody's word."""
     port = free_port()
     words = [json.dumps({"rank": rank, "port": port, "other": other}) for rank in (0, 1)]
     ranks = [

@@ -85,7 +85,7 @@ class Pair:
             if generation == 1:
                 self._fork(assignment, fd)
             else:
-                self.channels[rank].hand(assignment, fd, 5.0)
+                self.channels[rank].send_with_fd(assignment, fd, 5.0)
         store.close()
 
     def _fork(self, assignment: Assignment, fd: int | None) -> None:

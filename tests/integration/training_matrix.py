@@ -94,7 +94,7 @@ def save(name: str, rank: int, world_size: int, directory: Path, dtype: torch.dt
         rank=rank, world_size=world_size, generation=1, token="matrix", strategy=name
     )
     copy = small.capture(STEPS, DataPosition(loop=0, epoch=1, offset=2))
-    draft, pieces = saving.draft(strategy.share(), copy, author)
+    draft, pieces = saving.draft(strategy.rank_state(), copy, author)
     write_checkpoint(DiskDirectory(directory / f"{name}-{world_size}"), draft, rank, pieces)
 
 
@@ -107,7 +107,7 @@ def check(source: Path, name: str, rank: int, world_size: int, dtype: torch.dtyp
     author = saving.WriterInfo(
         rank=rank, world_size=world_size, generation=2, token="again", strategy=name
     )
-    draft, pieces = saving.draft(strategy.share(), small.capture(STEPS, position), author)
+    draft, pieces = saving.draft(strategy.rank_state(), small.capture(STEPS, position), author)
     specs = draft.layout.tensors
     whole = expected(ez_checkpoint.load(source), name, dtype)
     now = {n for n in specs if not n.startswith("rng/")}

@@ -263,7 +263,7 @@ class Group:
         """Exchange words and capture what is due; whether the generation ends here."""
         before, self.word = self.word, self._word()
         if before is not None:
-            self.ledger = self.ledger.heard(before)
+            self.ledger = self.ledger.after_exchange(before)
             if before.flags:
                 for gang in self.gangs.values():
                     gang.leave_at_boundary()
@@ -289,9 +289,9 @@ class Group:
         return ControlWord(
             flags=flags,
             ready=self.stepped_s is not None,
-            kept=max(least, min(gang.kept for gang in gangs)),
+            held=max(least, min(gang.kept for gang in gangs)),
             saved=max(least, min(gang.saved for gang in gangs)),
-            unkept=max(gang.unkept for gang in gangs),
+            not_held=max(gang.unkept for gang in gangs),
             unsaved=max(gang.unsaved for gang in gangs),
         )
 

@@ -64,22 +64,22 @@ def test_all_take_the_greatest_of_each_number(size: int) -> None:
         for turn in range(20):
             given = [[(rank * 7 + turn) % size, -rank, LEAST + 1 + rank] for rank in range(size)]
             for rank, numbers in zip(ranks, given, strict=True):
-                rank.give(numbers)
+                rank.submit(numbers)
             most = (*map(max, zip(*given, strict=True)), *[LEAST] * (WIDTH - 3))
-            assert list(pool.map(MaxTree.take, ranks)) == [most] * size
+            assert list(pool.map(MaxTree.collect, ranks)) == [most] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_taken_later_is_what_was_given_then(size: int) -> None:
     with joined(size) as (ranks, pool):
         for rank in ranks:
-            rank.give([100])
+            rank.submit([100])
         own = zip(ranks, range(size), strict=True)
-        assert list(pool.map(lambda pair: pair[0].greatest(pair[1]), own)) == [size - 1] * size
+        assert list(pool.map(lambda pair: pair[0].allreduce_max(pair[1]), own)) == [size - 1] * size
         for rank in ranks:
-            rank.give([200])
-        assert [rank.take()[0] for rank in ranks] == [100] * size
-        assert [found[0] for found in pool.map(MaxTree.take, ranks)] == [200] * size
+            rank.submit([200])
+        assert [rank.collect()[0] for rank in ranks] == [100] * size
+        assert [found[0] for found in pool.map(MaxTree.collect, ranks)] == [200] * size
 
 
 @pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (40, 0), (40, 1), (40, 39)])
@@ -90,7 +90,7 @@ def test_a_lost_rank_is_an_error_for_every_other(size: int, lost: int) -> None:
         def error(rank: MaxTree) -> str:
             for _ in range(3):  # it stays so
                 with pytest.raises(dist.DistNetworkError) as raised:
-                    rank.greatest(1)
+                    rank.allreduce_max(1)
                 assert is_peer_error(raised.value)
             return str(raised.value)
 
@@ -108,11 +108,11 @@ def test_nothing_of_it_is_left_after_its_end(given: bool) -> None:
     top = MaxTree(None, [down])
     assert passing_on()
     if given:
-        top.give([1])  # and waits for the other
+        top.submit([1])  # and waits for the other
     top.close()
     top.close()
     with pytest.raises(dist.DistNetworkError):
-        top.take()
+        top.collect()
     assert not passing_on()
     assert down.fileno() == -1
     assert up.recv(1) == b""
@@ -149,8 +149,8 @@ def test_a_stranger_is_refused_and_harms_nobody(
                     stranger.shutdown(socket.SHUT_WR)
             ranks = [join_rank(1), top.result()]
             for rank in ranks:
-                rank.give([1])
-            assert [rank.take()[0] for rank in ranks] == [1, 1]
+                rank.submit([1])
+            assert [rank.collect()[0] for rank in ranks] == [1, 1]
             stranger.settimeout(5)
             assert _closed(stranger)
         for rank in ranks:
@@ -159,7 +159,7 @@ def test_a_stranger_is_refused_and_harms_nobody(
 
 def test_a_child_that_computes_hides_no_dead_one() -> None:
     with joined(3) as (ranks, pool):
-        top = pool.submit(ranks[0].greatest, 1)
+        top = pool.submit(ranks[0].allreduce_max, 1)
         ranks[2].close()  # while rank 1 gives nothing
         with pytest.raises(dist.DistNetworkError):
             top.result(timeout=20)
@@ -184,7 +184,7 @@ def test_a_number_that_is_too_great_is_refused_where_it_is_given() -> None:
     with joined(2) as (ranks, _):
         for rank in ranks:
             with pytest.raises(struct.error):
-                rank.give([1 << 70])
+                rank.submit([1 << 70])
 
 
 def test_many_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,12 @@ class Tracked:
 class Ranks:
     """This rank's groups; `error` is raised where all are to confirm."""
 
-    place = RankInfo(rank=0, world_size=2)
-    agreement = None
-    untouched = True
+    rank_info = RankInfo(rank=0, world_size=2)
+    control_tree = None
+    no_collective_since_verified = True
     error: Exception | None = None
 
-    def confirm(self) -> None:
+    def verify_collectives(self) -> None:
         if self.error is not None:
             raise self.error
 
@@ -63,8 +63,8 @@ def test_a_peer_that_does_not_confirm(
     at.restore()
     at.apply(torch.tensor(1.0))
     assert not at.clean
-    ranks.untouched, ranks.error = untouched, error
+    ranks.no_collective_since_verified, ranks.error = untouched, error
     with pytest.raises(type(error)):
-        at.reach()
+        at.at_boundary()
     assert at.clean == clean
-    assert at.copied().step == (1 if clean else 0)
+    assert at.boundary_copy().step == (1 if clean else 0)

@@ -61,16 +61,16 @@ def test_every_rank_countersigns_or_none_goes_on(
     place = RankInfo(rank=0, world_size=3, token="t")
     groups = ProcessGroups(place, torch.device("cpu"), MaxTree(None, []), frozenset())
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
-    groups.countersign()
+    groups.verify_with_peers()
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     seen.append(1)  # of another time
     if right:
-        groups.countersign()
-        groups.countersign()
+        groups.verify_with_peers()
+        groups.verify_with_peers()
         assert len(set(seen)) == len(seen)
     else:
         with pytest.raises(dist.DistBackendError, match="closed"):
-            groups.countersign()
+            groups.verify_with_peers()
 
 
 def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ READY = CaptureSchedule(start=0, every=5, ready=True)
 
 def after(*words: ControlWord, ledger: CaptureSchedule = READY) -> CaptureSchedule:
     for word in words:
-        ledger = ledger.heard(word)
+        ledger = ledger.after_exchange(word)
     return ledger
 
 
@@ -96,21 +96,21 @@ def test_what_is_due(
 def test_a_snapshot_is_held_once_every_node_says_so() -> None:
     taken = READY.captured(6, checkpoint=False)
     assert taken.copying
-    assert after(ControlWord(kept=5), ledger=taken).held is None
-    held = after(ControlWord(kept=6), ledger=taken)
+    assert after(ControlWord(held=5), ledger=taken).held is None
+    held = after(ControlWord(held=6), ledger=taken)
     assert (held.held, held.copying) == (6, False)
 
 
 def test_p4_what_a_node_could_not_keep_is_given_up_and_what_was_held_stays() -> None:
-    held = after(ControlWord(kept=6), ledger=READY.captured(6, checkpoint=False))
-    given_up = after(ControlWord(kept=6, unkept=11), ledger=held.captured(11, checkpoint=False))
+    held = after(ControlWord(held=6), ledger=READY.captured(6, checkpoint=False))
+    given_up = after(ControlWord(held=6, not_held=11), ledger=held.captured(11, checkpoint=False))
     assert (given_up.taken, given_up.held) == (6, 6)
     assert given_up.due(12, checkpoint=False, snapshots=True) == "snapshot"
 
 
 def test_an_old_failure_does_not_give_up_a_newer_snapshot() -> None:
     taken = READY.captured(11, checkpoint=False)
-    assert after(ControlWord(unkept=6), ledger=taken).taken == 11
+    assert after(ControlWord(not_held=6), ledger=taken).taken == 11
 
 
 def test_a_save_is_over_only_by_a_word_of_its_own_step() -> None:
@@ -125,14 +125,14 @@ def test_rank_0_s_interval_counts_from_the_word_that_all_have_read() -> None:
 
 
 def test_in_any_order_of_words_nothing_held_is_lost_and_one_is_in_flight_at_most() -> None:
-    words = [ControlWord(kept=k, unkept=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))]
+    words = [ControlWord(held=k, not_held=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))]
     for order in itertools.permutations(words, 4):
         ledger, best = READY, -1
         for step, word in enumerate(order, 3):
             if ledger.due(step, checkpoint=False, snapshots=True) == "snapshot":
                 assert not ledger.copying
                 ledger = ledger.captured(step, checkpoint=False)
-            ledger = ledger.heard(word)
+            ledger = ledger.after_exchange(word)
             held = -1 if ledger.held is None else ledger.held
             assert held >= best and (ledger.taken is None or ledger.taken >= held)
             best = held

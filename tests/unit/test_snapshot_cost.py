@@ -39,7 +39,7 @@ def seen(cost: IntervalTuner, *, stall_s: float, beside_s: list[float], quiet: i
     cost.captured(stall_s)
     for seconds in beside_s:
         cost.stepped(seconds)
-    cost.landed()
+    cost.snapshot_done()
 
 
 def test_the_cost_is_the_wait_and_what_steps_take_longer() -> None:
@@ -64,11 +64,11 @@ def test_one_snapshot_that_cost_much_does_not_count() -> None:
 
 def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> None:
     cost = IntervalTuner()
-    assert cost.wished() == 0
+    assert cost.proposed_interval() == 0
     asked = []
     for _ in range(SURE_COSTS):
         seen(cost, stall_s=0.05, beside_s=[0.15])
-        asked.append(cost.wished())
+        asked.append(cost.proposed_interval())
     assert asked == [FIRST_STEPS, *[0] * (SURE_COSTS - 2), interval(0.1, 0.1)]
 
 
@@ -76,12 +76,12 @@ def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than
     cost = IntervalTuner()
     for _ in range(7):
         seen(cost, stall_s=0.02, beside_s=[])
-    first = cost.wished()
+    first = cost.proposed_interval()
     assert first == interval(0.02, 0.1)
     for stall_s, asked in ((0.038, 0), (0.011, 0), (0.042, interval(0.042, 0.1)), (0.03, 0)):
         for _ in range(7):
             seen(cost, stall_s=stall_s, beside_s=[])
-        assert cost.wished() == asked
+        assert cost.proposed_interval() == asked
 
 
 def test_steps_beside_snapshots_without_a_gap_between_them_count_where_no_slower() -> None:
@@ -101,12 +101,12 @@ def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
     assert cost.measuring
     cost.captured(None)
     assert not cost.measuring
-    cost.landed()
+    cost.snapshot_done()
     assert cost.cost_s == 0.0
 
 
 def test_what_landed_without_having_been_in_flight_counts_for_nothing() -> None:
     cost = IntervalTuner()
     cost.stepped(0.1)
-    cost.landed()
-    assert (cost.cost_s, cost.wished()) == (0.0, 0)
+    cost.snapshot_done()
+    assert (cost.cost_s, cost.proposed_interval()) == (0.0, 0)

@@ -80,7 +80,7 @@ def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
 
 def save(folder: Path, strategy: Strategy, small: AuxiliaryState, name: str) -> Path:
     author = saving.WriterInfo(rank=0, world_size=1, generation=1, token="t", strategy=name)
-    draft, pieces = saving.draft(strategy.share(), small.capture(3, DataPosition()), author)
+    draft, pieces = saving.draft(strategy.rank_state(), small.capture(3, DataPosition()), author)
     write_checkpoint(DiskDirectory(folder), draft, 0, pieces)
     return folder / step_directory(3)
 
@@ -175,7 +175,7 @@ def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
     for other in ("ddp", "zero1", "zero2"):
         again, small_again = build(other, dtype=torch.bfloat16)
         restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
-        share = again.share()
+        share = again.rank_state()
         same = [n for n in whole if n.startswith("model/") and n != "model/mean"]
         if (other == "ddp") == (name == "ddp"):
             same += [n for n in whole if n.startswith("optimizer/")]
@@ -232,7 +232,7 @@ def test_usual_optimizers_change_strategy(
     restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
     train(strategy)
     train(again)
-    a, b = strategy.share(), again.share()
+    a, b = strategy.rank_state(), again.rank_state()
     assert set(a.specs) == set(b.specs)
     for name in a.specs:
         assert a.specs[name] == b.specs[name]

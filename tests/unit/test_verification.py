@@ -124,23 +124,23 @@ def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None
 
     top = (1 << 62) - 1
     for alike in ([None, None], [0, 0, 0], [5, 5], [top, top]):
-        assert heard(*alike).alike
+        assert heard(*alike).digests_equal
     for unlike in ([0, 1], [5, 5, 6], [top, 0], [top, top - 1, top]):
-        assert not heard(*unlike).alike
+        assert not heard(*unlike).digests_equal
 
 
 def test_the_interval_keeps_verifying_below_its_share_of_the_time() -> None:
     interval, now_s = SigningInterval(), 100.0
     for step, step_s in enumerate([1.0, 0.010, 0.012, 5.0, 0.011, 0.011], 1):
-        assert interval.wished == 0 or step > 2
+        assert interval.proposed == 0 or step > 2
         now_s += 0.001
-        interval.signed(10 * step, now_s - 0.001, now_s)
+        interval.digested(10 * step, now_s - 0.001, now_s)
         now_s += 10 * step_s
-    interval.signed(70, now_s, now_s + 0.001)
-    every = interval.wished
+    interval.digested(70, now_s, now_s + 0.001)
+    every = interval.proposed
     assert 0.001 / (every * 0.0115) <= SHARE < 0.001 / ((every - 1) * 0.0115)
     assert SHARE < 0.001
     for step in range(71, 90):
-        interval.signed(step, now_s, now_s + 0.001)
+        interval.digested(step, now_s, now_s + 0.001)
         now_s += 0.001
-    assert interval.wished == LONGEST_EVERY
+    assert interval.proposed == LONGEST_EVERY
