@@ -99,28 +99,6 @@ class PeerSetAside(RetryError):
     """Another rank differs from a majority that this rank belongs to."""
 
 
-PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
-
-
-def is_peer_error(error: BaseException) -> bool:
-    """Whether this exception tells of another rank's end rather than of this one's own fault.
-
-    By the names of torch's classes and the words of its messages, so that torch need not be there.
-    """
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        text = str(link).lower()
-        if isinstance(link, RetryError) or type(link).__name__ in PEER_ERRORS:
-            return True
-        if isinstance(link, RuntimeError) and any(word in text for word in PEER_WORDS):
-            return True
-        link = link.__cause__
-    return False
-
-
 def is_final(error: BaseException) -> bool:
     """Whether the same script and input would fail in the same way: trying again is useless."""
     return isinstance(error, (UserError, NotFinite, ImportError, SyntaxError))

@@ -15,6 +15,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from elasticzero.errors import ElasticZeroError
 from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.serialization import decode, encode
 
@@ -27,7 +28,7 @@ LOW_PRIORITY = (Stepped, Logged)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
-class ChannelClosed(Exception):
+class ChannelClosed(ElasticZeroError):
     """The other end is gone."""
 
 

@@ -32,12 +32,12 @@ from elasticzero.errors import (
     StorageError,
     UserError,
     is_final,
-    is_peer_error,
     one_line,
     same_error,
 )
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now, park
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
+from elasticzero.peer_errors import is_peer_error
 
 SAVE_WAIT_S = 30.0
 ADVICE = "; use another step"

@@ -18,11 +18,12 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.nonfinite import Findings
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.sampling import DataPosition
-from elasticzero.errors import NotFinite, PeerSetAside, UserError, is_peer_error
+from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.peer_errors import is_peer_error
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy

@@ -4,7 +4,6 @@ Real: `Observer`, `ClusterObserver`, `Membership`, `StoreWriter`, `decide` and `
 one set for each agent. Models: etcd and the way to it (etcd.py), workers, their process groups and
 what they hold in memory (training.py, memory.py), storage (storage.py), machines and their clocks
 (agents.py).
-(agents.py).
 A seed draws the cluster, the delays and the faults (schedule.py); the rules of
 `launcher/protocol/documents.py` are checked at every event that could break one (rules.py).
 """
