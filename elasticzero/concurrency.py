@@ -1,4 +1,4 @@
-"""Work on several items at a time, by threads that nothing waits for when the process ends."""
+"""Runs work on several items at a time, in threads that do not keep the process from ending."""
 
 from __future__ import annotations
 

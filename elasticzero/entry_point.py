@@ -1,4 +1,4 @@
-"""`run`: where a training script hands over to the session."""
+"""`run`: hands a training script over to the session, generation by generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error tree: every error this project raises on purpose, by who must act on it."""
+"""The error tree: every error that this project raises on purpose, by who must act on it."""
 
 from __future__ import annotations
 

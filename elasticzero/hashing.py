@@ -1,7 +1,4 @@
-"""A mixing function for 64-bit integers: equal on all machines, and no defence against anybody.
-
-Pure.
-"""
+"""A function that mixes the bits of 64-bit integers. Pure; it is no defence against an attacker."""
 
 from __future__ import annotations
 

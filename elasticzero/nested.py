@@ -1,7 +1,7 @@
-"""Nested values as JSON and named tensors, and back.
+"""Converts nested values to JSON and named tensors, and back.
 
 What is no tensor becomes JSON, in which `{"$tensor": name}` stands for a tensor. A tensor's name is
-the path to it, its keys joined by "/". torch is imported only when a tensor or an array is met.
+its path, the keys joined by "/". torch is imported only when a tensor or an array is met.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON values and back, checked field by field.
+"""Converts frozen dataclasses to JSON values and back, and checks every field.
 
 Everything the project stores or sends is such a record: documents in etcd, messages between agent
 and worker, manifests. A field may be a str, int, float, bool, None, a JSON value (`Any`), another

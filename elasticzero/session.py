@@ -1,4 +1,4 @@
-"""`Session`: what a training script uses."""
+"""`Session`: the interface that a training script uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, Stateful
 from elasticzero.state.model import NamedModel
-from elasticzero.worker import argument_checks as usage
+from elasticzero.worker import argument_checks
 from elasticzero.worker.batch_loops import Loops
 from elasticzero.worker.evaluation import Result, evaluate, evaluating
 from elasticzero.worker.full_state_dict import whole_state
@@ -114,8 +114,8 @@ class Session:
         generation = self._generation
         if generation.training is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
-        usage.check_model(model)
-        factory = usage.check_factory(optimizer)
+        argument_checks.check_model(model)
+        factory = argument_checks.check_factory(optimizer)
         model.to(self.device)
         named = NamedModel(model)
         name = strategy or self._assignment.strategy
@@ -139,8 +139,8 @@ class Session:
         self._comparison.require_equal(Call.PREPARE, described)
         auxiliary = AuxiliaryState(self.device)
         auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
-        usage.ease_copies(model, laid.model, name)
-        usage.manage(laid.optimizer, lambda: generation.training)
+        argument_checks.ease_copies(model, laid.model, name)
+        argument_checks.manage(laid.optimizer, lambda: generation.training)
         auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
         stager = StateStager(
             self._link,
@@ -161,7 +161,9 @@ class Session:
         training = self._prepared("track")
         if training.copy is not None:
             raise UserError("session.track comes before session.restore")
-        usage.check_tracked(name, thing, training.strategy.optimizer, training.stager.strategy)
+        argument_checks.check_tracked(
+            name, thing, training.strategy.optimizer, training.stager.strategy
+        )
         training.auxiliary.track(name, thing)
         return thing
 
@@ -221,12 +223,12 @@ class Session:
         same as `epochs=3`. on_epoch_end: called on all ranks after the last step of each epoch,
         before the state is captured; its effect on what is tracked counts exactly once.
         """
-        usage.check_arguments(others)
+        argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch is {micro_batch}; it must be at least 1")
-        order = SampleOrder(samples=usage.length_of(dataset), seed=seed, shuffle=shuffle)
+        order = SampleOrder(samples=argument_checks.length_of(dataset), seed=seed, shuffle=shuffle)
         plan = BatchPlan(
             order=order,
             global_batch=global_batch,

@@ -1,8 +1,8 @@
-"""Spans of a tensor's elements and the named rules that deal them out to ranks.
+"""Spans of a tensor's elements, and the named rules that partition tensors over the ranks.
 
 A span is a half-open range of a tensor's elements, flattened in row-major order. A partition is a
-rule, never a table: the span of any rank follows from the rule, the shapes and the world size, so
-that what describes it grows with tensors plus ranks and not with their product.
+rule and never a table: the span of any rank follows from the rule, the shapes and the world size.
+So its description grows with tensors plus ranks, and not with their product.
 """
 
 from __future__ import annotations

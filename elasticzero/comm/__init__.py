@@ -1,1 +1,1 @@
-"""How the ranks of a generation find each other, agree and exchange tensors."""
+"""The ranks of a generation find each other here, agree with each other, and exchange tensors."""

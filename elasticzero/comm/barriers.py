@@ -1,11 +1,10 @@
-"""Names a rank that is at another call than the rest when the ranks agree on something.
+"""Detects that a rank is at another call than the rest when the ranks agree on something. Pure.
 
-Every message of the control tree that a session sends carries two numbers more: the call that the
-rank is at and the rank itself, and the same negated. Of all ranks the greatest of the first is
-that of a rank whose call is the highest, of the second that of one whose call is the lowest; they
-differ where a rank has left its loop, or is alone in a call that all ranks must make.
-
-Pure.
+Every message of the control tree that a session sends ends in two numbers: the first is made of the
+call that the rank is at and the rank itself, and the second is its negative. The maximum of the
+first over all ranks names a rank whose call is the highest, and that of the second one whose call
+is the lowest. They name different calls where a rank has left its loop, or where one rank alone
+makes a call that all ranks must make.
 """
 
 from __future__ import annotations

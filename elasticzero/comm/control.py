@@ -1,4 +1,4 @@
-"""The control word: what the ranks tell each other at every boundary between two steps.
+"""The control word: what the ranks tell each other at every boundary between two steps. Pure.
 
 Each rank submits its word during a step. At the step's end every rank collects the same word, which
 has the greatest or the least of each field over all ranks, so that all ranks decide alike.

@@ -1,14 +1,13 @@
-"""How the ranks of a generation agree on a few numbers: the greatest that any of them gives, by a
-tree of TCP connections.
+"""Max-all-reduces a few numbers over the ranks of a generation, by a tree of TCP connections.
 
-A rank sends one message up and gets one down. Gloo's all_reduce is a ring, 2 (N-1) messages a rank,
-and on cores that training fills its threads cost more than all else between two steps
-(benchmarks/results/recovery.md). A rank with others below it passes messages on in a thread, so
-that nobody waits for one that computes; a rank without needs none.
+A rank sends one message up the tree and receives one. Gloo's all_reduce is a ring, 2 (N-1) messages
+a rank; on cores that training keeps busy, its threads cost more than all else between two steps
+(benchmarks/results/recovery.md). A rank with others below it relays messages in a thread, so that
+no rank waits for one that still computes. A rank with none below needs no thread.
 
-What breaks a connection (a death, `ProcessGroups.shut`) is an error for every rank, from then on
-and at the latest when it waits for a result. There is no time limit here: the agents decide whether
-a rank is late or hangs, and shut the groups.
+A broken connection (a process died, or `ProcessGroups.shut` was called) is an error on every rank
+from then on, at the latest when the rank waits for a result. There is no time limit here: the
+agents decide whether a rank is late or hangs, and then have the groups shut.
 """
 
 from __future__ import annotations

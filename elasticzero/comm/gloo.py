@@ -1,10 +1,13 @@
-"""Lets gloo finish before a script destroys its process group, since that can hang the process.
+"""Lets gloo finish before a script destroys its process group, which can hang the process.
 
 `~ProcessGroupGloo` joins the group's thread. That thread drops finished operations, for which it
 needs Python's global lock. A destructor that runs with the lock held, as when the last reference is
 in a DistributedDataParallel model that goes out of scope, then never returns (torch 2.13: one plain
-script in three that destroys its group right after its last step). So the group's threads are given
-the time to drop what has finished, with the lock free, before anything is destroyed.
+script in three that destroys its group right after its last step). So the group's threads get time
+to drop what has finished, with the lock free, before anything is destroyed.
+
+Check after an upgrade of torch: the name of gloo's threads (THREAD_NAME), and whether the
+destructor still needs the lock.
 """
 
 from __future__ import annotations

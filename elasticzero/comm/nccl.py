@@ -1,9 +1,9 @@
-"""What is NCCL's own: its settings, its errors, and its abort.
+"""NCCL's settings, errors and abort; this file alone reaches into torch's NCCL backend.
 
-The GPU runs a collective while the script goes on. One whose peer has died never ends, and an
-aborted one ends like one that went well, with any values, at its neighbours too: what collectives
-gave counts only once it is known that no rank aborted before they ended. So nobody but this package
-may abort.
+The GPU runs a collective while the script goes on. A collective whose peer has died never ends. An
+aborted one ends as if it had succeeded, with arbitrary values, also on the ranks beside the one
+that aborted. So results count only once it is known that no rank aborted before they ended, and
+nothing but this package may abort.
 """
 
 from __future__ import annotations

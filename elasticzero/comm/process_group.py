@@ -1,11 +1,14 @@
-"""The process group of one generation: set up under a deadline, torn down at once, and what all
-ranks take over from rank 0 or agree on.
+"""The process groups of one generation: their setup under a deadline, their abort, and collectives
+whose results are verified.
 
-Gloo's own abort does not wake a collective that waits for a stopped peer, and a killed peer is
-noticed only by the ranks that are connected to it in the running collective. Shutting the group's
-own TCP connections does both, so whoever notices first shuts them and all others notice within
-milliseconds. NCCL has an abort, after which its collectives end with any values: what they gave
-counts only once it is confirmed.
+Gloo's own abort does not wake a collective that waits for a stopped peer, and only the ranks that
+are connected to a killed peer in the running collective notice its death. Shutting the group's TCP
+connections does both: the first rank that notices shuts them, and all others notice within
+milliseconds. NCCL has an abort, after which its collectives end with arbitrary values: so their
+results count only after `ProcessGroups.verify_collectives`.
+
+Check after an upgrade of torch: `_world.pg_map`, `_world.group_count` and
+`_get_sequence_number_for_group`, which are torch's internals.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How the ranks of a generation find each other: at rank 0's store, before anything is set up that
-takes all of them.
+"""The ranks of a generation meet at rank 0's store before their process group is set up.
 
-Scripts do not start alike fast: one node imports from a cold disk, another's process is kept from
-the generation before. Who is there waits for the rest for `info.start_timeout_s`; the time to set
-the process group up counts from when all are there.
+Scripts do not start equally fast: one node imports from a cold disk, and another node's process was
+kept from the generation before. The ranks that have come wait for the rest for
+`RankInfo.start_timeout_s`. The time to set the process group up counts from when all have come.
 """
 
 from __future__ import annotations

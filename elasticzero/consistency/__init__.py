@@ -1,1 +1,1 @@
-"""What must be equal on all ranks, and how they find out that it is not."""
+"""Checks that what must be equal on all ranks is equal, and names the rank that differs."""

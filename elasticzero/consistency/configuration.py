@@ -1,8 +1,8 @@
-"""What the scripts of all ranks must agree on, compared before anything depends on it.
+"""Compares what the scripts of all ranks must agree on, before anything depends on it.
 
-Each rank describes what its script asks for as text by name. The ranks of a generation compare a
-digest; only where it differs do they exchange the descriptions, and the rank that is unlike those
-that have trained, or unlike rank 0, fails with both values. Nothing is compared with a checkpoint.
+Each rank describes what its script asks for, as text by name. The ranks of a generation compare a
+digest; only where it differs do they exchange the descriptions. The rank that is unlike those that
+have trained, or unlike rank 0, fails with both values. Nothing is compared with a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which ranks differ from the others, in what must be equal on all of them.
+"""Finds the ranks that differ from the others in what must be equal on all of them. Pure.
 
-Pure. Each rank gives a table: values, or digests of them, by name.
+Each rank gives a table: values, or digests of them, by name.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Ranks prove to each other that what must be equal on all of them is equal.
+"""Verifies that what must be equal on all ranks is equal.
 
 What must be: the strategy's replicas (parameters, optimizer state, the gradient's norm), the
 optimizer's options, tracked objects, and the position in the data.
 
 Rules:
- C1  A rank signs a boundary's state: it takes the digest of each of these. The digest of all of
-     them rides in the control word, with its complement; the maxima of both are each other's
-     complement exactly if all ranks gave the same number.
- C2  A boundary is signed `every` steps after the one signed before it, and where a snapshot is
-     captured; the word of the next step has the digest. Where a checkpoint is captured, a
-     generation ends by agreement or training ends, the ranks compare at once: nothing is saved or
-     handed over that was not verified.
- C3  Without an interval rank 0 chooses one, from what a signature and a step take, so that
+ C1  A rank takes the digest of each of these at a boundary. The digest of all of them travels in
+     the control word, with its complement; the maxima of both are each other's complement exactly
+     if all ranks gave the same number.
+ C2  The digest is taken `every` steps after the one before it, and where a snapshot is captured;
+     the word of the next step has it. Where a checkpoint is captured, a generation ends by
+     agreement, or training ends, the ranks compare at once: nothing is saved or handed over that
+     was not verified.
+ C3  Without an interval rank 0 chooses one, from how long a digest and a step take, so that
      verifying takes SHARE of the time.
  C4  Where the digests differ the ranks exchange those of each tensor. A rank that differs from what
-     more than half of the ranks have is set aside. Where there is no such majority, all go back.
+     more than half of the ranks have is quarantined. Where there is no such majority, all go back.
 Invariant: a snapshot is replaced only by one that was captured after the former was verified.
 """
 

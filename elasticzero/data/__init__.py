@@ -1,1 +1,1 @@
-"""Which samples a rank takes in which order, and how they are read."""
+"""The samples that each rank takes, their order, and how they are read."""

@@ -1,4 +1,4 @@
-"""The iterator over a loop's micro-batches: which samples, read and collated, on the device."""
+"""Iterates over micro-batches: reads and collates the samples and moves them to the device."""
 
 from __future__ import annotations
 

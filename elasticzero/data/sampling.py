@@ -1,9 +1,9 @@
-"""The order of samples, each rank's part of a global batch, micro-batches and their weights.
+"""The order of samples, each rank's part of a global batch, micro-batches and their weights. Pure.
 
-Pure. The order of an epoch is a keyed pseudo-random permutation that is computed at any position
-without a table (a Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002), so it depends on the seed and the epoch only, never on the world, and costs
-no memory. Shapes: N samples of the dataset, P positions asked for, R ranks.
+The order of an epoch is a keyed pseudo-random permutation that is computed at any position without
+a table (a Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002). It depends on the seed and the epoch only, never on the world, and takes no memory.
+Shapes: N samples of the dataset, P positions asked for, R ranks.
 """
 
 from __future__ import annotations

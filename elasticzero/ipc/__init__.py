@@ -1,1 +1,1 @@
-"""What a worker and its agent say to each other, and the socket that carries it."""
+"""The messages between a worker and its agent, and the socket that carries them."""

@@ -1,4 +1,4 @@
-"""A worker's link to its agent: the channel, what the agent has said, and the process's end."""
+"""A worker's client of its agent: it receives the agent's messages, and ends the process."""
 
 from __future__ import annotations
 

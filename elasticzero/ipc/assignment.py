@@ -1,8 +1,6 @@
-"""The agent's first message to a worker: which rank of which generation the worker is, and where
-its state comes from.
+"""The agent's first message to a worker: its rank, its generation, and the source of its state.
 
-Pure. Every process of a world gets one, and `torchrun_environment` is the same for scripts that
-read torchrun's variables.
+Pure. `torchrun_environment` has the same for scripts that read torchrun's variables.
 """
 
 from __future__ import annotations

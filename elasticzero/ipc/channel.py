@@ -1,8 +1,7 @@
-"""A line of messages between an agent and its worker: one JSON object a line, over a socket that
-the worker inherits.
+"""Carries messages between an agent and a worker: lines of JSON over an inherited socket.
 
-The agent need not wake for each: a worker rings for those that are not to wait until the agent
-looks anyway, which is several times a second.
+The agent looks at its sockets several times a second. A worker wakes it earlier, by a pipe, for
+messages that must not wait until then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an agent and its workers say to each other: one dataclass a message.
+"""The messages between an agent and its workers, one dataclass each. Pure.
 
-Pure. `channel` carries them over the socket that a worker inherits; the agent speaks first, with
-the worker's `Assignment`.
+`channel` carries them over the socket that a worker inherits. The agent sends the first, the
+worker's `Assignment`.
 """
 
 from __future__ import annotations

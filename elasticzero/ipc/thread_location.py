@@ -1,4 +1,4 @@
-"""Where the main thread of this process is: asked from another thread, while it works or waits."""
+"""Finds the line of the script that the main thread is at, from another thread of the process."""
 
 from __future__ import annotations
 

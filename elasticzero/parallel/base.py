@@ -1,4 +1,4 @@
-"""What a strategy is, what it is made of, and the choice of one by its name."""
+"""The interface of a strategy, what a strategy is built from, and the choice of one by its name."""
 
 from __future__ import annotations
 

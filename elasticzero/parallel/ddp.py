@@ -1,4 +1,4 @@
-"""Strategy `ddp`: everything whole on each rank; gradients are summed by `reducer`."""
+"""Strategy `ddp`: every rank holds everything, and `reducer` sums the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gradients and losses are finite, looked at before an optimizer changes anything."""
+"""Checks that gradients and losses are finite before an optimizer changes anything."""
 
 from __future__ import annotations
 

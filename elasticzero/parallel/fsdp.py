@@ -1,9 +1,8 @@
-"""Strategy `zero3`: parameters, gradients and optimizer state partitioned by rows, by torch's
-FSDP2.
+"""Strategy `zero3`: torch's FSDP2 partitions parameters, gradients and optimizer state by rows.
 
 The optimizer works on plain tensors that share memory with this rank's rows, or on 32-bit masters
-of rows that have 16 bits: 0-dim parameters, which FSDP2 does not take and which stay whole on every
-rank, can so share a group with the others.
+of rows that have 16 bits. FSDP2 does not take 0-dim parameters, which stay whole on every rank; so
+they can share a group with the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which parameters a rank has used under FSDP2, and zeros for those that it has not.
+"""Records which parameters a rank has used under FSDP2, and makes zero gradients for the others.
 
 FSDP2 leaves a parameter without a gradient out of what it reduces, so that ranks which have used
 different parameters would add up different tensors. It gathers and reduces a block when the block
-runs: all ranks must run the same blocks in the same order, which `blocks` proves.
+runs: all ranks must run the same blocks in the same order, which `blocks` checks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Gradients that are partitioned, out of a script's reach: they are not yet what they look like.
+"""Hides gradients that are partitioned from the script until its step.
 
 Between `session.backward` and `session.step` a parameter's own gradient is that of one rank, or is
-gone already. What a script does to it there (`clip_grad_norm_`, `clip_grad_value_`) would do
-nothing, or something wrong on each rank. So another tensor lies in its place meanwhile, which
-refuses every use.
+gone already. What a script does to it there (`clip_grad_norm_`, `clip_grad_value_`) would have no
+effect, or a wrong one on each rank. So another tensor stands in its place, which refuses every use.
 """
 
 from __future__ import annotations

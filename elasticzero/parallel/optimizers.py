@@ -1,5 +1,6 @@
-"""The user's optimizer, opened: which parameters its groups have, what state it keeps, and whether
-it can work on pieces of parameters."""
+"""The user's optimizer: the parameters of its groups, the state it keeps, and whether it can work
+on pieces of parameters.
+"""
 
 from __future__ import annotations
 

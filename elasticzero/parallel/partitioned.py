@@ -1,4 +1,4 @@
-"""Optimizer state over pieces of parameters: what strategies that partition it have in common."""
+"""The user's optimizer over pieces of parameters, for the strategies that partition its state."""
 
 from __future__ import annotations
 

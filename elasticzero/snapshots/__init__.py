@@ -1,1 +1,1 @@
-"""How training state gets out of a worker and into it: when, what and where from."""
+"""Captures training state out of a worker, and restores it into one."""

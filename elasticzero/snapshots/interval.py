@@ -1,8 +1,8 @@
-"""What snapshots cost the training, as one rank sees it, and the interval that this asks for.
+"""Measures what snapshots cost the training, and proposes the interval between them. Pure.
 
-Pure. A snapshot costs the time that training waits while the state is copied, and what the steps
-take longer while that copy gets its checksums and goes to the buddy, where both work on the cores
-that training uses. All ranks wait for the slowest, so one rank's steps tell of all.
+A snapshot costs the time that training waits while the state is copied, and what the steps take
+longer while that copy gets its checksums and goes to another node, on the cores that training uses.
+All ranks wait for the slowest, so one rank's steps are those of all.
 """
 
 from __future__ import annotations

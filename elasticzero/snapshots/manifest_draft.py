@@ -1,4 +1,4 @@
-"""The training state as a manifest and pieces: what this rank writes of it."""
+"""Describes the training state as a manifest, with the pieces of it that this rank writes."""
 
 from __future__ import annotations
 

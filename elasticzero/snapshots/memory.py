@@ -1,4 +1,4 @@
-"""The shared memory that a node's snapshots need, and whether the node has enough of it."""
+"""Shared memory for a node's snapshots: whether there is enough of it, and its reservation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generation starts from: a snapshot in memory, a checkpoint, or nothing, put in place."""
+"""Restores the state that a generation starts from: a snapshot in memory, or a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""When the state is captured: as a snapshot for the RAM tier, and as what becomes a checkpoint.
+"""Decides when the state is captured: for the RAM tier, or to become a checkpoint. Pure.
 
-Pure. All ranks decide alike, from the step and from control words that are equal on all of them.
+All ranks decide alike, from the step and from control words that are equal on all of them.
 
 Rules, at each boundary:
- P1  One capture is in flight at a time: until every node holds its part of it (and its buddy's),
-     and, if it is to become a checkpoint, until that stands on storage.
+ P1  One capture is in flight at a time: until every node holds its part of it (and of its buddy's),
+     and, if it is to become a checkpoint, until that checkpoint is committed.
  P2  A checkpoint falls due at every multiple of `checkpoint_every`, and at the end. One that falls
-     due while another is being saved is taken at the first boundary at which that one is known to
+     due while another is being saved is taken at the first boundary at which the other is known to
      be over; of several such the last counts. Training waits for a save only at its end. A snapshot
      in flight gives way to a checkpoint.
  P3  A snapshot falls due `snapshot_every` steps after the capture before it, and at once in a new
-     generation. While a capture is in flight it is not taken; the next boundary asks again.
- P4  A capture that some node could not keep is given up: what was held before stays.
+     generation. While a capture is in flight no snapshot is taken; the next boundary decides anew.
+ P4  A capture that some node could not hold is abandoned: what was held before stays.
 Invariant: the newest snapshot that every node holds is never overwritten.
 """
 

@@ -1,7 +1,7 @@
-"""A worker's captures of its state: when they are taken, and what the ranks know of them.
+"""Stages a worker's state: captures it into shared memory when that is due, and has it saved.
 
-Training waits only while its state is copied into shared memory that the agent owns; all else is
-done there. `schedule` decides when to capture, from control words that are equal on all ranks.
+Training waits only while its state is copied into shared memory that the agent owns; the agent does
+the rest. `schedule` decides when to capture, from control words that are equal on all ranks.
 """
 
 from __future__ import annotations

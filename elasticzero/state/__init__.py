@@ -1,1 +1,1 @@
-"""What the training state is: named tensors, and what else a script tracks."""
+"""The training state: named tensors, and the other objects that a script tracks."""

@@ -1,4 +1,4 @@
-"""The global random generators of a process: their state as tensors, and their seeds."""
+"""Captures, restores and seeds the global random generators of a process."""
 
 from __future__ import annotations
 

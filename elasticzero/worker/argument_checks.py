@@ -1,5 +1,6 @@
-"""What a script gives the session, looked at: a mistake becomes one sentence that says what to
-write instead."""
+"""Checks the arguments that a script gives the session: a mistake becomes one sentence that says
+what to write instead.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """The loops over batches of one generation: which of them runs, and how far each dataset is used.
 
 Rules:
- D1  Loops are numbered in the order in which they begin, dataset objects in the order in which
-     loops first use them. A script that is entered again comes by the same numbers: loops that
-     training has passed give nothing, and the one it stands in goes on there.
+ D1  Loops are numbered in the order in which they begin, and dataset objects in the order in which
+     loops first use them. A script that runs again meets the same numbers: loops that training has
+     passed give nothing, and the loop in which training stands goes on there.
  D2  A loop goes on where the last loop over the same dataset object ended, be that by its end, by
      `steps=` or by `break`. So every sample is used once in each epoch of a dataset, over all loops
      and generations; a loop with `epochs=N` ends at the Nth end of an epoch after its beginning.
  D3  An epoch's end is taken at the boundary after its last step, in this order: the ranks agree
      whether the generation ends there; `on_epoch_end` runs; the position moves to the next epoch;
-     what is due is captured. A state from before the function ran says so by its position, and the
-     next generation runs it first. So its effect on the training state counts exactly once; what it
-     does outside (prints, files) is done again where a process was lost before the next capture.
- D4  One loop runs at a time: one that another has followed cannot be gone on with.
+     what is due is captured. The position of a state from before the function ran says so, and the
+     next generation runs the function first. So its effect on the training state counts exactly
+     once; what it does outside (prints, files) is done again where a process was lost before the
+     next capture.
+ D4  One loop runs at a time: a loop that another has followed cannot be continued.
 """
 
 from __future__ import annotations

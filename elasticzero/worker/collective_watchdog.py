@@ -1,11 +1,10 @@
-"""The way out of a collective that never returns.
+"""Ends a worker whose main thread is stuck in a collective that never returns.
 
 Gloo can lose an operation when its connection closes (seen with torch 2.13: a survivor of a killed
 peer, one time in some dozens, waits in a send though no socket of its group is left). In a group of
 the script's own, which nobody shuts, an operation waits too. The main thread cannot be reached
 there, but the state is whole. So when the agent has ended the generation, and the main thread stays
-in a collective while the process does nothing, another thread goes through the stop protocol in its
-place.
+in a collective while the process does nothing, another thread runs the stop protocol in its place.
 """
 
 from __future__ import annotations

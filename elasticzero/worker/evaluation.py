@@ -1,4 +1,4 @@
-"""Evaluation of a model on a dataset, with a result that does not depend on the world."""
+"""Evaluates a model on a dataset, with a result that does not depend on the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole model's state on rank 0, whatever the strategy."""
+"""Gathers the whole model's state on rank 0, whatever the strategy."""
 
 from __future__ import annotations
 

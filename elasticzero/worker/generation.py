@@ -1,4 +1,4 @@
-"""One generation in a worker's process, from the meeting of its ranks to its end."""
+"""One generation in a worker's process, from the rendezvous of its ranks to its end."""
 
 from __future__ import annotations
 

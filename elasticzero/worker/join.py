@@ -1,4 +1,4 @@
-"""The beginning of a generation: a worker meets the other ranks, and all agree when to save."""
+"""A worker joins a generation: it meets the other ranks, and all agree when to save."""
 
 from __future__ import annotations
 

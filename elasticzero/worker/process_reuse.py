@@ -1,5 +1,5 @@
-"""A worker's process between two generations: it drops all that the old one has left, says
-`Waiting`, and takes its part in the next. What speaks against it is decided by `doubts`.
+"""Takes a worker's process from one generation to the next: drops what the old one has left, sends
+`Waiting`, and takes the next assignment. `reuse_rules` decides what prevents that.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Whether a worker's process may outlive its generation.
+"""Decides whether a worker's process may be used for another generation. Pure.
 
-Pure. A process takes part in the next generation only if nothing speaks against it; at any doubt it
-ends, and its agent forks another. Doubts, the first that applies:
- K1  A group of the script's own is left, whose peers may be gone.
- K2  A group of this package was not let go of in time: an operation hangs in it.
- K3  A thread that the generation has begun still runs.
+A process is used again only if none of these holds; otherwise it ends, and its agent forks another.
+The first that holds is the reason given:
+ K1  A process group of the script's own is left, whose peers may be gone.
+ K2  A process group of this package could not be destroyed in time: an operation hangs in it.
+ K3  A thread that the generation has started still runs.
  K4  A child process is left: a data worker, or one that the script has started.
  K5  CUDA reports an error, which stays for good.
- K6  Much more memory stays than after the first generation of this process.
-What is no question of what is left is asked before: a failure of the script's own, a state that was
-to be kept and was not, a world that never came together. And who is not done in time is killed.
+ K6  Much more memory stays allocated than after the first generation of this process.
+Other reasons are checked before: a failure of the script's own, a state that was to be kept in
+memory and was not, a world that never formed. A process that is not done in time is killed.
 """
 
 from __future__ import annotations

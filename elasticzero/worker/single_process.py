@@ -1,8 +1,8 @@
-"""Training on one process, without an agent: `python train.py`.
+"""Trains on one process, without an agent: `python train.py`.
 
-The process reads the options that concern it from the environment, as `elasticzero run` does, goes
-on from the newest good checkpoint, writes checkpoints itself while training waits, and prints how
-it gets on. Ctrl-C and SIGTERM end training at the next boundary, with the state saved; a second
+The process reads the options that concern it from the environment, as `elasticzero run` does. It
+goes on from the newest good checkpoint, writes checkpoints itself while training waits, and prints
+its progress. Ctrl-C and SIGTERM end training at the next boundary, with the state saved; a second
 Ctrl-C ends it at once.
 """
 

@@ -1,16 +1,17 @@
-"""The end of a generation in a worker, whatever its cause: the stop protocol.
+"""The stop protocol: how a worker ends its part in a generation, whatever the cause.
 
 Rules:
- S0  A worker that is told to stop while it connects or restores has nothing to hand over: it exits
+ S0  A worker that is told to stop while it connects or restores has nothing to hand over. It exits
      at once, for what it reads from may be gone and never answer.
- S1  An exception, of this rank or through a peer: first shut the group's sockets, so that the
-     peers notice at once; then say `Failed`, and whose fault it is. An interrupt is said first. A
-     boundary with a raised flag needs neither.
- S2  Say `Stopping`: the step, whether the state is clean, whether this worker has all of it.
- S3  Await `SaveState`, SAVE_WAIT_S at most; if it is wanted and clean, write the snapshot, say
-     `Captured`; if it cannot be written, say `Failed`, so that nobody takes this for a clean stop.
- S4  Exit at once; nothing of the script runs any more. But where the agent keeps processes, and
-     this generation ended by a boundary or by a peer, go on as `survival` says.
+ S1  After an exception, of this rank or caused by a peer, the worker first shuts the group's
+     sockets, so that the peers notice at once. Then it sends `Failed` with the blame. An interrupt
+     is sent before the sockets are shut. A boundary with a raised flag needs neither.
+ S2  It sends `Stopping`: the step, whether the state is clean, whether this worker has all of it.
+ S3  It awaits `SaveState`, for SAVE_WAIT_S at most. If the state is wanted and clean it writes the
+     snapshot and sends `Captured`. If it cannot write it, it sends `Failed`, so that the stop does
+     not count as a clean one.
+ S4  It exits at once; nothing of the script runs any more. But where the agent keeps processes, and
+     this generation ended at a boundary or by a peer, `process_reuse` takes over.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The boundary between two steps: the state is whole, small state is copied, words are exchanged,
-what is due is captured; and the end of a generation is found here.
+"""The training state between two steps, where the ranks exchange control words, captures are taken,
+and the end of a generation is found.
 """
 
 from __future__ import annotations

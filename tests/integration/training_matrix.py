@@ -27,8 +27,7 @@ from elasticzero.comm.process_group import ProcessGroups, connect, device_of
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.data.sampling import DataPosition
 from elasticzero.parallel import Setting, Strategy, create
-from elasticzero.snapshots import manifest_draft as saving
-from elasticzero.snapshots import restore as restoring
+from elasticzero.snapshots import manifest_draft, restore
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
@@ -90,11 +89,11 @@ def train(strategy: Strategy, rank: int, world_size: int) -> None:
 def save(name: str, rank: int, world_size: int, directory: Path, dtype: torch.dtype) -> None:
     strategy, small = build(name, (rank, world_size), dtype, seed=1)
     train(strategy, rank, world_size)
-    author = saving.WriterInfo(
+    author = manifest_draft.WriterInfo(
         rank=rank, world_size=world_size, generation=1, token="matrix", strategy=name
     )
     copy = small.capture(STEPS, DataPosition(loop=0, epoch=1, offset=2))
-    draft, pieces = saving.draft(strategy.rank_state(), copy, author)
+    draft, pieces = manifest_draft.draft(strategy.rank_state(), copy, author)
     write_checkpoint(DiskDirectory(directory / f"{name}-{world_size}"), draft, rank, pieces)
 
 
@@ -102,12 +101,14 @@ def check(source: Path, name: str, rank: int, world_size: int, dtype: torch.dtyp
     """Load into a model with other weights; returns the number of elements compared."""
     strategy, small = build(name, (rank, world_size), dtype, seed=100 + rank)
     stored = open_step(DiskStorage(source / step_directory(STEPS)))
-    position = restoring.restore_state(stored, strategy, small, rank)
+    position = restore.restore_state(stored, strategy, small, rank)
     assert (position.epoch, position.offset) == (1, 2)
-    author = saving.WriterInfo(
+    author = manifest_draft.WriterInfo(
         rank=rank, world_size=world_size, generation=2, token="again", strategy=name
     )
-    draft, pieces = saving.draft(strategy.rank_state(), small.capture(STEPS, position), author)
+    draft, pieces = manifest_draft.draft(
+        strategy.rank_state(), small.capture(STEPS, position), author
+    )
     specs = draft.layout.tensors
     whole = expected(ez_checkpoint.load(source), name, dtype)
     now = {n for n in specs if not n.startswith("rng/")}

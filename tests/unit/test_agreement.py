@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from elasticzero.comm import control_tree as agreement
+from elasticzero.comm import control_tree
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join, relatives
 from elasticzero.comm.rendezvous import RankInfo
@@ -169,8 +169,8 @@ def test_who_says_slowly_who_it_is_is_waited_for() -> None:
     with met(3) as (store, join_rank), ThreadPoolExecutor(2) as pool:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()
-        hello = agreement._HELLO.pack(
-            agreement._proof(RankInfo(rank=0, world_size=3, token="t", password="p")), 2
+        hello = control_tree._HELLO.pack(
+            control_tree._proof(RankInfo(rank=0, world_size=3, token="t", password="p")), 2
         )
         with socket.create_connection((host, int(port))) as slow:
             slow.sendall(hello[:5])
@@ -188,7 +188,7 @@ def test_a_number_that_is_too_great_is_refused_where_it_is_given() -> None:
 
 
 def test_many_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(control_tree, "MAX_UNAUTHENTICATED", 3)
     with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool, ExitStack() as strangers:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()

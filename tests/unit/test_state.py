@@ -24,8 +24,7 @@ from elasticzero.data.sampling import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Setting, Strategy, create
-from elasticzero.snapshots import manifest_draft as saving
-from elasticzero.snapshots import restore as restoring
+from elasticzero.snapshots import manifest_draft, restore
 from elasticzero.state.auxiliary import AuxiliaryState, decode_state, encode_state
 from elasticzero.state.model import NamedModel
 from elasticzero.state.rng import RngState, preserve_rng
@@ -79,8 +78,10 @@ def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
 
 
 def save(folder: Path, strategy: Strategy, small: AuxiliaryState, name: str) -> Path:
-    author = saving.WriterInfo(rank=0, world_size=1, generation=1, token="t", strategy=name)
-    draft, pieces = saving.draft(strategy.rank_state(), small.capture(3, DataPosition()), author)
+    author = manifest_draft.WriterInfo(rank=0, world_size=1, generation=1, token="t", strategy=name)
+    draft, pieces = manifest_draft.draft(
+        strategy.rank_state(), small.capture(3, DataPosition()), author
+    )
     write_checkpoint(DiskDirectory(folder), draft, 0, pieces)
     return folder / step_directory(3)
 
@@ -174,7 +175,7 @@ def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
         assert not torch.equal(master, parameter.float()) or not master.any()
     for other in ("ddp", "zero1", "zero2"):
         again, small_again = build(other, dtype=torch.bfloat16)
-        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+        restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
         share = again.rank_state()
         same = [n for n in whole if n.startswith("model/") and n != "model/mean"]
         if (other == "ddp") == (name == "ddp"):
@@ -229,7 +230,7 @@ def test_usual_optimizers_change_strategy(
     train(strategy)
     step = save(tmp_path, strategy, small, first)
     again, small_again = build(second, factory)
-    restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+    restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
     train(strategy)
     train(again)
     a, b = strategy.rank_state(), again.rank_state()
@@ -249,7 +250,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
         for momentum, kept in ((0.9, "keeps momentum_buffer"), (0.0, "keeps nothing")):
             again, small_again = build(name, partial(torch.optim.SGD, lr=0.1, momentum=momentum))
             with pytest.raises(CheckpointMismatch, match="written with another optimizer") as why:
-                restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+                restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
             assert kept in str(why.value)
             assert "use the optimizer that wrote it" in str(why.value)
 
@@ -260,8 +261,8 @@ def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
     step = save(tmp_path, strategy, small, "ddp")
     again, small_again = build("ddp")
     with pytest.raises(CheckpointMismatch, match="has state for 'scheduler'"):
-        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+        restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
     small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizer, 1))
     small_again.track("average", nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatch, match="has no state for 'average'"):
-        restoring.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+        restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
