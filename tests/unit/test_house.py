@@ -88,6 +88,11 @@ def anchors(page: Path) -> set[str]:
     return {title.strip().replace(" ", "-") for title in kept}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_the_first_pages_stay_short(root: Path, page: str) -> None:
+    assert len((root / page).read_text().splitlines()) <= 150
+
+
 def test_every_link_between_pages_leads_somewhere(root: Path) -> None:
     generated = root / "docs" / "reference"
     broken = []
