@@ -25,10 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.torch_internals import PrefixStore, Store
 
 ARITY = 16
 """So many ranks are below one at most: 6,400 ranks are four levels."""

@@ -1,4 +1,4 @@
-"""NCCL's settings, errors and abort; this file alone reaches into torch's NCCL backend.
+"""NCCL's settings, errors and abort.
 
 The GPU runs a collective while the script goes on. A collective whose peer has died never ends. An
 aborted one ends as if it had succeeded, with arbitrary values, also on the ranks beside the one
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from elasticzero.comm.torch_internals import nccl_backends
 
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Torch's own watchdog would abort at a peer's death, or end the process."""
@@ -42,7 +40,7 @@ def failed() -> bool:
     False where torch cannot say (before 2.7).
     """
     with suppress(AttributeError):
-        for backend in _backends():
+        for backend in nccl_backends():
             if backend.get_error().name != "SUCCESS":
                 return True
     return False
@@ -54,7 +52,7 @@ def abort() -> None:
     They end within milliseconds; this takes up to a second, for NCCL's own threads look that seldom
     whether they are to end (2.28).
     """
-    threads = [threading.Thread(target=_abort, args=(b,), daemon=True) for b in _backends()]
+    threads = [threading.Thread(target=_abort, args=(b,), daemon=True) for b in nccl_backends()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -64,11 +62,3 @@ def abort() -> None:
 def _abort(backend: Any) -> None:
     with suppress(RuntimeError):
         backend.abort()
-
-
-def _backends() -> Iterator[Any]:
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):
-            backend = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                yield backend

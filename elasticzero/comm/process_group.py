@@ -6,9 +6,6 @@ are connected to a killed peer in the running collective notice its death. Shutt
 connections does both: the first rank that notices shuts them, and all others notice within
 milliseconds. NCCL has an abort, after which its collectives end with arbitrary values: so their
 results count only after `ProcessGroups.verify_collectives`.
-
-Check after an upgrade of torch: `_world.pg_map`, `_world.group_count` and
-`_get_sequence_number_for_group`, which are torch's internals.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticzero.comm import barriers, nccl
 from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.torch_internals import PrefixStore, TCPStore, collectives_begun
 from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
 
@@ -121,7 +118,7 @@ class ProcessGroups:
             if self._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
             self.verify_with_peers()
-            self._verified_at = self._collectives_begun()
+            self._verified_at = collectives_begun()
         finally:
             self.awaits_gpu = False
 
@@ -129,16 +126,7 @@ class ProcessGroups:
     def no_collective_since_verified(self) -> bool:
         """Whether this rank has begun no collective since `verify_collectives`: then nothing that
         it has comes from an aborted one. torch does not count what `recv` gets from one rank."""
-        return self._verified_at is not None and self._verified_at == self._collectives_begun()
-
-    def _collectives_begun(self) -> tuple[int, int] | None:
-        """How many groups and, of the default one, collectives; None: the script has groups of its
-        own, which are not looked at."""
-        default = dist.group.WORLD
-        if default is None or script_groups():
-            return None
-        begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        return dist.distributed_c10d._world.group_count, int(begun)
+        return self._verified_at is not None and self._verified_at == collectives_begun()
 
     def verify_with_peers(self) -> None:
         """Raise unless every rank is here, and none aborts meanwhile.
@@ -263,12 +251,6 @@ class ProcessGroups:
             assert dist.group.WORLD is not None
             _kept.append(dist.group.WORLD)
             destroy_process_group()
-
-
-def script_groups() -> int:
-    """How many process groups the script has made besides the default one."""
-    known = dist.distributed_c10d._world.pg_map
-    return sum(group is not dist.group.WORLD for group in known)
 
 
 def destroy_groups(groups: ProcessGroups) -> bool:

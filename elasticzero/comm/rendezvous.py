@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
+from elasticzero.comm.torch_internals import PrefixStore, TCPStore
 from elasticzero.errors import RetryError
 from elasticzero.text import list_text
 

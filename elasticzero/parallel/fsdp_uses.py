@@ -3,6 +3,9 @@
 FSDP2 leaves a parameter without a gradient out of what it reduces, so that ranks which have used
 different parameters would add up different tensors. It gathers and reduces a block when the block
 runs: all ranks must run the same blocks in the same order, which `blocks` checks.
+
+Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
+`_get_fsdp_state` is no public interface.
 """
 
 from __future__ import annotations

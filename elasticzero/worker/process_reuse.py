@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elasticzero.comm.process_group import ProcessGroups, destroy_groups, script_groups
+from elasticzero.comm.process_group import ProcessGroups, destroy_groups
+from elasticzero.comm.torch_internals import script_groups
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting

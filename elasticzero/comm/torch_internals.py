@@ -1,0 +1,58 @@
+"""What this package needs of `torch.distributed` and what torch does not offer in public.
+
+No other file of the package reaches into torch's process groups (`gloo.py` replaces one function
+of theirs, and `parallel/fsdp_uses.py` reads FSDP2's).
+
+Check after an upgrade of torch:
+ - `torch._C._distributed_c10d` has the stores, which `torch.distributed` does not declare to type
+   checkers;
+ - `_world.pg_map` has every process group of this process as a key, the default one too;
+ - `_world.group_count` grows with every group that is made;
+ - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
+ - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
+   `get_error`. `make gpu` runs all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "collectives_begun",
+    "nccl_backends",
+    "script_groups",
+]
+
+
+def script_groups() -> int:
+    """How many process groups the script has made besides the default one."""
+    known = dist.distributed_c10d._world.pg_map
+    return sum(group is not dist.group.WORLD for group in known)
+
+
+def collectives_begun() -> tuple[int, int] | None:
+    """How many groups were made, and how many collectives of the default group have begun; None:
+    there is no default group, or the script has groups of its own, which are not counted."""
+    default = dist.group.WORLD
+    if default is None or script_groups():
+        return None
+    begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._world.group_count, int(begun)
+
+
+def nccl_backends() -> Iterator[Any]:
+    """The NCCL backend of each process group that has one."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                yield backend
