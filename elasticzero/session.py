@@ -25,7 +25,7 @@ from elasticzero.state.model import NamedModel
 from elasticzero.worker import argument_checks
 from elasticzero.worker.batch_loops import Loops
 from elasticzero.worker.evaluation import Result, evaluate, evaluating
-from elasticzero.worker.full_state_dict import whole_state
+from elasticzero.worker.full_state_dict import gather_state_dict
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
 from elasticzero.worker.training_state import TrainingState
@@ -125,7 +125,7 @@ class Session:
             every = {**named.parameters, **dict(model.named_buffers())}
             generation.groups.broadcast({key: tensor.data for key, tensor in every.items()})
         names = list(model.state_dict())
-        self._state = lambda: whole_state(names, named, laid.rank_state(), generation.groups)
+        self._state = lambda: gather_state_dict(names, named, laid.rank_state(), generation.groups)
         setting = Setting(
             model=model,
             named=named,
@@ -139,8 +139,8 @@ class Session:
         self._comparison.require_equal(Call.PREPARE, described)
         auxiliary = AuxiliaryState(self.device)
         auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
-        argument_checks.ease_copies(model, laid.model, name)
-        argument_checks.manage(laid.optimizer, lambda: generation.training)
+        argument_checks.redirect_deepcopy(model, laid.model, name)
+        argument_checks.take_over_optimizer(laid.optimizer, lambda: generation.training)
         auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
         stager = StateStager(
             self._link,
@@ -266,7 +266,7 @@ class Session:
         if part.weight == 0 or amount == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
-        progress.weigh(None if weight is None else amount)
+        progress.add_weight(None if weight is None else amount)
         training.begin_backward()
         training.gradients.show()
         training.strategy.backward(loss, amount / len(batch))
@@ -368,7 +368,7 @@ class Session:
                 yield
         finally:
             if not self._link.is_busy:
-                self._loops.progress.excuse(began_s)
+                self._loops.progress.exclude_time_since(began_s)
 
     def _prepared(self, call: str) -> TrainingState:
         training = self._generation.training

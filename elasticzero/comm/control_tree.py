@@ -60,9 +60,9 @@ class MaxTree:
         self._down = tuple(down)
         self._submitted: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
-        self._open = 0
+        self._outstanding = 0
         """Given, and not received."""
-        self._early: deque[_Numbers] = deque()
+        self._collected_early: deque[_Numbers] = deque()
         """Received before it was asked for."""
         self._thread: threading.Thread | None = None
         if down:
@@ -74,7 +74,7 @@ class MaxTree:
         """This rank's numbers, `WIDTH` of them at most, of 64 bits; does not wait for others."""
         own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
         message = _MESSAGE.pack(*own)
-        self._open += 1
+        self._outstanding += 1
         if self._thread is not None or self._up is None:
             self._submitted.put(own)
             return
@@ -89,7 +89,7 @@ class MaxTree:
 
         Raises `DistNetworkError` when a connection is broken.
         """
-        return self._early.popleft() if self._early else self._next()
+        return self._collected_early.popleft() if self._collected_early else self._next()
 
     def allreduce_max(self, number: int) -> int:
         """The greatest of the numbers that the ranks give; what they gave before can be taken
@@ -99,12 +99,12 @@ class MaxTree:
     def allreduce_maxima(self, numbers: Sequence[int]) -> _Numbers:
         """`allreduce_max` of each of several numbers."""
         self.submit(numbers)
-        while self._open > 1:
-            self._early.append(self._next())
+        while self._outstanding > 1:
+            self._collected_early.append(self._next())
         return self._next()
 
     def _next(self) -> _Numbers:
-        self._open -= 1
+        self._outstanding -= 1
         if self._thread is not None:
             found = self._received.get()
             if isinstance(found, OSError):

@@ -33,20 +33,20 @@ destroy_process_group = dist.destroy_process_group
 """Torch's own, which waits for nothing."""
 
 
-def settle_before_destroying() -> None:
+def wait_before_destroying() -> None:
     """Has `dist.destroy_process_group` wait until gloo's threads are idle, in this process."""
 
     @wraps(destroy_process_group)
-    def settle_and_destroy(*args: Any, **options: Any) -> None:
-        _settle()
+    def wait_and_destroy(*args: Any, **options: Any) -> None:
+        _wait_until_idle()
         destroy_process_group(*args, **options)
 
     c10d: Any = dist.distributed_c10d
-    c10d.destroy_process_group = settle_and_destroy
-    dist.destroy_process_group = settle_and_destroy
+    c10d.destroy_process_group = wait_and_destroy
+    dist.destroy_process_group = wait_and_destroy
 
 
-def _settle() -> None:
+def _wait_until_idle() -> None:
     deadline_s, quiet = time.monotonic() + LIMIT_S, 0
     while quiet < QUIET_LOOKS and time.monotonic() < deadline_s:
         time.sleep(PAUSE_S)

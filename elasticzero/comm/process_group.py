@@ -31,7 +31,7 @@ from elasticzero.comm.torch_internals import PrefixStore, TCPStore, collectives_
 from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
 
-RELEASE_S = 0.5
+DESTROY_TIMEOUT_S = 0.5
 """A group that is not gone by then hangs."""
 CLOSED = "nccl: the connections to the other ranks are closed"
 POLL_S = 0.1
@@ -266,7 +266,7 @@ def destroy_groups(groups: ProcessGroups) -> bool:
     gc.collect()
     thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
     thread.start()
-    thread.join(RELEASE_S)
+    thread.join(DESTROY_TIMEOUT_S)
     return not thread.is_alive()
 
 

@@ -53,7 +53,7 @@ OPTIONS, POSITION = "optimizer/options", "position"
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class StateDigest:
     """The digests of one boundary's state."""
 
     step: int
@@ -103,9 +103,9 @@ class ReplicaVerifier:
         self._every = assignment.verify_every
         self._interval = SigningInterval()
         self._digested = self.verified = 0
-        self._pending: Signature | None = None
+        self._pending: StateDigest | None = None
         """Not compared yet: it rides in the next word."""
-        self._compared: Signature | None = None
+        self._compared: StateDigest | None = None
         """The one that was compared last."""
 
     def begin(self, step: int) -> None:
@@ -127,9 +127,9 @@ class ReplicaVerifier:
             return True
         if self._assignment.verify_every is None:
             self._every = word.verify_every or self._every
-        if alike := word.digests_equal:
+        if equal := word.digests_equal:
             self.verified = max(self.verified, self._compared.step)
-        return alike
+        return equal
 
     def compare_now(self, copy: BoundaryCopy, where: str) -> bool:
         """Whether all ranks have the same state at this boundary; all call this together. where:
@@ -137,10 +137,10 @@ class ReplicaVerifier:
         if not self._enabled or self.verified == copy.step or self._groups is None:
             return True
         self._compared = self._take_digest(copy)
-        alike = self._groups.all_equal(Call.VERIFY, self._compared.digest, where)
-        if alike:
+        equal = self._groups.all_equal(Call.VERIFY, self._compared.digest, where)
+        if equal:
             self.verified = copy.step
-        return alike
+        return equal
 
     def digest_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
         """Sign this boundary's state where that is due. captured: a snapshot of it was taken."""
@@ -153,15 +153,15 @@ class ReplicaVerifier:
     def raise_difference(self) -> NoReturn:
         """C4, after ranks were found to differ; raises the error that is this rank's."""
         assert self._groups is not None and self._compared is not None
-        signature, mine = self._compared, self._assignment
+        state_digest, mine = self._compared, self._assignment
         own = {
             "node": mine.node,
-            "table": {n: f"digest {d:016x}" for n, d in signature.table.items()},
+            "table": {n: f"digest {d:016x}" for n, d in state_digest.table.items()},
         }
         said = [json.loads(text) for text in self._groups.exchange(json.dumps(own).encode())]
         tables, nodes = [each["table"] for each in said], [each["node"] for each in said]
         verdict = by_majority(tables)
-        where = f"after step {signature.step}"
+        where = f"after step {state_digest.step}"
         if verdict.names and all(name.startswith(TRACKED) for name in verdict.names):
             name = verdict.names[0]
             raise UserError(
@@ -191,15 +191,15 @@ class ReplicaVerifier:
             )
         raise PeerSetAside(f"a rank differs from the others {where}: {'; '.join(told)}")
 
-    def _take_digest(self, copy: BoundaryCopy) -> Signature:
+    def _take_digest(self, copy: BoundaryCopy) -> StateDigest:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         began_s = time.monotonic()
         table = {**digests(self._replicas()), **digests(copy.tensors), **_values(copy)}
-        signature = Signature(copy.step, table, combined(table))
+        state_digest = StateDigest(copy.step, table, combined(table))
         self._interval.digested(copy.step, began_s, time.monotonic())
         self._digested = copy.step
-        return signature
+        return state_digest
 
 
 def _values(copy: BoundaryCopy) -> dict[str, int]:

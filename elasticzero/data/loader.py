@@ -42,7 +42,7 @@ class BatchReader:
         """One batch on the device for each list of dataset indices."""
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
-            batch_sampler=_Lists(indices),
+            batch_sampler=_OneShotSampler(indices),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
@@ -53,7 +53,7 @@ class BatchReader:
             yield to_device(batch, self.device)
 
 
-class _Lists:
+class _OneShotSampler:
     """A batch sampler that can be walked once."""
 
     def __init__(self, indices: Iterator[list[int]]) -> None:
@@ -154,11 +154,11 @@ class StepProgress:
         self.part, self.backward, self.stepped = part, False, False
         self.data_wait_s += waited_s
 
-    def excuse(self, since_s: float) -> None:
+    def exclude_time_since(self, since_s: float) -> None:
         """The time since then was not spent on the global batch's step."""
         self.began_s += time.monotonic() - max(since_s, self.began_s)
 
-    def weigh(self, weight: float | None) -> None:
+    def add_weight(self, weight: float | None) -> None:
         """The script gave this weight for the micro-batch, or none; raises `UserError` where it is
         not all or none of a global batch."""
         if self._weighed and (weight is None) != (self.weights is None):
@@ -180,7 +180,7 @@ class StepProgress:
         return self.batch, self.part
 
     @property
-    def is_partial(self) -> bool:
+    def partial(self) -> bool:
         """Some of the global batch's gradient is computed, and its step is not applied."""
         if self.batch is None or self.part is None:
             return False

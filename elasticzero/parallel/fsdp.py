@@ -23,7 +23,7 @@ from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PiecedOptimizer
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
@@ -37,7 +37,7 @@ class FullyPartitioned:
         self.replicated = setting.world_size == 1
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PiecedOptimizer(user_optimizer, self._specs, setting.world_size)
+        self._pieced = PartitionedOptimizer(user_optimizer, self._specs, setting.world_size)
         self.optimizer = user_optimizer.optimizer
         self.group_names = user_optimizer.group_names
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}

@@ -64,7 +64,7 @@ class PartitionedGroup:
     """The rank that holds the first element of each."""
 
 
-class PiecedOptimizer:
+class PartitionedOptimizer:
     """The user's optimizer, working on this rank's pieces instead of whole parameters."""
 
     def __init__(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PiecedOptimizer
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen, sparse
 from elasticzero.spans import Span, intersect
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
@@ -176,7 +176,7 @@ class FlatBuckets:
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PiecedOptimizer(user_optimizer, specs, setting.world_size)
+        self._pieced = PartitionedOptimizer(user_optimizer, specs, setting.world_size)
         self.optimizer = user_optimizer.optimizer
         self.group_names = user_optimizer.group_names
         self._buckets = list(self._lay_out(setting))

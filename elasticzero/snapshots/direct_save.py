@@ -77,7 +77,7 @@ def newest_good_checkpoint(directory: str | None) -> str:
     return f"the newest good checkpoint is that of step {step} in {directory}"
 
 
-def interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
+def run_interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
     """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
     result: list[str] = []
     errors: list[BaseException] = []

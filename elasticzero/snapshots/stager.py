@@ -27,8 +27,8 @@ from elasticzero.ipc.messages import AbandonSave, Captured, SnapshotInterval
 from elasticzero.snapshots.direct_save import (
     JOIN_S,
     check_finite,
-    interruptibly,
     newest_good_checkpoint,
+    run_interruptibly,
     write_directly,
 )
 from elasticzero.snapshots.interval import IntervalTuner
@@ -67,7 +67,7 @@ class StateStager:
         self._saving = saving and a.checkpoint_dir is not None
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank, overflow)
-        self._snapshots = (
+        self._takes_snapshots = (
             not link.standalone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
         self._schedule = CaptureSchedule(start=0)
@@ -108,7 +108,7 @@ class StateStager:
         if not self._memory_checked:
             self._memory_checked = True
             self._check_memory(copy)
-        if self._save is not None or not (self._snapshots or self._saving):
+        if self._save is not None or not (self._takes_snapshots or self._saving):
             return
         manifest, _ = self._draft(copy, self._writer_info(complete=False))
         self._reservation.begin(shard_header(manifest, self._assignment.rank)[1])
@@ -125,8 +125,8 @@ class StateStager:
         short = memory_shortage(
             a,
             Sizes(shard=shard, whole=whole),
-            captures=self._snapshots or self._saving,
-            replicas=self._snapshots and a.world_size > a.local_world_size,
+            captures=self._takes_snapshots or self._saving,
+            replicas=self._takes_snapshots and a.world_size > a.local_world_size,
         )
         if short is not None:
             self._link.send(short)
@@ -143,7 +143,7 @@ class StateStager:
         """What this rank tells the others at this boundary."""
         link, start = self._link, self._schedule.start
         given = self._assignment
-        chooses = self._snapshots and given.rank == 0 and given.snapshot_every is None
+        chooses = self._takes_snapshots and given.rank == 0 and given.snapshot_every is None
         return ControlWord(
             flags=flags,
             ready=self._reservation.done,
@@ -180,7 +180,9 @@ class StateStager:
                 self._say_late(f"no checkpoint of step {self._overdue}")
             self._overdue = copy.step
         owed = self._overdue
-        due = self._schedule.due(copy.step, checkpoint=owed is not None, snapshots=self._snapshots)
+        due = self._schedule.due(
+            copy.step, checkpoint=owed is not None, snapshots=self._takes_snapshots
+        )
         if due == "checkpoint":
             verify()
             self._overdue = None
@@ -336,7 +338,7 @@ class StateStager:
 
         try:
             with self._link.busy("writing a checkpoint"):
-                return interruptibly(write, self._link.check)
+                return run_interruptibly(write, self._link.check)
         except NotFinite:
             raise
         except (ElasticZeroError, OSError) as error:
@@ -389,7 +391,7 @@ class StateStager:
             generation=writer.generation,
             rank=writer.rank,
             world_size=writer.world_size,
-            replicate=self._snapshots,
+            replicate=self._takes_snapshots,
         )
 
     def _states_to_keep(self) -> Collection[tuple[int, int]]:

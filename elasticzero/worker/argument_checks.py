@@ -75,7 +75,9 @@ class Applying(Protocol):
     """The session has the optimizer take its step."""
 
 
-def manage(optimizer: torch.optim.Optimizer, at: Callable[[], Applying | None]) -> None:
+def take_over_optimizer(
+    optimizer: torch.optim.Optimizer, at: Callable[[], Applying | None]
+) -> None:
     """From now on the session alone steps the optimizer and drops gradients.
 
     `zero_grad` of a script's own does nothing: what is added up is of the global batch, and is
@@ -107,7 +109,7 @@ def check_model(model: Any) -> None:
         raise UserError("session.prepare was given a model without parameters")
 
 
-def ease_copies(given: nn.Module, laid: nn.Module, strategy: str) -> None:
+def redirect_deepcopy(given: nn.Module, laid: nn.Module, strategy: str) -> None:
     """Have a deep copy of the model that a script trains (`AveragedModel` makes one) be one of the
     model that it gave; refuse it where no rank has the whole."""
 

@@ -48,7 +48,7 @@ class Datasets:
         self._known: dict[int, tuple[Callable[[], Any], int]] = {}
         self._count = 0
         self._last: tuple[Any, Callable[[], Any]] | None = None
-        self.told = False
+        self.note_printed = False
 
     def number(self, dataset: Any) -> int:
         found = self._known.get(id(dataset))
@@ -58,7 +58,7 @@ class Datasets:
         self._count += 1
         return self._count - 1
 
-    def looks_made_anew(self, dataset: Any, alike: tuple[Any, ...]) -> bool:
+    def looks_recreated(self, dataset: Any, alike: tuple[Any, ...]) -> bool:
         """Whether the loop before this one went over another object that was like this one and is
         gone. alike: what both must have in common."""
         kind = (type(dataset), *alike)
@@ -113,14 +113,14 @@ class Loops:
         loop, self._count = self._count, self._count + 1
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
-        renewed = self._datasets.looks_made_anew(reader.dataset, (order.samples, order.seed))
+        renewed = self._datasets.looks_recreated(reader.dataset, (order.samples, order.seed))
         if self._epoch is None:
             self._epoch = training.position.epoch
         if loop < training.position.loop:
             self._epoch = training.position.epoch
             return
         if renewed and order.shuffle and self._link.assignment.rank == 0:
-            self._tell_once(AGAIN_NEW)
+            self._print_once(AGAIN_NEW)
         if training.stopped is None:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
@@ -192,13 +192,13 @@ class Loops:
 
     def _check_batch_was_whole(self) -> None:
         """Raise `UserError` where a loop was left with half a global batch's gradient added up."""
-        if self.progress.is_partial:
+        if self.progress.partial:
             raise UserError(
                 "the loop over session.batches before this one was left in the middle of a global "
                 "batch, after session.backward: leave it where session.step() has returned True"
             )
 
-    def _tell_once(self, text: str) -> None:
-        if not self._datasets.told:
-            self._datasets.told = True
+    def _print_once(self, text: str) -> None:
+        if not self._datasets.note_printed:
+            self._datasets.note_printed = True
             print(text, file=sys.stderr, flush=True)

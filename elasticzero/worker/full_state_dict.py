@@ -11,7 +11,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.state.model import MODEL, NamedModel, RankState
 
 
-def whole_state(
+def gather_state_dict(
     names: Sequence[str], named: NamedModel, share: RankState, groups: ProcessGroups | None
 ) -> dict[str, Tensor]:
     """The model's `state_dict` as copies on the CPU, on rank 0; empty on all others.

@@ -55,7 +55,7 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
-    _leave_sigterm_to_the_agent()
+    _ignore_sigterm()
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: exit_now(ExitCode.LEFT))
     watchdog = StartupWatchdog(link)
@@ -69,7 +69,7 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
         watchdog.cancel()
 
 
-def _leave_sigterm_to_the_agent() -> None:
+def _ignore_sigterm() -> None:
     """What stops a machine often sends SIGTERM to every process on it: the agent then has its
     workers leave at a boundary, unless they are dead by then.
 
@@ -81,12 +81,12 @@ def _leave_sigterm_to_the_agent() -> None:
         return
     worker = os.getpid()
 
-    def pass_over(number: int, frame: FrameType | None) -> None:
+    def ignore(number: int, frame: FrameType | None) -> None:
         if os.getpid() != worker:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, pass_over)
+    signal.signal(signal.SIGTERM, ignore)
 
 
 class StartupWatchdog:

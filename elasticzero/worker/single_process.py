@@ -98,7 +98,7 @@ class Console:
     def say(self, text: str) -> None:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
-    def told(self, message: Message) -> None:
+    def record(self, message: Message) -> None:
         """Take note of what a worker would say to its agent."""
         match message:
             case Stepped():
@@ -151,10 +151,10 @@ class LocalLink(AgentClient):
 
     def send(self, message: Message) -> None:
         if isinstance(message, Restored):
-            self._say_begin(message)
-        self.console.told(message)
+            self._print_start(message)
+        self.console.record(message)
 
-    def _say_begin(self, restored: Restored) -> None:
+    def _print_start(self, restored: Restored) -> None:
         settings, step = self._settings, restored.step
         origin = f"the checkpoint of step {step}" if restored.tier == "storage" else "the beginning"
         saved = "nothing is saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"

@@ -287,7 +287,7 @@ class TrainingState:
             raise lost
         word = self._exchange.collect(self.stager.control_word(self._flags()))
         if word is not None:
-            self._require(self._verifier.equal_at_exchange(word))
+            self._raise_unless_equal(self._verifier.equal_at_exchange(word))
             self.stager.after_exchange(word)
             if word.flags & FLAG_FINISH:
                 self._mark_stopped()
@@ -312,9 +312,11 @@ class TrainingState:
     def _verify(self) -> None:
         """Raise where the ranks' states differ at this boundary; all ranks call this together."""
         with self._link.awaiting(self.left_at):
-            self._require(self._verifier.compare_now(self.boundary_copy(), self._where()))
+            self._raise_unless_equal(
+                self._verifier.compare_now(self.boundary_copy(), self._where())
+            )
 
-    def _require(self, alike: bool) -> None:
+    def _raise_unless_equal(self, alike: bool) -> None:
         """Raise unless the ranks are alike; the state is handed over only as one of a majority."""
         if alike:
             return

@@ -183,7 +183,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     sys.argv = [launch.target, *launch.arguments]
     gloo = sys.modules.get("elasticzero.comm.gloo")
     if gloo is not None:
-        gloo.settle_before_destroying()
+        gloo.wait_before_destroying()
     code, left = 0, list[object]()  # what the script leaves is not destroyed
     try:
         if launch.is_module:

@@ -53,18 +53,22 @@ class Ranks:
 def test_a_peer_that_does_not_confirm(
     replicated: bool, tracks: bool, untouched: bool, error: Exception, clean: bool
 ) -> None:
-    link, ranks, small = AgentClient(None, STANDALONE), Ranks(), AuxiliaryState(torch.device("cpu"))
+    link, ranks, auxiliary = (
+        AgentClient(None, STANDALONE),
+        Ranks(),
+        AuxiliaryState(torch.device("cpu")),
+    )
     strategy: Any = SimpleNamespace(replicated=replicated, apply=lambda: None)
-    captures = StateStager(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
+    stager = StateStager(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
     groups: Any = ranks
-    at = TrainingState(link, groups, strategy, small, captures)
+    training = TrainingState(link, groups, strategy, auxiliary, stager)
     if tracks:
-        small.track("thing", Tracked())
-    at.restore()
-    at.apply(torch.tensor(1.0))
-    assert not at.clean
+        auxiliary.track("thing", Tracked())
+    training.restore()
+    training.apply(torch.tensor(1.0))
+    assert not training.clean
     ranks.no_collective_since_verified, ranks.error = untouched, error
     with pytest.raises(type(error)):
-        at.at_boundary()
-    assert at.clean == clean
-    assert at.boundary_copy().step == (1 if clean else 0)
+        training.at_boundary()
+    assert training.clean == clean
+    assert training.boundary_copy().step == (1 if clean else 0)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
-from elasticzero.worker.argument_checks import ease_copies
+from elasticzero.worker.argument_checks import redirect_deepcopy
 
 
 class Wrapped(nn.Module):
@@ -25,7 +25,7 @@ def test_an_average_of_a_wrapped_model_is_of_the_model_inside() -> None:
     """Else its names in a checkpoint depend on the number of ranks."""
     given = nn.Linear(2, 1)
     laid = Wrapped(given)
-    ease_copies(given, laid, "ddp")
+    redirect_deepcopy(given, laid, "ddp")
     averages = AveragedModel(laid)
     assert list(averages.state_dict()) == ["n_averaged", "module.weight", "module.bias"]
     with torch.no_grad():
@@ -36,6 +36,6 @@ def test_an_average_of_a_wrapped_model_is_of_the_model_inside() -> None:
 
 def test_a_model_in_parts_is_not_copied() -> None:
     given = nn.Linear(2, 1)
-    ease_copies(given, given, "zero3")
+    redirect_deepcopy(given, given, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):
         copy.deepcopy(given)

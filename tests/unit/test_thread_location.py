@@ -18,7 +18,7 @@ def test_the_line_of_the_script_is_named_from_another_thread() -> None:
     thread.start()
     thread.join()
     ((place, waiting),) = found
-    assert place.startswith("test_whereabouts.py:")
+    assert place.startswith("test_thread_location.py:")
     assert place.endswith(" in test_the_line_of_the_script_is_named_from_another_thread")
     assert not waiting
 
@@ -49,4 +49,4 @@ def test_a_backward_may_wait_for_peers_and_the_scripts_own_code_in_it_does_not()
         frame = frame.f_back
     assert frame is not None
     assert waits(frame)
-    assert place_of(frame).startswith("test_whereabouts.py:")
+    assert place_of(frame).startswith("test_thread_location.py:")
