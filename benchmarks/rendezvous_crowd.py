@@ -43,7 +43,8 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Failure, Member
-from elasticzero.launcher.protocol.view import Limits, View, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import View, Workers
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint

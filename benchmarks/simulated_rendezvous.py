@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elasticzero.launcher.protocol.documents import to_bytes
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 from tests.simulation.cluster import Cluster
 from tests.simulation.etcd import Costs
 from tests.simulation.schedule import Plan

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticzero.ipc.assignment import Assignment, KnownError
-from elasticzero.launcher.protocol.documents import World, charge
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.placement import replica_source_index
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_saver import Charge, Post
 from elasticzero.launcher.workers.error_file import error_file
@@ -78,7 +79,7 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
 
 def post(world: World, index: int, token: Secret) -> Post:
     """This node's part in keeping and saving the state of a generation."""
-    other = charge(index, len(world.members))
+    other = replica_source_index(index, len(world.members))
     return Post(
         generation=world.generation,
         token=world.token,

@@ -25,7 +25,7 @@ from elasticzero.launcher.options.validation import (
     parse_common_options,
     parse_nproc,
 )
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.workers.console_output import Console, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch

@@ -16,7 +16,8 @@ from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
 from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
-from elasticzero.launcher.protocol.view import Limits, StoreHealth, View, Workers, steered
+from elasticzero.launcher.protocol.policy import Limits, steered
+from elasticzero.launcher.protocol.view import StoreHealth, View, Workers
 from elasticzero.launcher.snapshots.checkpoint_probe import Seen
 from elasticzero.launcher.store.api import Entry, Store
 from elasticzero.launcher.store.membership import Membership

@@ -29,7 +29,8 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, Strikes, World
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, set_aside, term_s, why_aside
-from elasticzero.launcher.protocol.view import Notice, View, Workers, steered
+from elasticzero.launcher.protocol.policy import steered
+from elasticzero.launcher.protocol.view import Notice, View, Workers
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Gang, Heard

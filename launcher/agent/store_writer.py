@@ -19,8 +19,10 @@ from elasticzero.launcher.protocol.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.protocol.documents import Alarm, Done, Report, check_invariants, to_bytes
-from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.launcher.protocol.documents import Alarm, Done, Report, to_bytes
+from elasticzero.launcher.protocol.invariants import check_invariants
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Condition, Snapshot, Store
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import ALARM, DONE, MEMBERS, WORLD, Observer, reports_of

@@ -104,8 +104,9 @@ from elasticzero.launcher.protocol.leader import (
     lead,
     take_over,
 )
+from elasticzero.launcher.protocol.policy import Limits, steered
 from elasticzero.launcher.protocol.regroup import conclude, others_may_save, save_held
-from elasticzero.launcher.protocol.view import Limits, View, steered
+from elasticzero.launcher.protocol.view import View
 
 ALIKE_S = 1.0
 """Workers that begin are not stopped for so long after another's bad input."""

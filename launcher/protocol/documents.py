@@ -1,71 +1,18 @@
-"""Members, reports and inventories to the next world: who, with which ranks, from which state, and
-why.
+"""Defines every document that is stored in etcd, and how it is written there.
 
-Pure. Every document that stands in etcd is defined here: `Member`, `World`, `Alarm`, `Report`,
-`Control`, `Done`.
-
-Rules of the state a generation starts from (`choose_resume`):
-1. A snapshot counts only if this generation wrote it, or if it is the very state this generation
-   itself started from; any other may lie off the lineage.
-2. A snapshot is whole when every rank of its world has a holder among the reports; shards of two
-   generations or two steps are never mixed.
-3. The highest step wins, in memory or on storage; at equal steps memory, being nearer.
-4. With nothing held anywhere the job starts fresh.
-5. Where ranks were found to differ, no state of a later step counts than the newest at which they
-   were equal: a snapshot of this generation, or a checkpoint. Where there is none the whole state
-   counts that a rank of a majority has handed over, then the state that this generation itself
-   started from. A checkpoint is always of a step at which they were equal.
-
-Invariants of a job's whole life, whatever happens to its nodes and to etcd. `check_invariants` sees
-to what two worlds can tell; `tests/simulation/rules.py` checks all of them against the truth:
- R1  One world a generation: no agent ever starts another document of the same number. Where etcd
-     loses its data there may be two histories, and two worlds of one number; a world is only ever
-     written over one that it outranks (`outranks`), and no node trains on in the other.
- R2  Generations grow by one, also from a world that etcd has lost and an agent knows. Who stays
-     keeps their order; new members come last.
- R3  A world has MIN to MAX members. Each was registered, as this incarnation, when it was written,
-     or had been, or had reported, little more than a TTL before; outages of etcd do not count.
- R4  The state a generation starts from is whole: each source holds the shard that it is named for,
-     or has died since it said so; a checkpoint stands.
- R5  That state is the job's own: the generation before reached it, or itself started from it, or it
-     is a checkpoint's. Members that stay, and storage, hold no newer one.
- R6  A node's workers train only in its newest generation, each rank once.
- R7  When faults stop and MIN nodes are there, the job comes on, and ends.
- R8  `done` is the last document of its history; no agent exits with 0 before it. It stays while an
-     agent lives that knows it.
- R9  When it says `finished`, the state's lineage holds each step once, in order of generations.
- R10 Trouble with etcd alone, as long as it may be, and the loss of data that an agent knows, ends
-     no generation that trains; nor does a section in which no step is due, nor a lapsed lease while
-     steps go on. Who knows that etcd is away has no workers stop at a boundary.
- R11 A member that has stopped, and said so, has a place in the next world; a node that waits has
-     one as soon as there is room, and no backup of etcd was restored a moment ago. Unless it
-     leaves, is set aside, or is one too many for MAX.
- R12 What operators ask is so soon after: no later world names a drained registration; after a stop
-     no step is made, and what memory held is saved. Where nodes only come, leave and are scaled as
-     asked, no step is made twice.
- R13 A node is set aside from the very world that its last failure brought about, as long as that
-     has MIN nodes without it; if it has not, it has no more than MIN with those that are needed.
- R14 A spare takes over no job of which somebody was registered less than a TTL ago.
- R15 Where nodes only come, leave and are lost, and etcd is well, no failure counts.
- R16 A generation that stands still for a lapsed lease ends soon: about a TTL after its last step,
-     or after etcd is back.
- R17 Nodes that fail by bad input, or before they have made a step where others have, end no job
-     that has MIN nodes without them, take no step from it, and count as no failure.
- R18 Where a worker has died of itself, its node reports that death, whoever learnt of it first.
- R19 A job that ends as failed has saved what memory held, unless its end says that it could not.
+Pure. The rules over them stand in `resume` (which state a generation starts from), `placement`
+(the order of members), `failure_policy` and `invariants`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.serialization import decode, decode_rows, encode
-from elasticzero.text import list_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +160,6 @@ class Failure:
     """State of later steps may differ between ranks; None: nothing was found to differ."""
 
 
-BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "hung", "killed", "peer")
-"""Of several failures the one that explains the others comes first: a lost peer explains
-nothing."""
-
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
 """stalled: the workers make no step, and wait for others as far as their agent can see."""
 
@@ -317,155 +260,3 @@ def merged(known: Control, found: Control) -> Control:
         nnodes=known.nnodes if known.nnodes is not None else found.nnodes,
         stop=known.stop or found.stop,
     )
-
-
-def buddy(index: int, count: int) -> int | None:
-    """Index of the member that keeps replicas of what the member at `index` holds, of `count`.
-
-    Members keep each other's in pairs; of an odd number the last three do so in a ring, and one
-    alone has nobody. So two lost nodes lose a shard only if they are a pair, or in the ring.
-    """
-    if count < 2:
-        return None
-    ring = count - 3 if count % 2 else count
-    return index ^ 1 if index < ring else ring + (index - ring + 1) % 3
-
-
-def charge(index: int, count: int) -> int | None:
-    """Index of the member whose replicas the member at `index` keeps: whose `buddy` it is."""
-    if count < 2:
-        return None
-    ring = count - 3 if count % 2 else count
-    return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
-
-
-def choose_resume(
-    world: World | None, reports: Mapping[str, Report], storage_step: int | None
-) -> Resume:
-    """The state the next generation starts from, by the rules above.
-
-    reports: by node, of the generation of `world`. storage_step: newest good checkpoint, if any.
-    """
-    candidates = [Resume(tier="fresh")]
-    if storage_step is not None:
-        candidates.append(Resume(tier="storage", step=storage_step))
-    if world is not None:
-        candidates += _whole_snapshots(world, reports)
-    verified = verified_step(reports)
-    if world is not None and verified is not None:
-        candidates = _not_after(world, candidates, verified)
-    nearness = {"fresh": 0, "storage": 1, "ram": 2}
-    return max(candidates, key=lambda r: (r.step, nearness[r.tier], r.generation))
-
-
-def verified_step(reports: Mapping[str, Report]) -> int | None:
-    """The newest step at which ranks that were found to differ were equal; None: none were."""
-    failures = [report.failure for report in reports.values() if report.failure is not None]
-    return min((f.verified for f in failures if f.verified is not None), default=None)
-
-
-def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> list[Resume]:
-    """What rule 5 leaves of the candidates."""
-    fresh = [resume for resume in candidates if resume.tier == "fresh"]
-    equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
-    newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
-    whole = [
-        resume
-        for resume in candidates
-        if resume.tier == "ram"
-        and resume.step > verified
-        and {source.rank for source in resume.sources} == {0}
-    ]
-    if verified == 0:
-        return fresh
-    return equal if newer else (whole or equal or fresh)
-
-
-def _as_held(origin: Resume, found: Resume) -> Resume:
-    """`origin`, in memory still, with the sources that were found of it."""
-    return replace(origin, sources=found.sources) if origin.tier == "ram" else origin
-
-
-def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
-    """The snapshots that rules 1 and 2 admit."""
-    return [
-        Resume(
-            tier="ram",
-            step=step,
-            generation=generation,
-            sources=tuple(source for rank in sorted(by_rank) for source in by_rank[rank]),
-        )
-        for (generation, step, world_size), by_rank in _held(world, reports).items()
-        if len(by_rank) == world_size
-    ]
-
-
-def _held(
-    world: World, reports: Mapping[str, Report]
-) -> dict[tuple[int, int, int], dict[int, list[Source]]]:
-    """Who holds which rank's shard of each (generation, step, world size) that rule 1 admits."""
-    origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
-    addresses = {member.node: member.address for member in world.members}
-    held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
-    for node, report in reports.items():
-        for holding in report.holdings:
-            state = (holding.generation, holding.step)
-            if holding.generation != world.generation and state != origin:
-                continue
-            by_rank = held.setdefault((*state, holding.world_size), {})
-            for rank in holding.ranks:
-                source = Source(rank=rank, node=node, address=addresses[node])
-                by_rank.setdefault(rank, []).append(source)
-    return held
-
-
-def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -> str:
-    """Why no snapshot is gone on from though nodes hold parts of some; empty where one is, or none
-    was taken."""
-    if resume.tier == "ram":
-        return ""
-    if (verified := verified_step(reports)) is not None:
-        return f"; the ranks were last found to be equal at step {verified}"
-    parts = {state: by_rank for state, by_rank in _held(world, reports).items() if by_rank}
-    newer = [state for state in parts if state[1] > resume.step]
-    if not newer:
-        return ""
-    _, step, size = most = max(newer, key=lambda state: (len(parts[state]), state[1]))
-    missing = [rank for rank in range(size) if rank not in parts[most]]
-    names = list_text(missing, 4)
-    return (
-        f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "
-        f"snapshot of step {step}"
-    )
-
-
-def line_up(
-    world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
-) -> tuple[Member, ...]:
-    """The members of the next world: those that stay keep their order, new ones come last."""
-    kept = list(staying)
-    if world is not None:
-        position = {member.node: index for index, member in enumerate(world.members)}
-        kept.sort(key=lambda member: position[member.node])
-    return tuple([*kept, *joiners][:most])
-
-
-def root_cause(reports: Mapping[str, Report]) -> tuple[str, Failure] | None:
-    """The failure that brought the others about: whose own fault it is goes before a lost peer."""
-    failures = [(node, r.failure) for node, r in reports.items() if r.failure is not None]
-    return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
-
-
-def check_invariants(before: World | None, after: World) -> None:
-    """What must hold between a world and the next, whatever happened; raises AssertionError."""
-    nodes = [member.node for member in after.members]
-    assert len(set(nodes)) == len(nodes), "a node has one place"
-    assert after.members and after.world_size > 0, "a world has ranks"
-    assert list(accumulate(m.nproc for m in after.members))[-1] == after.world_size
-    if before is not None:
-        assert after.generation == before.generation + 1, "generations only grow, by one"
-        stayed = [m.node for m in before.members if after.find(m.node, m.incarnation) is not None]
-        assert nodes[: len(stayed)] == stayed, "those that stay keep their order, before new ones"
-    if after.resume.tier == "ram":
-        ranks = {source.rank for source in after.resume.sources}
-        assert ranks == set(range(len(ranks))), "every rank of the snapshot has a source"

@@ -20,9 +20,11 @@ from elasticzero.launcher.protocol.actions import (
     StopWorkers,
     wait,
 )
-from elasticzero.launcher.protocol.documents import Alarm, Report, choose_resume
+from elasticzero.launcher.protocol.documents import Alarm, Report
 from elasticzero.launcher.protocol.leader import ask
-from elasticzero.launcher.protocol.view import Limits, Notice, View
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.resume import choose_resume
+from elasticzero.launcher.protocol.view import Notice, View
 
 MARGIN_SHARE = 0.25
 """The margin before a deadline is no more than this of the whole notice."""

@@ -58,12 +58,21 @@ FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
 """What can be a node's own fault; not a lost peer, storage that cannot be written, nor a
 checkpoint's damage."""
+BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "hung", "killed", "peer")
+"""Of several failures the one that explains the others comes first: a lost peer explains
+nothing."""
 MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
 """Parts of the names of exceptions that tell of files and connections."""
 AGAIN = "its workers failed time and again, where no others did"
 
 Cause = tuple[str, Failure]
 """A node, and the first error of its workers."""
+
+
+def root_cause(reports: Mapping[str, Report]) -> Cause | None:
+    """The failure that brought the others about: whose own fault it is goes before a lost peer."""
+    failures = [(node, r.failure) for node, r in reports.items() if r.failure is not None]
+    return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
 
 
 def fruitless(

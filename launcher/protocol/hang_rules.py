@@ -28,7 +28,8 @@ from math import inf
 
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Report, World
-from elasticzero.launcher.protocol.view import Limits, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import Workers
 
 STEPS_LONG = 10.0
 FLOOR_S = 60.0

@@ -26,19 +26,14 @@ from elasticzero.launcher.protocol.actions import (
     WriteWorld,
     wait,
 )
-from elasticzero.launcher.protocol.documents import (
-    Alarm,
-    Done,
-    Member,
-    Report,
-    World,
-    choose_resume,
-    line_up,
-)
+from elasticzero.launcher.protocol.documents import Alarm, Done, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import kept_aside, set_aside, why_aside
 from elasticzero.launcher.protocol.hang_rules import deadlock
+from elasticzero.launcher.protocol.placement import line_up
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.protocol.termination import passed_over, stop_from_storage, too_damaged
-from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.launcher.protocol.view import View
 from elasticzero.text import count_text
 
 NAMES_SHOWN = 8

@@ -11,17 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, SaveHeld, WriteWorld, wait
-from elasticzero.launcher.protocol.documents import (
-    Alarm,
-    Failure,
-    Member,
-    Report,
-    World,
-    choose_resume,
-    line_up,
-    lost_snapshot,
-    root_cause,
-)
+from elasticzero.launcher.protocol.documents import Alarm, Failure, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import (
     AGAIN,
     Cause,
@@ -30,6 +20,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     kept_aside,
     likeness,
     outliers,
+    root_cause,
     set_aside,
     setbacks,
     strikes,
@@ -38,6 +29,9 @@ from elasticzero.launcher.protocol.failure_policy import (
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
 from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of
+from elasticzero.launcher.protocol.placement import line_up
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.resume import choose_resume, lost_snapshot
 from elasticzero.launcher.protocol.termination import (
     ended,
     given_up,
@@ -47,7 +41,7 @@ from elasticzero.launcher.protocol.termination import (
     unverified,
     unwritten,
 )
-from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.launcher.protocol.view import View
 from elasticzero.text import count_text
 
 MOST_PAUSE_S = 10.0

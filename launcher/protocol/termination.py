@@ -24,9 +24,11 @@ from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
-from elasticzero.launcher.protocol.documents import Done, Failure, Report, World, verified_step
+from elasticzero.launcher.protocol.documents import Done, Failure, Report, World
 from elasticzero.launcher.protocol.failure_policy import Cause, is_the_scripts, likeness, recurs
-from elasticzero.launcher.protocol.view import Limits, View
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.resume import verified_step
+from elasticzero.launcher.protocol.view import View
 
 
 def given_up(

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elasticzero.errors import ElasticZeroError, StoreUnavailable
-from elasticzero.launcher.protocol.documents import Done, Member, World, check_invariants, to_bytes
+from elasticzero.launcher.protocol.documents import Done, Member, World, to_bytes
+from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import StoreHealth
 from elasticzero.launcher.store.api import Condition, LeaseLost, Store, job_prefix
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation

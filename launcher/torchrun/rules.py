@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.documents import Done, Member, World, line_up
+from elasticzero.launcher.protocol.documents import Done, Member, World
+from elasticzero.launcher.protocol.placement import line_up
 from elasticzero.launcher.protocol.view import StoreHealth
 
 GROW_SETTLE_S = 0.5

@@ -27,8 +27,8 @@ from elasticzero.ipc.messages import (
     Stopping,
     Waiting,
 )
-from elasticzero.launcher.protocol.documents import BLAME_ORDER, Failure
-from elasticzero.launcher.protocol.failure_policy import judge_exit
+from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.view import Workers
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import Console

@@ -15,7 +15,8 @@ import pytest
 
 from elasticzero.ipc.messages import Attached, Busy, SnapshotHeld, Stepped
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
-from elasticzero.launcher.protocol.view import Limits, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import Workers
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state

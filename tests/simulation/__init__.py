@@ -5,5 +5,5 @@ one set for each agent. Models: etcd and the way to it (etcd.py), workers, their
 what they hold in memory (training.py, memory.py), storage (storage.py), machines and their clocks
 (agents.py).
 A seed draws the cluster, the delays and the faults (schedule.py); the rules of
-`launcher/protocol/documents.py` are checked at every event that could break one (rules.py).
+`launcher/protocol/invariants.py` are checked at every event that could break one (rules.py).
 """

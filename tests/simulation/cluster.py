@@ -11,7 +11,8 @@ from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision
 from elasticzero.launcher.protocol.documents import Control, Done, World
-from elasticzero.launcher.protocol.view import View, steered
+from elasticzero.launcher.protocol.policy import steered
+from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, document
 from tests.simulation.agents import Agent, BadInput, Host

@@ -9,8 +9,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
-from elasticzero.launcher.protocol.documents import BLAME_ORDER, Failure, World
-from elasticzero.launcher.protocol.failure_policy import judge_exit
+from elasticzero.launcher.protocol.documents import Failure, World
+from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.view import Workers
 from elasticzero.launcher.workers.group import LATE_AFTER_S

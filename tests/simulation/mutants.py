@@ -34,33 +34,33 @@ class Mutant:
 MUTANTS = (
     Mutant(
         name="a snapshot of which ranks are missing is gone on from",
-        file="protocol/documents.py",
+        file="protocol/resume.py",
         right="if len(by_rank) == world_size",
         wrong="if by_rank",
     ),
     Mutant(
         name="a snapshot off the lineage is gone on from",
-        file="protocol/documents.py",
+        file="protocol/resume.py",
         right="if holding.generation != world.generation and state != origin:",
         wrong="if False:",
         sure=False,
     ),
     Mutant(
         name="the nearest state wins, not the newest",
-        file="protocol/documents.py",
+        file="protocol/resume.py",
         right="key=lambda r: (r.step, nearness[r.tier], r.generation)",
         wrong="key=lambda r: (nearness[r.tier], r.step, r.generation)",
         sure=False,
     ),
     Mutant(
         name="members that stay are put in the order of their names",
-        file="protocol/documents.py",
+        file="protocol/placement.py",
         right="kept.sort(key=lambda member: position[member.node])",
         wrong="kept.sort(key=lambda member: member.node)",
     ),
     Mutant(
         name="MAX is not kept to",
-        file="protocol/documents.py",
+        file="protocol/placement.py",
         right="return tuple([*kept, *joiners][:most])",
         wrong="return tuple([*kept, *joiners])",
     ),

@@ -1,4 +1,4 @@
-"""What is promised to nodes and operators: rules R10 to R18 of `launcher/protocol/documents.py`.
+"""What is promised to nodes and operators: rules R10 to R18 of `launcher/protocol/invariants.py`.
 
 Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
 take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd

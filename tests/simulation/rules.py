@@ -1,4 +1,4 @@
-"""The rules of `launcher/protocol/documents.py`, checked against the truth, which no agent knows.
+"""The rules of `launcher/protocol/invariants.py`, checked against the truth, which no agent knows.
 
 Each is checked at the events that could break it: a world is written (R1 to R5, R10), a worker
 connects or its node starts another generation's (R6), a step ends, `done` is written (R8, R9), an
@@ -19,9 +19,9 @@ from elasticzero.launcher.protocol.documents import (
     Member,
     Report,
     World,
-    check_invariants,
     outranks,
 )
+from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.watch_cache import MEMBERS
 from tests.simulation.promises import Promises

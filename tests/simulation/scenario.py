@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 from tests.simulation.agents import Agent
 from tests.simulation.cluster import Cluster
 from tests.simulation.schedule import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 
 FAULTS: dict[str, float] = {
     "kill-worker": 4,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from elasticzero.comm.control import ControlWord
-from elasticzero.launcher.protocol.documents import World, charge
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.placement import replica_source_index
 from elasticzero.snapshots.schedule import CaptureSchedule
 from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
@@ -331,7 +332,7 @@ class Group:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
         if gang.agent.dead or gang.agent.gang is not gang:
             return
-        owner = charge(index, len(self.world.members))
+        owner = replica_source_index(index, len(self.world.members))
         if owner is not None and self.snapshots:
             other = self.gangs[owner]
             reach = not (other.agent.dead or other.host.dark or gang.host.dark)

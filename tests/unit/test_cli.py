@@ -25,7 +25,7 @@ from elasticzero.launcher.options.validation import (
     parse_nnodes,
     parse_nproc,
 )
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])

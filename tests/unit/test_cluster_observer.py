@@ -10,7 +10,8 @@ from dataclasses import replace
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.documents import Member, Strikes, World, to_bytes
-from elasticzero.launcher.protocol.view import Limits, View, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import View, Workers
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.store.api import Snapshot
 from elasticzero.launcher.store.membership import Membership, bound_socket

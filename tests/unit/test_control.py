@@ -12,7 +12,7 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, look, scale, steer, stop
 from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
-from elasticzero.launcher.protocol.view import Limits, steered
+from elasticzero.launcher.protocol.policy import Limits, steered
 from tests.support.memory_store import MemoryServer, MemoryStore
 
 JOB = "j"

@@ -39,7 +39,8 @@ from elasticzero.launcher.protocol.documents import (
     World,
 )
 from elasticzero.launcher.protocol.leader import is_leader
-from elasticzero.launcher.protocol.view import Damage, Limits, StoreHealth, View, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import Damage, StoreHealth, View, Workers
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=2, max_nodes=3, save_timeout_s=60.0)

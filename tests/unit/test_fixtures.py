@@ -30,13 +30,13 @@ from elasticzero.launcher.protocol.documents import (
     Member,
     Report,
     World,
-    check_invariants,
-    choose_resume,
     outranks,
-    root_cause,
     to_bytes,
     world_from_bytes,
 )
+from elasticzero.launcher.protocol.failure_policy import root_cause
+from elasticzero.launcher.protocol.invariants import check_invariants
+from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.job_token import KEY, Record, of_job

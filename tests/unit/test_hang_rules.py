@@ -8,7 +8,8 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Member, Report, World
 from elasticzero.launcher.protocol.hang_rules import Silence, blame, deadlock, left_alone, overdue
-from elasticzero.launcher.protocol.view import Limits, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import Workers
 
 AUTO = Limits(min_nodes=1, max_nodes=2)
 GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)

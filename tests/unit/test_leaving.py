@@ -32,7 +32,8 @@ from elasticzero.launcher.protocol.documents import (
     World,
 )
 from elasticzero.launcher.protocol.drain import gathered, last_call_s
-from elasticzero.launcher.protocol.view import Limits, Notice, StoreHealth, View, Workers
+from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.view import Notice, StoreHealth, View, Workers
 
 NOW = 100.0
 LIMITS = Limits(min_nodes=1, max_nodes=3)

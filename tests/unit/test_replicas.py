@@ -9,16 +9,9 @@ import pytest
 from elasticzero.comm.control import ControlWord, decode_word, encode_word
 from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, SigningInterval
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.documents import (
-    Failure,
-    Holding,
-    Member,
-    Report,
-    World,
-    choose_resume,
-    lost_snapshot,
-)
+from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, outliers, strikes
+from elasticzero.launcher.protocol.resume import choose_resume, lost_snapshot
 from elasticzero.launcher.protocol.termination import unverified
 
 NODES = ("a", "b", "c")

@@ -16,7 +16,7 @@ from elasticzero.launcher.agent.reporter import AgentReporter, log_to
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
-from elasticzero.launcher.protocol.view import Limits
+from elasticzero.launcher.protocol.policy import Limits
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.process import Worker

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.documents import Done, Member, World, check_invariants
+from elasticzero.launcher.protocol.documents import Done, Member, World
+from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import StoreHealth
 from elasticzero.launcher.torchrun.rules import (
     Refuse,

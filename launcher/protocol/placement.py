@@ -1,0 +1,34 @@
+"""Orders the members of a world, and chooses which member keeps whose replicas.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elasticzero.launcher.protocol.documents import Member, World
+
+
+def replica_source_index(index: int, count: int) -> int | None:
+    """Index of the member whose shards the member at `index`, of `count`, replicates.
+
+    Members replicate each other's in pairs; of an odd number the last three do so in a ring, and a
+    single one replicates nothing. So two lost nodes lose a shard only if they are a pair, or both
+    in the ring.
+    """
+    if count < 2:
+        return None
+    ring = count - 3 if count % 2 else count
+    return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
+
+
+def line_up(
+    world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
+) -> tuple[Member, ...]:
+    """The members of the next world: those that stay keep their order, new ones come last."""
+    kept = list(staying)
+    if world is not None:
+        position = {member.node: index for index, member in enumerate(world.members)}
+        kept.sort(key=lambda member: position[member.node])
+    return tuple([*kept, *joiners][:most])

@@ -1,0 +1,124 @@
+"""Chooses the state that the next generation starts from.
+
+Pure. Rules (`choose_resume`):
+1. A snapshot counts only if this generation wrote it, or if it is the state that this generation
+   itself started from. Any other may be off the job's lineage.
+2. A snapshot is whole when the reports name a holder for every rank of its world. Shards of two
+   generations or of two steps are never mixed.
+3. The highest step wins, in memory or on storage. At equal steps memory wins, for it is faster to
+   read.
+4. If no state exists anywhere, the job starts fresh.
+5. Where ranks were found to differ, no state counts that is newer than the last step at which they
+   were equal: a snapshot of this generation, or a checkpoint. If there is none, the whole state
+   counts that a rank of a majority has handed over, else the state that this generation itself
+   started from. A checkpoint is always of a step at which the ranks were equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.launcher.protocol.documents import Report, World
+from elasticzero.text import list_text
+
+
+def choose_resume(
+    world: World | None, reports: Mapping[str, Report], storage_step: int | None
+) -> Resume:
+    """The state the next generation starts from, by the rules of this module.
+
+    reports: by node, of the generation of `world`. storage_step: newest good checkpoint, if any.
+    """
+    candidates = [Resume(tier="fresh")]
+    if storage_step is not None:
+        candidates.append(Resume(tier="storage", step=storage_step))
+    if world is not None:
+        candidates += _whole_snapshots(world, reports)
+    verified = verified_step(reports)
+    if world is not None and verified is not None:
+        candidates = _not_after(world, candidates, verified)
+    nearness = {"fresh": 0, "storage": 1, "ram": 2}
+    return max(candidates, key=lambda r: (r.step, nearness[r.tier], r.generation))
+
+
+def verified_step(reports: Mapping[str, Report]) -> int | None:
+    """The newest step at which ranks that were found to differ were equal; None: none were."""
+    failures = [report.failure for report in reports.values() if report.failure is not None]
+    return min((f.verified for f in failures if f.verified is not None), default=None)
+
+
+def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> list[Resume]:
+    """What rule 5 leaves of the candidates."""
+    fresh = [resume for resume in candidates if resume.tier == "fresh"]
+    equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
+    newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
+    whole = [
+        resume
+        for resume in candidates
+        if resume.tier == "ram"
+        and resume.step > verified
+        and {source.rank for source in resume.sources} == {0}
+    ]
+    if verified == 0:
+        return fresh
+    return equal if newer else (whole or equal or fresh)
+
+
+def _as_held(origin: Resume, found: Resume) -> Resume:
+    """`origin`, in memory still, with the sources that were found of it."""
+    return replace(origin, sources=found.sources) if origin.tier == "ram" else origin
+
+
+def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
+    """The snapshots that rules 1 and 2 admit."""
+    return [
+        Resume(
+            tier="ram",
+            step=step,
+            generation=generation,
+            sources=tuple(source for rank in sorted(by_rank) for source in by_rank[rank]),
+        )
+        for (generation, step, world_size), by_rank in _held(world, reports).items()
+        if len(by_rank) == world_size
+    ]
+
+
+def _held(
+    world: World, reports: Mapping[str, Report]
+) -> dict[tuple[int, int, int], dict[int, list[Source]]]:
+    """Who holds which rank's shard of each (generation, step, world size) that rule 1 admits."""
+    origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
+    addresses = {member.node: member.address for member in world.members}
+    held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
+    for node, report in reports.items():
+        for holding in report.holdings:
+            state = (holding.generation, holding.step)
+            if holding.generation != world.generation and state != origin:
+                continue
+            by_rank = held.setdefault((*state, holding.world_size), {})
+            for rank in holding.ranks:
+                source = Source(rank=rank, node=node, address=addresses[node])
+                by_rank.setdefault(rank, []).append(source)
+    return held
+
+
+def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -> str:
+    """Why no snapshot is gone on from though nodes hold parts of some; empty where one is, or none
+    was taken."""
+    if resume.tier == "ram":
+        return ""
+    if (verified := verified_step(reports)) is not None:
+        return f"; the ranks were last found to be equal at step {verified}"
+    parts = {state: by_rank for state, by_rank in _held(world, reports).items() if by_rank}
+    newer = [state for state in parts if state[1] > resume.step]
+    if not newer:
+        return ""
+    _, step, size = most = max(newer, key=lambda state: (len(parts[state]), state[1]))
+    missing = [rank for rank in range(size) if rank not in parts[most]]
+    names = list_text(missing, 4)
+    return (
+        f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "
+        f"snapshot of step {step}"
+    )
