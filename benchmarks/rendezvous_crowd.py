@@ -43,8 +43,8 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Failure, Member
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import View, Workers
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
@@ -87,7 +87,7 @@ class PretendedWorkers:
     """A node's one worker, of one generation."""
 
     def __init__(self) -> None:
-        self._workers = Workers()
+        self._workers = WorkerGroupState()
         self._ends_s = float("inf")
 
     @property
@@ -96,7 +96,7 @@ class PretendedWorkers:
 
     def start(self, generation: int, now_s: float) -> None:
         self._ends_s = float("inf")
-        self._workers = Workers(
+        self._workers = WorkerGroupState(
             generation=generation,
             running=1,
             attached=True,
@@ -115,7 +115,7 @@ class PretendedWorkers:
         self._workers = replace(self._workers, aborted_s=now_s)
         self._ends_s = min(self._ends_s, now_s + STOP_S)
 
-    def view(self, now_s: float) -> Workers:
+    def view(self, now_s: float) -> WorkerGroupState:
         if now_s >= self._ends_s:
             return replace(self._workers, running=0)
         return self._workers if self._workers.failed else replace(self._workers, stepped_s=now_s)
@@ -151,7 +151,7 @@ class Client:
     def __init__(self, number: int, crowd: Crowd) -> None:
         options = crowd.options
         self.name = f"n{number:04d}"
-        self.limits = Limits(
+        self.limits = JobPolicy(
             min_nodes=options.nodes, max_nodes=options.nodes, lease_ttl_s=options.ttl_s
         )
         self._after = replace(self.limits, min_nodes=options.least)

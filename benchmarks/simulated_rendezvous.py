@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elasticzero.launcher.protocol.documents import to_bytes
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from tests.simulation.cluster import Cluster
 from tests.simulation.etcd import Costs
 from tests.simulation.schedule import Plan
@@ -28,7 +28,9 @@ REST_S = 10.0
 
 def measure(nodes: int) -> dict[str, float]:
     """The figures for one number of nodes; all come at once."""
-    limits = Limits(min_nodes=1, max_nodes=nodes, strategy="zero1", settle_s=3.0, lease_ttl_s=5.0)
+    limits = JobPolicy(
+        min_nodes=1, max_nodes=nodes, strategy="zero1", settle_s=3.0, lease_ttl_s=5.0
+    )
     plan = Plan(
         seed=nodes,
         nodes=nodes,

@@ -30,16 +30,16 @@ from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import (
     Action,
-    Ask,
     Decision,
-    KillDeaf,
-    KillStopped,
+    DumpStacks,
+    KillSuspended,
+    KillUnresponsive,
     KillWorkers,
     Leave,
-    LookAtWorkers,
     PutReport,
     RaiseAlarm,
-    SaveHeld,
+    RequestBoundaryStop,
+    SaveHeldSnapshot,
     Start,
     StopWorkers,
     WriteDone,
@@ -47,8 +47,8 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.drain import gathered
-from elasticzero.launcher.protocol.view import Notice, View, Workers
+from elasticzero.launcher.protocol.drain import merge_notices
+from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver, Saver
@@ -130,9 +130,9 @@ class Agent:
             self.reporter.store_recovery,
         )
         self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
-        self._saved_held: SaveHeld | None = None
+        self._saved_held: SaveHeldSnapshot | None = None
         self._world_token = ""
-        self._notices: list[Notice] = []
+        self._notices: list[PreemptionNotice] = []
         self._backoff_until_s = 0.0
         self.view: View | None = None
         self.exit_code: ExitCode | None = None
@@ -152,13 +152,13 @@ class Agent:
 
         reason: goes into the world's. by_s: the machine is gone then (monotonic clock).
         """
-        self._notices.append(Notice(reason=reason, heard_s=time.monotonic(), by_s=by_s))
+        self._notices.append(PreemptionNotice(reason=reason, heard_s=time.monotonic(), by_s=by_s))
         self.wake()
 
     @property
-    def notice(self) -> Notice | None:
+    def notice(self) -> PreemptionNotice | None:
         """Why this node is to leave, and by when; None: it is not."""
-        return gathered(self._notices)
+        return merge_notices(self._notices)
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
@@ -201,7 +201,7 @@ class Agent:
         self._hear(now_s)
         if self._observer.control().drains(self._membership.me) and self.notice is None:
             self.leave("drained by an operator")
-        workers = Workers()
+        workers = WorkerGroupState()
         if self._gang is not None:
             workers = replace(self._gang.view(now_s), token=self._world_token)
         if not workers.running:
@@ -287,21 +287,21 @@ class Agent:
         match action:
             case Start(world, index):
                 self._start(world, index, now_s)
-            case Ask(flags) if self._gang is not None:
+            case RequestBoundaryStop(flags) if self._gang is not None:
                 self._gang.ask(flags)
             case StopWorkers(reason) if self._gang is not None:
                 self._gang.stop(reason, now_s)
             case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
                 self._gang.kill(spare_saving=spare_saving)
-            case KillDeaf() if self._gang is not None:
+            case KillUnresponsive() if self._gang is not None:
                 self._gang.kill_deaf()
-            case KillStopped() if self._gang is not None:
+            case KillSuspended() if self._gang is not None:
                 self._gang.kill_stopped()
-            case LookAtWorkers(limit_s) if self._gang is not None:
+            case DumpStacks(limit_s) if self._gang is not None:
                 self._gang.hangs.look_into(limit_s, now_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.options.limits)
-            case SaveHeld(generation, step, world_size, ranks):
+            case SaveHeldSnapshot(generation, step, world_size, ranks):
                 self._saved_held = action
                 self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
             case Leave(code):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
 START_S, START_MAX_S = 300.0, 1200.0
-"""The latter ends before a first step is due: P2 of `hangs`."""
+"""The latter ends before a first step is due: H2 of `hang_rules`."""
 
 
 def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:

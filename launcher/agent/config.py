@@ -25,7 +25,7 @@ from elasticzero.launcher.options.validation import (
     parse_common_options,
     parse_nproc,
 )
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.workers.console_output import Console, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch
@@ -42,7 +42,7 @@ class AgentOptions:
 
     job: str
     node: str
-    limits: Limits
+    limits: JobPolicy
     nproc: int
     launch: Launch
     log_dir: Path
@@ -90,7 +90,7 @@ def agent_options(
     options = AgentOptions(
         job=job,
         node=node,
-        limits=Limits(min_nodes=nodes[0], max_nodes=nodes[1], **given.limits),
+        limits=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **given.limits),
         nproc=nproc,
         launch=launch,
         log_dir=make_log_directory(args.log_dir, job) / node,

@@ -39,7 +39,7 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatch
 from elasticzero.launcher.protocol.documents import Done, Member
-from elasticzero.launcher.protocol.view import Notice
+from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.shared_memory import Claim
 from elasticzero.launcher.store.api import Condition, Store, job_prefix
@@ -234,10 +234,10 @@ def pause_s(tries: int) -> float:
     return min(MOST_TRY_AGAIN_S, TRY_AGAIN_S * 1.5 ** min(tries, 10)) * random.uniform(0.5, 1.0)
 
 
-def _join(membership: Membership, agent: Agent) -> Notice | None:
+def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
     """Register; if the node is to leave before that, why."""
 
-    def register() -> Notice | None:
+    def register() -> PreemptionNotice | None:
         if agent.notice is None:
             membership.join(partial(say, agent.options.node))
             return None

@@ -16,8 +16,8 @@ from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
 from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
-from elasticzero.launcher.protocol.policy import Limits, steered
-from elasticzero.launcher.protocol.view import StoreHealth, View, Workers
+from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import Seen
 from elasticzero.launcher.store.api import Entry, Store
 from elasticzero.launcher.store.membership import Membership
@@ -177,7 +177,9 @@ class ClusterObserver:
         self.bad_steps.discard(step)
         self._storage_look.forget()
 
-    def view(self, workers: Workers, leaving: bool, now_s: float, limits: Limits) -> View:
+    def view(
+        self, workers: WorkerGroupState, leaving: bool, now_s: float, limits: JobPolicy
+    ) -> View:
         """All that this agent sees now; also follows what its role wants it to see next."""
         world, _ = self._observer.world()
         observer = self._observer
@@ -288,7 +290,7 @@ class ClusterObserver:
         return self._unseen[1]
 
     def _follow(
-        self, view: View, index: int | None, leads: bool, now_s: float, limits: Limits
+        self, view: View, index: int | None, leads: bool, now_s: float, limits: JobPolicy
     ) -> None:
         """Watch what this agent's role needs, and no more: a thousand agents share one store."""
         prefixes = {WORLD, CONTROL, DONE, ALARM}
@@ -329,12 +331,12 @@ class ClusterObserver:
                 self._oldest = next(iter(entries.values()), None)
         return self._prefix_of_oldest(node)
 
-    def _is_surplus(self, view: View, now_s: float, limits: Limits) -> bool:
+    def _is_surplus(self, view: View, now_s: float, limits: JobPolicy) -> bool:
         """Whether MAX nodes and all spares that may wait are here, of those who came before.
 
         The store is asked once for each MAX, when a node lost before this one came is gone.
         """
-        limits = steered(limits, view.control)
+        limits = with_operator_overrides(limits, view.control)
         room = limits.max_nodes + (limits.spares or 0)
         since_s = max(view.outside_s or now_s, view.store.well_since_s)
         if now_s - since_s < SURPLUS_TTLS * limits.lease_ttl_s:
@@ -411,7 +413,7 @@ def _stagger_s(world: World, index: int) -> float:
     return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
-def _is_quiet(view: View, index: int, now_s: float, limits: Limits) -> bool:
+def _is_quiet(view: View, index: int, now_s: float, limits: JobPolicy) -> bool:
     """Whether the workers of a world that is known for long have made no step for so long that the
     member at `index` looks at the others too."""
     workers = view.workers

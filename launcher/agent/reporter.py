@@ -27,10 +27,10 @@ from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.goodput import GoodputMeter
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
-from elasticzero.launcher.protocol.documents import Control, Done, Failure, Strikes, World
-from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, set_aside, term_s, why_aside
-from elasticzero.launcher.protocol.policy import steered
-from elasticzero.launcher.protocol.view import Notice, View, Workers
+from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
+from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, quarantined, term_s, why_aside
+from elasticzero.launcher.protocol.policy import with_operator_overrides
+from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Gang, Heard
@@ -86,7 +86,7 @@ class AgentReporter:
         self._metrics = metrics
         self._tail = LogTail(_repeat)
         self._reason = ""
-        self._notice: Notice | None = None
+        self._notice: PreemptionNotice | None = None
         self._world: World | None = None
         self._round_seen_s: float | None = None
         self._marks: dict[str, float] = {}
@@ -105,7 +105,7 @@ class AgentReporter:
         self._done: Done | None = None
         self._said_outlasted = 0
         """The generation of which it was said."""
-        self._aside: Strikes | None = None
+        self._aside: NodeStrikes | None = None
         """This node's strikes, as it was last said that it is set aside for them."""
         self._traced: list[str] = []
         """Errors whose traceback this agent has repeated on the terminal."""
@@ -233,7 +233,7 @@ class AgentReporter:
             return
         self._waiting_since_s = now_s
         here = sorted(look())
-        least = steered(self._options.limits, self._control).min_nodes
+        least = with_operator_overrides(self._options.limits, self._control).min_nodes
         if len(here) < least:
             say(
                 self._options.node,
@@ -465,7 +465,7 @@ class AgentReporter:
         """The last of a gang's output."""
         self._tee(gang, last=True)
 
-    def notice(self, notice: Notice) -> None:
+    def notice(self, notice: PreemptionNotice) -> None:
         """This node is to leave."""
         left_s = None if notice.by_s is None else round(notice.by_s - notice.heard_s, 3)
         self.note("notice", reason=notice.reason, left_s=left_s)
@@ -491,11 +491,11 @@ class AgentReporter:
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:
         """Plain values for `/status`."""
         world = view.world if view is not None else None
-        workers = view.workers if view is not None else Workers()
-        limits = steered(self._options.limits, self._control)
+        workers = view.workers if view is not None else WorkerGroupState()
+        limits = with_operator_overrides(self._options.limits, self._control)
         now_s = time.monotonic()
         aside = (
-            set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+            quarantined(world.strikes, world.strikes, view.struck_s, now_s)
             if world is not None and view is not None
             else {}
         )

@@ -21,7 +21,7 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Alarm, Done, Report, to_bytes
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Condition, Snapshot, Store
 from elasticzero.launcher.store.membership import Membership
@@ -59,7 +59,7 @@ class StoreWriter:
         if named or not leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
 
-    def do(self, action: StoreAction, view: View, now_s: float, limits: Limits) -> None:
+    def do(self, action: StoreAction, view: View, now_s: float, limits: JobPolicy) -> None:
         """Perform an action that was decided at `now_s` from `view`."""
         generation = view.world.generation if view.world is not None else 0
         match action:
@@ -90,7 +90,7 @@ class StoreWriter:
         revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
         self._cluster.reported(generation, report, revision or 0)
 
-    def _reread_and_write(self, now_s: float, limits: Limits) -> None:
+    def _reread_and_write(self, now_s: float, limits: JobPolicy) -> None:
         """Write the next world, or the end, if it is still what a fresh look at the store leads to.
 
         A slow answer means that the store was away, and that others could not be heard either:

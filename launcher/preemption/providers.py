@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from urllib.parse import urlencode
 
 from elasticzero.launcher.preemption.metadata import Answer, MetadataError, MetadataServer
-from elasticzero.launcher.protocol.view import Notice
+from elasticzero.launcher.protocol.view import PreemptionNotice
 
 ADDRESS = "http://169.254.169.254"
 """Where all three answer: link-local, never proxied."""
@@ -44,7 +44,7 @@ class Advice:
     text: str
 
 
-Seen = Notice | Advice | None
+Seen = PreemptionNotice | Advice | None
 
 
 class Cloud(Protocol):
@@ -200,7 +200,7 @@ class Azure:
         if not isinstance(events, list):
             raise MetadataError(f"{answer.url} lists no events: {answer.text:.80}")
         seen = [self._event(event, machine, answer) for event in events]
-        notices = [one for one in seen if isinstance(one, Notice)]
+        notices = [one for one in seen if isinstance(one, PreemptionNotice)]
         others = [one for one in seen if isinstance(one, Advice)]
         return min(notices, key=lambda n: n.by_s or 0.0) if notices else next(iter(others), None)
 
@@ -239,9 +239,9 @@ class Azure:
 CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
-def _notice(what: str, left_s: float, answer: Answer) -> Notice:
+def _notice(what: str, left_s: float, answer: Answer) -> PreemptionNotice:
     """A notice whose time counts from the answer that gave it."""
-    return Notice(
+    return PreemptionNotice(
         reason=f"{what} in {left_s:.0f} s", heard_s=answer.at_s, by_s=answer.at_s + left_s
     )
 

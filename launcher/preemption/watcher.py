@@ -16,7 +16,7 @@ import tenacity
 from elasticzero.errors import one_line
 from elasticzero.launcher.preemption.metadata import MetadataError
 from elasticzero.launcher.preemption.providers import ADDRESS, CLOUDS, Advice, Cloud, Seen
-from elasticzero.launcher.protocol.view import Notice
+from elasticzero.launcher.protocol.view import PreemptionNotice
 
 MOST_PAUSE_S = 5.0
 """Between two tries at a server that does not answer."""
@@ -55,7 +55,7 @@ class PreemptionWatch:
         self._chosen = choice not in ("auto", "none")
         self._leave, self._tell = leave, tell
         self._stop = threading.Event()
-        self._heard: Notice | None = None
+        self._heard: PreemptionNotice | None = None
         self._advised = ""
         self._troubled = False
         self._thread = threading.Thread(
@@ -136,7 +136,7 @@ class PreemptionWatch:
 
     def _take(self, cloud: Cloud, seen: Seen) -> None:
         """A notice is told once; one that is withdrawn later is left as it is."""
-        if isinstance(seen, Notice):
+        if isinstance(seen, PreemptionNotice):
             if self._heard is None:
                 self._leave(seen.reason, seen.by_s)
             self._heard = seen

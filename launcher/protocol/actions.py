@@ -15,7 +15,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestBoundaryStop:
     flags: int
 
 
@@ -32,17 +32,17 @@ class KillWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class KillDeaf:
+class KillUnresponsive:
     """End the workers that, as a look has found, could not obey."""
 
 
 @dataclass(frozen=True, slots=True)
-class KillStopped:
+class KillSuspended:
     """End the workers that a signal has stopped: they will not obey."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookAtWorkers:
+class DumpStacks:
     """Find out where the workers are that make no step, and dump their stacks."""
 
     limit_s: float | None
@@ -72,7 +72,7 @@ class WriteDone:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveHeld:
+class SaveHeldSnapshot:
     """Make a checkpoint of a snapshot whose workers are gone: write these ranks' shards."""
 
     generation: int
@@ -88,17 +88,17 @@ class Leave:
 
 Action = (
     Start
-    | Ask
+    | RequestBoundaryStop
     | StopWorkers
     | KillWorkers
-    | KillDeaf
-    | KillStopped
-    | LookAtWorkers
+    | KillUnresponsive
+    | KillSuspended
+    | DumpStacks
     | RaiseAlarm
     | PutReport
     | WriteWorld
     | WriteDone
-    | SaveHeld
+    | SaveHeldSnapshot
     | Leave
 )
 

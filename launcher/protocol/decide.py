@@ -1,63 +1,45 @@
-"""What the agent sees, and the time, to what it does next and one sentence why.
+"""Maps an agent's view of the cluster and the current time to its next actions, and says why.
 
 Pure: `decide(view, now_s, limits)` reads no clock, file or socket. The agent calls it after every
-event and performs the actions; a decision is a function of what is so, not of what happened, so
-being told the same thing twice changes nothing, and a restart of the loop loses nothing.
+event and performs the actions. A decision depends on the present state and not on what happened
+before, so a repeated event changes nothing, and a restart of the loop loses nothing.
 
-Rules of every agent, the first that applies:
- A1  `done` stands: stop the workers; exit when they are gone.
+Rules of every agent; the first that applies counts:
+ A1  `done` is written: stop the workers, and exit when they are gone.
  A2  `world` gives this registration a place in a newer generation, or in another one of the same
      number (the store has lost its data, and of two histories this one counts): start its workers.
- A3  `world` does not name this registration: stop the workers; if leaving, go once the others have
-     their state; otherwise wait, as a spare. The oldest spare writes the next world when nobody
-     whom `world` names has been registered for a TTL. Who is one too many for --spares leaves, too.
- A4  a worker failed: raise the alarm. The workers are past their time to make a step (`hangs`):
-     look where they are and dump their stacks; one found to blame has failed; if none is, say
-     `stalled` until a step is made.
- A5  the alarm stands: answer `alive`, and stop the workers where they are; past the deadline, kill;
-     those that a signal has stopped at once (P7 in `hangs`). If it is of a hang, look where they
-     are before any is stopped, and kill those that cannot obey. If it is of bad input, where no
-     node has trained yet, stop them ALIKE_S later: they may come to the same error.
- A6  the round is open, all workers have stopped and their shards are sealed: report `stopped` with
-     what memory holds. If nobody can go on, or the job is to end (E2, E4, E5 in `ending`): save the
-     newest whole snapshot first, each node what it holds of it, and stay until that is done, for
-     --save-timeout at most.
- A7  all workers finished: report `finished`.
- A8  leaving, or the leader of a world that shall change or end, with workers training: ask them to
-     stop at a boundary; workers that cannot be asked, or that start slowly and so are at no step
-     yet, are stopped by the alarm.
- A9  all workers have restored: report `restored`.
- A10 leaving by a deadline, and what is left is only enough to hand the state over: wait for the
-     running step no longer, raise the alarm; in a round, kill this node's workers that do not stop
-     in half of that time. When that is over too, go, whatever the round still waits for.
- A11 leaving while the store is away: train on until it is back, for nobody could write a world
-     without this node. When what is left until the deadline is only enough to save the state: stop
-     the workers, save the snapshot that this node holds whole, in the order of members, and go.
-     This comes before A2.
- A12 all workers finished, and etcd has not answered for --join-timeout: go, for the job is over and
-     nobody may ever be able to write so. This comes before A2.
-Rules of the acting leader, who is the first member of `world` that is alive (before the first
-world: the oldest registration):
- L1  no world: write the first when MAX nodes are there, or MIN are and nobody came for settle_s.
- L2  everybody finished: write `done`.
- L3  a member's lease has lapsed, the store is well, and no steps prove that it lives (V1 to V3 in
-     `lead`): raise the alarm.
- L4  a round is open: once every member answered, or is silent past alive_s, and those alive have
-     stopped: write the next world, or `done` where trying again is useless, or wait for MIN.
- L5  a checkpoint that committed is damaged and the next world would begin behind it: say so in its
-     reason; write `done` instead where --strict-checkpoint is given, or no checkpoint is good.
- L6  a node waits and there is room: let the world grow (by A8), unless it is set aside (B4 in
-     `blame`), or while a member is not registered, which would lose its place in the round. Who is
-     registered is taken to be there: a lease tells of the dead, and the look before the write of
-     the living. But for a while after a backup of etcd was restored a registration brings no node
-     into a world. Operators lowered MAX: let the world shrink (by A8); the last in its order wait.
- L7  operators stop the job: let it end (by A8), or at once where nobody trains (E2 in `ending`).
- L8  every node says that its workers are `stalled`: they wait for each other; raise the alarm.
- L9  while the store is away nothing is asked of the workers: nobody could write the world, or the
-     end, for which they would stop (L6, L7; A11 for who leaves).
- L10 who is drained is taken into no world, though the node may not have heard of it.
-Invariant: nothing is written about a generation other than the one that `world` names, and every
-write is conditioned on that document's revision.
+ A3  `world` does not name this registration: stop the workers. If the node leaves, exit once the
+     others have their state; otherwise wait as a spare. The oldest spare writes the next world when
+     no member of `world` has been registered for a TTL. A spare beyond --spares exits, too.
+ A4  A worker has failed: raise the alarm. The workers are past their time to make a step
+     (`hang_rules`): ask each where it is, and dump the stacks. A worker that is found to blame has
+     failed. If none is, report `stalled` until a step is made.
+ A5  An alarm is raised: answer `alive`, and stop the workers where they are; past the deadline,
+     kill them. Kill those that a signal has suspended at once (H7 in `hang_rules`). If the alarm is
+     of a hang, dump the stacks before any worker is stopped, and kill workers that cannot obey. If
+     it is of bad input, and no node has trained yet, stop the workers ALIKE_S later: they may meet
+     the same error.
+ A6  A round is open, all workers have stopped and their shards are sealed: report `stopped` with
+     the snapshots in memory. If no node can go on, or the job is to end (E2, E4 and E5 in
+     `termination`): first save the newest whole snapshot, each node its part of it, and stay until
+     that is done, for --save-timeout at most.
+ A7  All workers have finished: report `finished`.
+ A8  The node leaves, or it is the leader of a world that shall change or end, and workers train:
+     request them to stop at a boundary. Workers that cannot be asked, or that start slowly and so
+     are at no step yet, are stopped by an alarm.
+ A9  All workers have restored their state: report `restored`.
+ A10 The node leaves by a deadline, and the time left is only enough to hand the state over: do not
+     wait for the running step, raise the alarm. In a round, kill this node's workers that do not
+     stop in half of that time. When all of it is over, exit, whatever the round still waits for.
+ A11 The node leaves while the store is away: train on until it is back, for no node could write a
+     world without this one. When the time left is only enough to save the state: stop the workers,
+     save the snapshot that this node holds whole, in the order of members, and exit. This comes
+     before A2.
+ A12 All workers have finished, and etcd has not answered for --join-timeout: exit, for the job is
+     over and perhaps no agent can ever write so. This comes before A2.
+The rules of the acting leader (L1 to L10) stand in `leader`.
+Invariant: an agent writes about no generation but the one that `world` names, and every write is
+conditioned on that document's revision.
 """
 
 from __future__ import annotations
@@ -67,11 +49,11 @@ from typing import Literal
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.protocol.actions import (
     Decision,
-    KillDeaf,
-    KillStopped,
+    DumpStacks,
+    KillSuspended,
+    KillUnresponsive,
     KillWorkers,
     Leave,
-    LookAtWorkers,
     PutReport,
     RaiseAlarm,
     Start,
@@ -82,12 +64,12 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Alarm, Done, Failure, Phase, Report, World
 from elasticzero.launcher.protocol.drain import (
-    give_up,
-    goes_at_s,
-    leave,
-    leave_alone,
-    must_give_up,
-    must_leave_alone,
+    drain,
+    drain_without_store,
+    exit_deadline_s,
+    exit_unrecorded,
+    must_drain_without_store,
+    must_exit_unrecorded,
     stop_limit_s,
 )
 from elasticzero.launcher.protocol.hang_rules import (
@@ -99,13 +81,13 @@ from elasticzero.launcher.protocol.hang_rules import (
     step_limit_s,
 )
 from elasticzero.launcher.protocol.leader import (
-    first_world,
+    form_first_world,
     is_leader,
     lead,
-    take_over,
+    spare_take_over,
 )
-from elasticzero.launcher.protocol.policy import Limits, steered
-from elasticzero.launcher.protocol.regroup import conclude, others_may_save, save_held
+from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.protocol.regroup import close_round, others_may_save, save_held
 from elasticzero.launcher.protocol.view import View
 
 ALIKE_S = 1.0
@@ -114,18 +96,18 @@ READ = ("restored", "stalled", "finished")
 """Phases of a node that has the state it starts from."""
 
 
-def decide(view: View, now_s: float, limits: Limits) -> Decision:
+def decide(view: View, now_s: float, limits: JobPolicy) -> Decision:
     """The next actions of this agent, and why."""
-    limits = steered(limits, view.control)
+    limits = with_operator_overrides(limits, view.control)
     workers, world = view.workers, view.world
     if view.done is not None:
         return _wind_up(view, view.done)
-    if must_leave_alone(view, now_s, limits):
-        return leave_alone(view, now_s, limits)
-    if must_give_up(view, now_s, limits):
-        return give_up(view, limits)
+    if must_drain_without_store(view, now_s, limits):
+        return drain_without_store(view, now_s, limits)
+    if must_exit_unrecorded(view, now_s, limits):
+        return exit_unrecorded(view, limits)
     if world is None:
-        return first_world(view, now_s, limits)
+        return form_first_world(view, now_s, limits)
     index = world.find(view.me.node, view.me.incarnation)
     if index is None:
         return _outside(view, world, now_s, limits)
@@ -154,14 +136,14 @@ def _wind_up(view: View, done: Done) -> Decision:
     return Decision((Leave(code),), last[done.outcome])
 
 
-def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+def _outside(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
     """This registration has no place in the world."""
     workers = view.workers
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
         return Decision((KillWorkers(reason),), reason)
     if not (view.leaving or view.surplus):
-        return take_over(view, world, now_s, limits)
+        return spare_take_over(view, world, now_s, limits)
     needed = world.resume.tier == "ram" and any(
         source.node == view.me.node for source in world.resume.sources
     )
@@ -175,7 +157,7 @@ def _outside(view: View, world: World, now_s: float, limits: Limits) -> Decision
     return Decision((Leave(ExitCode.LEFT),), "left: the others have what this node held")
 
 
-def _training(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+def _training(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
     """No round is open."""
     workers = view.workers
     if workers.failed:
@@ -187,7 +169,7 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         return Decision((RaiseAlarm(alarm),), reason)
     late = overdue(workers, limits)
     if late is not None and workers.look == "none":
-        look = LookAtWorkers(step_limit_s(workers, limits))
+        look = DumpStacks(step_limit_s(workers, limits))
         return Decision((look,), f"{late}: looking where the workers are")
     nobody_waits = world.resume.tier != "ram"
     said = view.my_report.phase if view.my_report is not None else None
@@ -204,7 +186,7 @@ def _training(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
-        return leave(view, now_s, limits)
+        return drain(view, now_s, limits)
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
@@ -244,7 +226,7 @@ def _has_run(view: View, phase: Phase) -> bool:
     return view.workers.plain and (known or phase == "restored")
 
 
-def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+def _round(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
     """A regroup round is open: by an alarm, or because workers left at a boundary."""
     workers, opened_s = view.workers, view.round_s or now_s
     if view.alarm is None and now_s - opened_s >= limits.alive_s:
@@ -266,12 +248,12 @@ def _round(view: View, world: World, now_s: float, limits: Limits) -> Decision:
             return wait("leaving; first the others are to say what they hold")
         decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
     elif is_leader(view) and view.members is not None:
-        decision = conclude(view, world, now_s, limits)
+        decision = close_round(view, world, now_s, limits)
     going = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
     return decision if going else save_held(view, world, now_s, limits) or decision
 
 
-def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
+def _stopping(view: View, now_s: float, limits: JobPolicy) -> Decision:
     """Workers run while a round is open.
 
     An alarm that only asks who is alive disturbs nobody on the way to a boundary that all agreed
@@ -287,7 +269,7 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     if hang and told_s is None:
         waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
         if workers.look == "none" and waited_s < PATIENCE_S / 2:
-            actions.append(LookAtWorkers(step_limit_s(workers, limits)))
+            actions.append(DumpStacks(step_limit_s(workers, limits)))
         if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
     if _may_fail_alike(view, alarm, now_s):
@@ -299,7 +281,7 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     if told_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
         if hung:
-            actions.append(KillDeaf())
+            actions.append(KillUnresponsive())
     if told_s is not None and not workers.killed:
         if now_s - told_s >= limits.save_s:
             actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
@@ -308,7 +290,7 @@ def _stopping(view: View, now_s: float, limits: Limits) -> Decision:
     if not frozen or workers.killed:
         return Decision(tuple(actions), f"stopping: {alarm.reason}")
     text = f"stopping: {alarm.reason}; a worker here is stopped by a signal, and is killed"
-    return Decision((*actions, KillStopped()), text)
+    return Decision((*actions, KillSuspended()), text)
 
 
 def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
@@ -320,13 +302,13 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
     return alarm.final and fresh and not asked and now_s - alarm_s < ALIKE_S
 
 
-def _time_is_up(view: View, now_s: float, limits: Limits) -> bool:
+def _time_is_up(view: View, now_s: float, limits: JobPolicy) -> bool:
     """Whether a leaving node's deadline is here in a round that waits for more than workers."""
     waits = view.saving or _waited_s(view, view.round_s, now_s) >= limits.stop_s
-    return view.notice is not None and waits and now_s >= goes_at_s(view.notice)
+    return view.notice is not None and waits and now_s >= exit_deadline_s(view.notice)
 
 
-def _nobody_goes_on(view: View, world: World, now_s: float, limits: Limits) -> bool:
+def _nobody_goes_on(view: View, world: World, now_s: float, limits: JobPolicy) -> bool:
     """Whether a leaving node waits in vain for a world without it."""
     waited_s = _waited_s(view, view.round_s, now_s)
     few = len(world.members) - 1 < limits.min_nodes or _all_leave(view, world)

@@ -35,7 +35,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setback:
+class FailureRecord:
     """The first error of a generation that ended by one."""
 
     generation: int
@@ -50,7 +50,7 @@ class Setback:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strikes:
+class NodeStrikes:
     """How often in a row a node's workers have failed, where others' did not."""
 
     node: str
@@ -73,12 +73,12 @@ class World:
     fruitless: int = 0
     """Failures in a row that did not get past the step they started from."""
     furthest: int = 0
-    """A generation comes on only if it gets past this step, too: see B1 in `blame`."""
+    """A generation comes on only if it gets past this step, too: see B1 in `failure_policy`."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints found damaged: a save of such a step replaces what stands there."""
-    setbacks: tuple[Setback, ...] = ()
+    setbacks: tuple[FailureRecord, ...] = ()
     """The last failures in a row at one place, oldest first."""
-    strikes: tuple[Strikes, ...] = ()
+    strikes: tuple[NodeStrikes, ...] = ()
     """Nodes whose workers failed in a row, where others' did not."""
     token_digest: str = ""
     """Of the job's token that its members use, shortened; empty: not told."""
@@ -221,7 +221,7 @@ class Done:
     step: int
     reason: str
     failure: Failure | None = None
-    setbacks: tuple[Setback, ...] = ()
+    setbacks: tuple[FailureRecord, ...] = ()
     """Where it failed time and again: the first error of each generation."""
 
 

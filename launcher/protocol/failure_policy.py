@@ -1,43 +1,43 @@
-"""Whose fault failures are: which of them count, whether they are the script's or a machine's, and
-which nodes are set aside.
+"""Attributes failures: which of them count, whether the script or a machine is to blame, and which
+nodes are quarantined.
 
 Pure. Rules:
- B1  A failure counts against --max-restarts if it is a worker's own, or of peers that are all
-     there, and no progress was made: the state did not get past the step that its generation
-     started from, nor past the furthest from which one did, where a failure that counts has thrown
-     it back since. What is lost, or fails on a node that leaves or for want of one, never counts:
-     of nodes that held the state to start from, too. Nor does storage that cannot be written (E5
-     in `ending` bounds that). Progress forgives everything; but a state that comes on by snapshots
-     has made none as long as the same error ends each generation at the same step, and the state
-     is not past that step.
+ B1  A failure counts against --max-restarts if it is a worker's own, or of peers although every
+     member is still present, and the generation made no progress. It made progress if the state got
+     past the step that it started from, and past the furthest step from which one did, if a failure
+     that counts has thrown the state back since. Failures never count of a lost or leaving node, or
+     of a node that could not read the state to start from because a holder of it is gone; nor if
+     storage cannot be written (E5 in `termination` bounds that). Progress resets the count. But a
+     state that advances by snapshots has made no progress as long as the same error ends each
+     generation at the same step, and the state is not past that step.
  B2  The first error of each generation since the last progress is remembered, and all of them are
-     told when the job is given up. An error stays until the state is past the step at which it
-     happened.
- B3  Errors of one kind, of the same rank or after the same step, one upon the other, are told as
-     the script's or its data's: a lost machine leaves no error, and a bad one not always the same.
-     On different nodes they are that for certain. The same exception at the same step in two
-     generations, on two nodes or more, ends the job at once. Two errors are the same if their
-     lines are, numbers apart. Errors of files and connections, which may pass, only count (B1).
- B4  A node whose workers fail, where those of no other do, gets a strike. A failure of another
-     takes the strikes back of those that trained with it, and so does a generation that lasted
-     for FORGIVEN_S. From ASIDE_AFTER strikes on the node is set aside: it waits for ASIDE_S, twice
-     that at the next strike, MOST_ASIDE_S at most. The same exception at the same step, twice on
-     one node and on no other, is as good as ASIDE_AFTER strikes: the others show whose it is.
- B5  Where the others are fewer than MIN, nodes that are set aside are needed: as many as are
-     wanting, and no more. Those with the fewest strikes come first, for whom the time is shortest;
-     of these the one that has the least of it left.
- B6  A newcomer is a member that has made no step with this job, where others have. A newcomer
-     whose workers fail before the first step of the generation, a node whose workers fail by bad
-     input (a failure that is final), and one with a rank whose state differs from that of a
-     majority, are set aside at once, as by ASIDE_AFTER strikes, if MIN nodes are there without
-     them. The failure does not count (B1), nor is it remembered (B2) where the node has not
-     trained, and the job goes on from the state it has. If the ranks of such a generation only
-     lose each other, though no node is lost and none leaves, its newcomers are set aside. Where
-     fewer than MIN nodes would be there, a final failure ends the job, and any other is judged by
-     B1 to B5.
- B7  A worker that ends without a word, and not well, has failed by itself if its end had begun
-     when it was asked to stop, however late its agent learns of it. What ends after that was
-     stopped.
+     named when the job is given up. An error is remembered until the state is past its step.
+ B3  Consecutive errors of one kind, of the same rank or after the same step, are reported as the
+     script's or its data's: a lost machine leaves no error, and a bad one not always the same. If
+     they are on different nodes, that is certain. The same exception at the same step in two
+     generations, on two nodes or more, ends the job at once. Two errors are the same if their lines
+     are, apart from numbers. Errors of files and connections may be transient, and only count (B1).
+ B4  A node gets a strike if its workers fail and no other node's do. A failure of another node
+     takes the strikes back of those that trained with it, and so does a generation that lasted for
+     FORGIVEN_S. From ASIDE_AFTER strikes on, the node is quarantined: it waits for ASIDE_S, for
+     twice that at the next strike, and for MOST_ASIDE_S at most. The same exception at the same
+     step, twice on one node and on no other, is worth ASIDE_AFTER strikes: the other nodes show
+     whose fault it is.
+ B5  If the other nodes are fewer than MIN, quarantined nodes are taken in: as many as are missing,
+     and no more. Those with the fewest strikes come first, for their time is shortest; of these the
+     one with the least time left.
+ B6  A newcomer is a member that has made no step with this job, where others have. Three kinds of
+     node are quarantined at once, as by ASIDE_AFTER strikes, if MIN nodes are present without them:
+     a newcomer whose workers fail before the first step of the generation, a node whose workers
+     fail by bad input (a final failure), and a node with a rank whose state differs from that of a
+     majority. The failure does not count (B1), and is not remembered (B2) if the node has not
+     trained; the job goes on from the state it has. If the ranks of such a generation only lose
+     each other, though no node is lost and none leaves, its newcomers are quarantined. If fewer
+     than MIN nodes would be present, a final failure ends the job, and any other is judged by B1 to
+     B5.
+ B7  A worker that exits without a message, and not with success, has failed by itself if its exit
+     had begun when it was told to stop, however late its agent sees it. One that exits after that
+     was stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ import signal
 from collections.abc import Collection, Mapping
 
 from elasticzero.errors import same_error
-from elasticzero.launcher.protocol.documents import Failure, Report, Setback, Strikes, World
+from elasticzero.launcher.protocol.documents import (
+    Failure,
+    FailureRecord,
+    NodeStrikes,
+    Report,
+    World,
+)
 
 KEPT_SETBACKS = 8
 KEPT_STRIKES = 64
@@ -75,7 +81,7 @@ def root_cause(reports: Mapping[str, Report]) -> Cause | None:
     return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
 
 
-def fruitless(
+def failures_without_progress(
     world: World,
     resume_step: int,
     cause: Cause | None,
@@ -104,18 +110,18 @@ def _comes_on(world: World, resume_step: int, cause: Cause | None) -> bool:
     return resume_step > max(world.resume.step, world.furthest)
 
 
-def recurs(row: Collection[Setback], last: Setback, resume_step: int) -> bool:
+def recurs(row: Collection[FailureRecord], last: FailureRecord, resume_step: int) -> bool:
     """B1: whether an error has happened at this step before, and the state is not past it."""
     return resume_step <= last.step and any(_same(earlier, last) for earlier in row)
 
 
-def _same(one: Setback, other: Setback) -> bool:
+def _same(one: FailureRecord, other: FailureRecord) -> bool:
     """Whether two generations ended by the same error at the same step."""
     alike = one.blame == other.blame != "peer" and one.step == other.step
     return alike and same_error(one.message, other.message)
 
 
-def furthest(world: World, resume_step: int, count: int) -> int:
+def progress_floor(world: World, resume_step: int, count: int) -> int:
     """B1: the step that the next generation must get past. count: its `fruitless`."""
     if count <= world.fruitless and resume_step < world.resume.step:
         return resume_step  # what machines took is done again, and that is progress
@@ -138,7 +144,7 @@ def setbacks(
     resume_step: int,
     cause: Cause | None,
     reports: Mapping[str, Report] | None = None,
-) -> tuple[Setback, ...]:
+) -> tuple[FailureRecord, ...]:
     """B2: the errors in a row that stand after this round."""
     before = world.setbacks
     if _comes_on(world, resume_step, cause):
@@ -148,10 +154,12 @@ def setbacks(
     return (*before, _setback(world, cause, reports or {}))[-KEPT_SETBACKS:]
 
 
-def _setback(world: World, cause: Cause, reports: Mapping[str, Report] | None = None) -> Setback:
+def _setback(
+    world: World, cause: Cause, reports: Mapping[str, Report] | None = None
+) -> FailureRecord:
     node, failure = cause
     others = (n for n, r in (reports or {}).items() if n != node and _fails_alike(r, failure))
-    return Setback(
+    return FailureRecord(
         generation=world.generation,
         node=node,
         rank=failure.rank,
@@ -169,7 +177,7 @@ def _fails_alike(report: Report, failure: Failure) -> bool:
     return same_error(mine.message, failure.message)
 
 
-def is_the_scripts(row: tuple[Setback, ...]) -> bool:
+def is_the_scripts(row: tuple[FailureRecord, ...]) -> bool:
     """B3: whether the last error is the script's for certain: trying again is useless."""
     if not row or row[-1].blame != "user" or may_pass(row[-1].message):
         return False
@@ -185,7 +193,7 @@ def may_pass(message: str) -> bool:
     return any(part in name for part in MAY_PASS)
 
 
-def likeness(row: tuple[Setback, ...]) -> str:
+def repeated_failure_note(row: tuple[FailureRecord, ...]) -> str:
     """B3: what is to be said of the last errors, if they are alike; else nothing."""
     if not row:
         return ""
@@ -205,7 +213,7 @@ def likeness(row: tuple[Setback, ...]) -> str:
     return f"{alike} generations in a row failed alike, {where}: the script or its data, {whose}"
 
 
-def _alike(one: Setback, other: Setback) -> bool:
+def _alike(one: FailureRecord, other: FailureRecord) -> bool:
     kinds = [(s.blame, s.message.partition(":")[0]) for s in (one, other)]
     return kinds[0] == kinds[1] and (one.rank == other.rank or one.step == other.step)
 
@@ -268,7 +276,7 @@ def strikes(
     reports: Mapping[str, Report],
     lasted_s: float,
     odd: Mapping[str, Failure] | None = None,
-) -> tuple[Strikes, ...]:
+) -> tuple[NodeStrikes, ...]:
     """B4 and B6: the strikes after this round. lasted_s: how long this generation was seen. odd:
     the nodes that are set aside at once."""
     present = {member.node for member in world.members}
@@ -291,22 +299,24 @@ def strikes(
     return (*away, _struck(node, failure, before, ASIDE_AFTER if twice else 1))[-KEPT_STRIKES:]
 
 
-def _struck(node: str, failure: Failure, before: Collection[Strikes], least: int) -> Strikes:
+def _struck(
+    node: str, failure: Failure, before: Collection[NodeStrikes], least: int
+) -> NodeStrikes:
     """One strike more; `least` at least."""
     known = sum(struck.count for struck in before if struck.node == node)
     why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
     count = max(known + 1, least)
-    return Strikes(node=node, count=count, why=why if least > 1 else AGAIN)
+    return NodeStrikes(node=node, count=count, why=why if least > 1 else AGAIN)
 
 
-def why_aside(row: Collection[Strikes], node: str) -> str:
+def why_aside(row: Collection[NodeStrikes], node: str) -> str:
     """Why a node is set aside, in words."""
     return next((struck.why for struck in row if struck.node == node and struck.why), AGAIN)
 
 
-def set_aside(
-    before: tuple[Strikes, ...],
-    after: tuple[Strikes, ...],
+def quarantined(
+    before: tuple[NodeStrikes, ...],
+    after: tuple[NodeStrikes, ...],
     struck_s: Mapping[str, float],
     now_s: float,
 ) -> dict[str, float]:
@@ -330,8 +340,8 @@ def term_s(count: int) -> float:
     return float(min(MOST_ASIDE_S, ASIDE_S * 2**doublings))
 
 
-def kept_aside(
-    aside: Mapping[str, float], row: tuple[Strikes, ...], here: Collection[str], least: int
+def still_quarantined(
+    aside: Mapping[str, float], row: tuple[NodeStrikes, ...], here: Collection[str], least: int
 ) -> set[str]:
     """B5: of the nodes that are set aside those that a new world does without.
 

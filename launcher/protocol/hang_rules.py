@@ -1,23 +1,24 @@
-"""When workers count as hung, and which of them is to blame.
+"""Decides when workers count as hung, and which of them is to blame.
 
 Pure. Rules:
- P1  In the loop over batches a step is due within --hang-timeout after the last one; with `auto`
+ H1  In the loop over batches, a step is due within --hang-timeout after the last one; with `auto`
      within STEPS_LONG times the longest of the last steps, but not before FLOOR_S.
- P2  Before the first step of a generation, and out of the loop, FIRST_STEP_S are allowed. A worker
-     that left its loop before the end, and waits for the other ranks to do so, is due as in P1.
- P3  In a `session.busy(…)` section no step is due.
- P4  A process that a signal has stopped is due as in P1, whatever it was at, until its training is
-     over: also one that is in a busy section, one whose script is starting, and a plain script's.
- P5  A worker that is stopped is to blame; so is one past its time that does not answer, or is in
-     code of its own. One that is in a collective, or uses a GPU, may wait for a peer, on this node
-     or another, that is busy or to blame: it is not. If every node says so of all its workers, each
-     past its own time, they wait for each other; where one of them left its loop alone, that is the
-     script's fault, for good.
- P6  After the alarm those that could not obey are killed at once; the others are told to stop, and
-     killed HANG_STOP_S later. So it is where a worker is to blame here and the alarm is of another
-     failure.
- P7  Who is told to stop, whatever for, and is stopped by a signal for STOPPED_S will not obey: it
-     is killed then. Nobody else's time to stop is shorter for that.
+ H2  Before the first step of a generation, and outside the loop, FIRST_STEP_S are allowed. A worker
+     that left its loop before the end, and waits for the other ranks to do so, is due as in H1.
+ H3  In a `session.busy(…)` section no step is due.
+ H4  A process that a signal has suspended is due as in H1, whatever it was doing, until its
+     training is over; also one in a busy section, one whose script is starting, and one of a plain
+     script.
+ H5  A suspended worker is to blame. So is one past its time that does not answer, or that is in its
+     own code. One that is in a collective, or uses a GPU, is not: it may wait for a peer, on this
+     node or another, that is busy or to blame. If every node says so of all its workers, each past
+     its own time, they wait for each other. If one of them left its loop alone, that is the
+     script's fault, and is final.
+ H6  After the alarm, workers that could not obey are killed at once. The others are told to stop,
+     and killed HANG_STOP_S later. The same holds if a worker is to blame here and the alarm is of
+     another failure.
+ H7  A worker that is told to stop, for whatever reason, and that a signal has suspended for
+     STOPPED_S, will not obey: it is killed then. No other worker's time to stop is shortened.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from math import inf
 
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Report, World
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import WorkerGroupState
 
 STEPS_LONG = 10.0
 FLOOR_S = 60.0
@@ -39,13 +40,13 @@ PATIENCE_S = 1.0
 MOST_LOOK_S = 10.0
 """A look that is not over by then is not waited for."""
 HANG_STOP_S = 5.0
-"""Out of its loop by then, or killed: P6."""
+"""Out of its loop by then, or killed: H6."""
 STOPPED_S = 0.5
-"""For so long at least a process is seen stopped by a signal before it is killed for that: P7."""
+"""For so long at least a process is seen stopped by a signal before it is killed for that: H7."""
 RANKS_SHOWN = 4
 
 
-def step_limit_s(workers: Workers, limits: Limits) -> float | None:
+def step_limit_s(workers: WorkerGroupState, limits: JobPolicy) -> float | None:
     """Seconds without a step that are too many in the loop; None: none are."""
     given = limits.hang_timeout_s
     if given == 0:
@@ -54,14 +55,14 @@ def step_limit_s(workers: Workers, limits: Limits) -> float | None:
 
 
 def due_s(limit_s: float | None, *, in_loop: bool) -> float:
-    """Seconds without a step after which one worker is past its time: P1 and P2."""
+    """Seconds without a step after which one worker is past its time: H1 and H2."""
     if limit_s is None:
         return inf
     return limit_s if in_loop else max(FIRST_STEP_S, limit_s)
 
 
-def overdue(workers: Workers, limits: Limits) -> str | None:
-    """Why the workers should be looked at: P1, P2 and P4; None: they need not be."""
+def overdue(workers: WorkerGroupState, limits: JobPolicy) -> str | None:
+    """Why the workers should be looked at: H1, H2 and H4; None: they need not be."""
     limit_s = step_limit_s(workers, limits)
     if limit_s is None:
         return None
@@ -75,7 +76,7 @@ def overdue(workers: Workers, limits: Limits) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silence:
+class StalledWorker:
     """What was found out about a worker that makes no step."""
 
     rank: int
@@ -83,7 +84,7 @@ class Silence:
     """The last one it finished in this generation; 0: none."""
     silent_s: float
     overdue: bool
-    """P1 and P2, for this worker."""
+    """H1 and H2, for this worker."""
     state: str = ""
     """One letter, as in /proc/PID/stat: `T` is stopped by a signal."""
     wait: str = ""
@@ -97,8 +98,8 @@ class Silence:
         return self.state == "T" or self.located is None
 
 
-def blame(silence: Silence) -> Failure:
-    """P5."""
+def blame(silence: StalledWorker) -> Failure:
+    """H5."""
     after = f"after step {silence.step}" if silence.step else "before its first step"
     said, guilty = silence.located, silence.overdue
     if silence.state == "T":
@@ -146,7 +147,7 @@ def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
 
 
 def left_alone(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
-    """The failure of a rank that left its loop alone, for which all others wait: P5."""
+    """The failure of a rank that left its loop alone, for which all others wait: H5."""
     if alarm is None or alarm.left is None:
         return None
     for index, member in enumerate(world.members):

@@ -1,14 +1,37 @@
-"""The acting leader's rules while no round is open, and who it is: see `decide`.
+"""Decides what the acting leader does while no round is open, and which agent that is.
 
-Pure. Rules of liveness, of L3: a lapsed lease is a suspicion.
- V1  It counts only while the own lease is confirmed, and the store has been well for a TTL.
- V2  It does not count while steps prove that the member lives: one was finished with it after the
-     lease lapsed, or less than half a TTL before. A lease is renewed each third of its TTL, so a
-     node whose death lets it lapse has made no step for longer than that; one that has is cut off
-     from the store, and trains.
- V3  Such steps prove nothing more when the workers here have waited for the next one for a TTL, and
+Pure. The acting leader is the first member of `world` that is alive; before the first world it is
+the oldest registration. Its rules:
+ L1  There is no world: write the first one when MAX nodes are registered, or when MIN are and no
+     node has come for settle_s.
+ L2  Every node has finished: write `done`.
+ L3  A member's lease has lapsed, the store is well, and no steps prove that the member is alive (V1
+     to V3): raise the alarm.
+ L4  A round is open: once every member has answered or is silent past alive_s, and those that
+     answered have stopped, write the next world, or `done` if trying again is useless, or wait for
+     MIN nodes (`regroup`).
+ L5  A committed checkpoint is damaged, and the next world would begin behind it: say so in its
+     reason. Write `done` instead with --strict-checkpoint, or if no checkpoint is good.
+ L6  A node waits and there is room: let the world grow (by A8). Not if the node is quarantined (B4
+     in `failure_policy`), nor while a member is not registered, for it would lose its place in the
+     round. A registered node counts as alive: a lapsed lease shows the dead, and the reread before
+     the write shows the living. For a while after a backup of etcd was restored, a registration
+     brings no node into a world. If operators have lowered MAX, let the world shrink (by A8); the
+     last members in its order wait.
+ L7  Operators stop the job: let it end (by A8), or at once if no node trains (E2 in `termination`).
+ L8  Every node reports its workers as `stalled`, so they wait for each other: raise the alarm.
+ L9  While the store is away, request nothing of the workers: no agent could write the world, or the
+     end, for which they would stop (L6 and L7; A11 for a node that leaves).
+ L10 A drained registration is taken into no world, even if its node may not know of it yet.
+Rules of liveness, for L3; a lapsed lease is only a suspicion:
+ V1  It counts only while the agent's own lease is confirmed, and the store has been well for a TTL.
+ V2  It does not count while steps prove that the member is alive: a step was finished with it after
+     the lease lapsed, or less than half a TTL before. A lease is renewed each third of its TTL, so
+     a node whose death lets the lease lapse has made no step for longer than that. A node that has
+     made one is cut off from the store, and trains.
+ V3  Steps prove nothing any more when the workers here have waited for the next one for a TTL, and
      for twice the longest of the last ones, or have finished for so long; where no step is due,
-     after PROOF_OF_LIFE_S. That member may fall silent too, and no later lapse would tell of it.
+     after PROOF_OF_LIFE_S. The member may have died meanwhile, and no later lapse would show it.
 """
 
 from __future__ import annotations
@@ -18,22 +41,26 @@ from typing import Literal
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
-    Ask,
     Decision,
     Leave,
     RaiseAlarm,
+    RequestBoundaryStop,
     WriteDone,
     WriteWorld,
     wait,
 )
 from elasticzero.launcher.protocol.documents import Alarm, Done, Member, Report, World
-from elasticzero.launcher.protocol.failure_policy import kept_aside, set_aside, why_aside
+from elasticzero.launcher.protocol.failure_policy import quarantined, still_quarantined, why_aside
 from elasticzero.launcher.protocol.hang_rules import deadlock
-from elasticzero.launcher.protocol.placement import line_up
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.placement import order_members
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
-from elasticzero.launcher.protocol.termination import passed_over, stop_from_storage, too_damaged
-from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.protocol.termination import (
+    refuse_damaged_checkpoint,
+    skipped_checkpoint_note,
+    stop_from_storage,
+)
+from elasticzero.launcher.protocol.view import StoreHealth, View
 from elasticzero.text import count_text
 
 NAMES_SHOWN = 8
@@ -84,7 +111,7 @@ def candidates_of(view: View) -> list[Member]:
     return [member for member in members if not view.control.drains(member)]
 
 
-def first_world(view: View, now_s: float, limits: Limits) -> Decision:
+def form_first_world(view: View, now_s: float, limits: JobPolicy) -> Decision:
     if view.leaving:
         return Decision((Leave(ExitCode.LEFT),), "leaving before the job began")
     if now_s - view.began_s >= limits.join_timeout_s:
@@ -109,9 +136,9 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
-    members = line_up(None, candidates, (), limits.max_nodes)
+    members = order_members(None, candidates, (), limits.max_nodes)
     resume = choose_resume(None, {}, view.storage_step)
-    if (refused := too_damaged(view, resume, limits)) is not None:
+    if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
         return refused
     first = World(
         generation=1,
@@ -120,20 +147,20 @@ def first_world(view: View, now_s: float, limits: Limits) -> Decision:
         strategy=limits.strategy,
         resume=resume,
         reason=f"{len(members)} node{'s' * (len(members) > 1)} came together"
-        + passed_over(view, resume),
+        + skipped_checkpoint_note(view, resume),
         bad_steps=view.bad_steps,
     )
     return Decision((WriteWorld(first),), first.reason)
 
 
-def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+def spare_take_over(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
     """A spare's part: nothing, unless the whole world is gone."""
     gone = view.members is not None and all(
         member.node in view.missing_since_s
-        and _lapsed(view, view.missing_since_s[member.node], now_s, limits)
+        and member_is_lost(view, view.missing_since_s[member.node], now_s, limits)
         for member in world.members
     )
-    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     if not gone or not view.oldest or view.members is None:
         after = f"the generation after {world.generation}"
         if view.me.node in aside:
@@ -149,15 +176,17 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     if view.remnants:
         return wait(REMNANTS)
     candidates = candidates_of(view)
-    waiting = kept_aside(aside, world.strikes, {m.node for m in candidates}, limits.min_nodes)
+    waiting = still_quarantined(
+        aside, world.strikes, {m.node for m in candidates}, limits.min_nodes
+    )
     here = [member for member in candidates if member.node not in waiting]
-    members = line_up(None, here, (), limits.max_nodes)
+    members = order_members(None, here, (), limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     resume = choose_resume(world, {}, view.storage_step)
-    if (refused := too_damaged(view, resume, limits)) is not None:
+    if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
         return refused
     following = World(
         generation=world.generation + 1,
@@ -166,7 +195,7 @@ def take_over(view: View, world: World, now_s: float, limits: Limits) -> Decisio
         strategy=world.strategy,
         resume=resume,
         reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came"
-        + passed_over(view, resume),
+        + skipped_checkpoint_note(view, resume),
         fruitless=world.fruitless,
         furthest=resume.step,
         bad_steps=view.bad_steps,
@@ -180,7 +209,7 @@ def _names(members: tuple[Member, ...]) -> str:
     return ", ".join(member.node for member in members[:NAMES_SHOWN])
 
 
-def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
+def lead(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision | None:
     """What the leader does while no round is open; None: nothing."""
     if view.reports is None:
         return None
@@ -198,39 +227,44 @@ def lead(view: View, world: World, now_s: float, limits: Limits) -> Decision | N
         report = view.reports.get(node)
         if report is not None and report.phase == "finished":
             continue
-        if _lapsed(view, since_s, now_s, limits):
+        if member_is_lost(view, since_s, now_s, limits):
             alarm = Alarm(node=view.me.node, kind="lapse", reason=f"the lease of {node} lapsed")
             return Decision((RaiseAlarm(alarm),), alarm.reason)
     if view.workers.finished or not view.store.reachable:
         return None
     if view.control.stop:
-        return ask(view, FLAG_STOP, "stop", "an operator stops the job")
+        return request_graceful_stop(view, FLAG_STOP, "stop", "an operator stops the job")
     if not (view.workers.restored or view.workers.plain):
         return None
     room = limits.max_nodes - len(world.members)
     if room < 0 and view.control.nnodes is not None:
-        return ask(
+        return request_graceful_stop(
             view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(limits.max_nodes, 'node')}"
         )
-    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = [m.node for m in candidates_of(view) if not world.names(m)]
     spare = [node for node in waiting if node not in aside]
     settled = now_s - view.last_join_s >= limits.grow_settle_s
     if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
-        return ask(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
+        return request_graceful_stop(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
     return None
 
 
-def _lapsed(view: View, since_s: float, now_s: float, limits: Limits) -> bool:
-    """Whether a missing registration means a missing node: V1 and V2."""
-    health = view.store
-    own_lease_is_fresh = now_s - health.confirmed_s <= limits.lease_ttl_s / 2
-    store_is_well = health.reachable and now_s - health.well_since_s >= limits.lease_ttl_s
+def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> bool:
+    """Whether a missing registration can mean a missing node (V1): the agent's own lease is fresh,
+    and after an outage of the store every node had a TTL to register again."""
+    own_lease_is_fresh = now_s - store.confirmed_s <= ttl_s / 2
+    store_is_well = store.reachable and now_s - store.well_since_s >= ttl_s
+    return own_lease_is_fresh and store_is_well
+
+
+def member_is_lost(view: View, since_s: float, now_s: float, limits: JobPolicy) -> bool:
+    """Whether a member that has not been registered since `since_s` is gone: V1 and V2."""
     proven_alive = _makes_steps(view, since_s - limits.lease_ttl_s / 2, now_s, limits)
-    return own_lease_is_fresh and store_is_well and not proven_alive
+    return leases_are_conclusive(view.store, now_s, limits.lease_ttl_s) and not proven_alive
 
 
-def _makes_steps(view: View, after_s: float, now_s: float, limits: Limits) -> bool:
+def _makes_steps(view: View, after_s: float, now_s: float, limits: JobPolicy) -> bool:
     """Whether all members make steps, and made one after `after_s`: V3."""
     workers = view.workers
     trained = view.world is not None and workers.generation == view.world.generation
@@ -241,7 +275,9 @@ def _makes_steps(view: View, after_s: float, now_s: float, limits: Limits) -> bo
     return trained and workers.stepped_s >= after_s and goes_on
 
 
-def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str) -> Decision:
+def request_graceful_stop(
+    view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str
+) -> Decision:
     """A graceful change: by the control word where the workers have one, else by the alarm.
 
     Workers that start slowly are not waited for: until all have their state in place no step is
@@ -254,5 +290,5 @@ def ask(view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: 
     if workers.asked & flags == flags:
         return wait(f"{reason}: waiting for the next boundary")
     if workers.attached:
-        return Decision((Ask(flags),), reason)
+        return Decision((RequestBoundaryStop(flags),), reason)
     return wait(f"{reason}: the workers are starting")

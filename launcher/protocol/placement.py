@@ -23,7 +23,7 @@ def replica_source_index(index: int, count: int) -> int | None:
     return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
 
 
-def line_up(
+def order_members(
     world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
 ) -> tuple[Member, ...]:
     """The members of the next world: those that stay keep their order, new ones come last."""

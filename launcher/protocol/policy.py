@@ -13,7 +13,7 @@ from elasticzero.launcher.protocol.documents import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class JobPolicy:
     """What the user allows, and the protocol's times in seconds."""
 
     min_nodes: int
@@ -48,7 +48,7 @@ class Limits:
     """A leaving node serves its snapshots at most so long."""
 
 
-def steered(limits: Limits, control: Control) -> Limits:
+def with_operator_overrides(limits: JobPolicy, control: Control) -> JobPolicy:
     """The limits as operators have changed them."""
     if control.nnodes is None:
         return limits

@@ -10,36 +10,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.actions import Decision, SaveHeld, WriteWorld, wait
+from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, WriteWorld, wait
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import (
     AGAIN,
     Cause,
-    fruitless,
-    furthest,
-    kept_aside,
-    likeness,
+    failures_without_progress,
     outliers,
+    progress_floor,
+    quarantined,
+    repeated_failure_note,
     root_cause,
-    set_aside,
     setbacks,
+    still_quarantined,
     strikes,
     trained,
     why_aside,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
 from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of
-from elasticzero.launcher.protocol.placement import line_up
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.resume import choose_resume, lost_snapshot
+from elasticzero.launcher.protocol.placement import order_members
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import (
-    ended,
-    given_up,
-    passed_over,
+    end_once_saved,
+    fail_for_unwritten_checkpoint,
+    fail_job,
+    refuse_damaged_checkpoint,
+    refuse_unverified_state,
+    skipped_checkpoint_note,
     stop,
-    too_damaged,
-    unverified,
-    unwritten,
 )
 from elasticzero.launcher.protocol.view import View
 from elasticzero.text import count_text
@@ -53,7 +53,7 @@ GONE_AT_ONCE = 100
 """So many registrations can end in the transaction that writes a world; others lapse."""
 
 
-def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision:
+def close_round(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
     """The acting leader's part of a round."""
     opened_s = max(view.round_s or now_s, view.store.well_since_s)
     answers = answers_of(view)
@@ -74,9 +74,12 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     if view.storage_pending is not None and not do_without:
         return wait(view.storage_pending)
     waited_s = now_s - opened_s
-    if (end := too_damaged(view, resume, limits) or unwritten(view, cause)) is not None:
-        return ended(view, resume, end, waited_s, limits)
-    if (refused := unverified(reports, resume, cause)) is not None:
+    if (
+        end := refuse_damaged_checkpoint(view, resume, limits)
+        or fail_for_unwritten_checkpoint(view, cause)
+    ) is not None:
+        return end_once_saved(view, resume, end, waited_s, limits)
+    if (refused := refuse_unverified_state(reports, resume, cause)) is not None:
         return refused
     staying = tuple(
         replace(m, store_port=reports[m.node].store_port)
@@ -88,17 +91,19 @@ def conclude(view: View, world: World, now_s: float, limits: Limits) -> Decision
     found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
     following = _judged(view, world, found, resume, (present, reports), now_s)
     excused |= bool(odd)
-    if (end := given_up(following, cause, limits, excused=excused)) is not None:
-        return ended(view, resume, end, waited_s, limits)
+    if (end := fail_job(following, cause, limits, excused=excused)) is not None:
+        return end_once_saved(view, resume, end, waited_s, limits)
     if view.control.stop:
         return stop(view, resume, waited_s, limits)
     failed = following.fruitless
     pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
     if waited_s < pause_s:
         return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
-    aside = set_aside(world.strikes, following.strikes, view.struck_s, now_s)
+    aside = quarantined(world.strikes, following.strikes, view.struck_s, now_s)
     found = replace(found, aside=aside)
-    return _next_world(view, following, found, limits, lost_snapshot(world, reports, resume))
+    return _next_world(
+        view, following, found, limits, describe_incomplete_snapshot(world, reports, resume)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,7 @@ class _Round:
 def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> set[str]:
     """The nodes that the next world could be of: members that stay, and those that wait and are not
     set aside."""
-    aside = set_aside(world.strikes, world.strikes, view.struck_s, now_s)
+    aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = {m.node for m in candidates_of(view) if not world.names(m)}
     return (waiting - aside.keys()) | {member.node for member in staying}
 
@@ -140,7 +145,9 @@ def _judged(
     present, reports = said
     cause = found.cause
     recorded = cause if not found.odd or _trains(world, cause) else None
-    count = fruitless(world, resume.step, recorded, present, excused=bool(found.odd))
+    count = failures_without_progress(
+        world, resume.step, recorded, present, excused=bool(found.odd)
+    )
     lasted_s = now_s - (view.world_s or now_s)
     return World(
         generation=world.generation + 1,
@@ -150,7 +157,7 @@ def _judged(
         resume=resume,
         reason="",
         fruitless=count,
-        furthest=furthest(world, resume.step, count),
+        furthest=progress_floor(world, resume.step, count),
         bad_steps=view.bad_steps,
         setbacks=setbacks(world, resume.step, recorded, reports),
         strikes=strikes(world, reports, lasted_s, found.odd),
@@ -158,7 +165,9 @@ def _judged(
     )
 
 
-def _next_world(view: View, following: World, found: _Round, limits: Limits, lost: str) -> Decision:
+def _next_world(
+    view: View, following: World, found: _Round, limits: JobPolicy, lost: str
+) -> Decision:
     """The next world with its members, or waiting for enough of them. lost: what is to be said of
     a snapshot that nobody holds whole."""
     world, cause = view.world, found.cause
@@ -167,21 +176,21 @@ def _next_world(view: View, following: World, found: _Round, limits: Limits, los
     registered = [] if view.remnants else candidates_of(view)
     joiners = [m for m in registered if m.node not in stay and not world.names(m)]
     here = {m.node for m in (*joiners, *found.staying)}
-    waiting = kept_aside(found.aside, following.strikes, here, limits.min_nodes)
+    waiting = still_quarantined(found.aside, following.strikes, here, limits.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))
-    members = line_up(world, new, old, limits.max_nodes)
+    members = order_members(world, new, old, limits.max_nodes)
     if len(members) < limits.min_nodes:
         return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     following = replace(following, members=members, trained=before)
     reason = _why(view, world, following, found)
     if cause is None or cause[1].bad_step is None:
-        reason += passed_over(view, following.resume)
+        reason += skipped_checkpoint_note(view, following.resume)
     following = replace(following, reason=reason + lost)
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
 
 
-def others_may_save(view: View, now_s: float, limits: Limits) -> bool:
+def others_may_save(view: View, now_s: float, limits: JobPolicy) -> bool:
     """Whether a node that leaves nobody behind must wait: what it holds may be part of a snapshot
     that becomes whole once others have stopped too."""
     waited_s = now_s - (view.round_s or now_s)
@@ -190,7 +199,7 @@ def others_may_save(view: View, now_s: float, limits: Limits) -> bool:
     return view.reports is None or any(r.phase != "stopped" for r in answers_of(view).values())
 
 
-def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decision | None:
+def save_held(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision | None:
     """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
     round lasts because nobody can go on; None: nothing.
 
@@ -214,7 +223,7 @@ def save_held(view: View, world: World, now_s: float, limits: Limits) -> Decisio
     told = view.saved_held == (resume.generation, resume.step)
     if not mine or (told and set(mine) <= set(view.saved_ranks)):
         return wait(reason) if view.saving and waited_s < limits.save_timeout_s else None
-    action = SaveHeld(resume.generation, resume.step, len(writers), mine)
+    action = SaveHeldSnapshot(resume.generation, resume.step, len(writers), mine)
     return Decision((action,), reason)
 
 
@@ -226,7 +235,7 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
     return tuple(found[:GONE_AT_ONCE])
 
 
-def _lives(view: View, member: Member, now_s: float, limits: Limits) -> bool:
+def _lives(view: View, member: Member, now_s: float, limits: JobPolicy) -> bool:
     """Whether a member that answered is there still: its registration may have lapsed for a while,
     but a node that has come anew is not what it was.
 
@@ -286,7 +295,7 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
         verb = "hung" if failure.blame == "hung" else "failed"
         if node not in struck or why_aside(following.strikes, node) == AGAIN:
             parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
-        if not found.odd and (alike := likeness(following.setbacks)):
+        if not found.odd and (alike := repeated_failure_note(following.setbacks)):
             parts.append(alike)
     if not parts:
         parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")

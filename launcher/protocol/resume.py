@@ -104,7 +104,9 @@ def _held(
     return held
 
 
-def lost_snapshot(world: World, reports: Mapping[str, Report], resume: Resume) -> str:
+def describe_incomplete_snapshot(
+    world: World, reports: Mapping[str, Report], resume: Resume
+) -> str:
     """Why no snapshot is gone on from though nodes hold parts of some; empty where one is, or none
     was taken."""
     if resume.tier == "ram":

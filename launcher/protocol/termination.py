@@ -1,19 +1,19 @@
-"""How a job ends before its training has: given up, or stopped by an operator.
+"""Decides how a job ends before its training does: because it has failed, or an operator stops it.
 
 Pure. Rules:
- E1  Where trying again is useless, the job has failed: the input is bad on all nodes, or on so many
-     that fewer than MIN are without the mistake (exit code 64); the error is the script's for
-     certain (B3 in `blame`); or --max-restarts failures in a row came no further (70).
+ E1  If trying again is useless, the job has failed: the input is bad on all nodes, or on so many
+     that fewer than MIN are without the mistake (exit code 64); the error is certainly the script's
+     (B3 in `failure_policy`); or --max-restarts failures in a row made no progress (70).
  E2  An operator's stop waits until the newest whole state in memory is a checkpoint, if there is a
-     directory; what cannot be saved in time is said, and the job ends all the same.
- E3  Behind a committed checkpoint that is damaged the job goes on from the newest good one, and its
-     world's reason says so; not where --strict-checkpoint is given, nor where none is good.
+     directory. The reason names what cannot be saved in time, and the job ends all the same.
+ E3  If a committed checkpoint is damaged, the job goes on from the newest good one behind it, and
+     the world's reason says so; not with --strict-checkpoint, nor if none is good.
  E4  Before a job ends as failed, or stopped, the newest whole state in memory becomes a checkpoint,
-     if there is a directory. Saves are tried again for --save-timeout; the reason says what became
-     of the state.
- E5  Where the last checkpoint could not be written no generation begins before it is on storage:
-     nothing else is left to do. The job fails where it is not in time.
- E6  Where ranks differ without a majority, and no state of a step at which they were equal is held,
+     if there is a directory. Saves are tried again for --save-timeout, and the reason says what
+     became of the state.
+ E5  If the last checkpoint could not be written, no generation begins before it is on storage:
+     nothing else is left to do. The job fails if that takes too long.
+ E6  If ranks differ without a majority, and no state of a step at which they were equal is held,
      the job has failed: it does not begin anew.
 """
 
@@ -25,17 +25,22 @@ from dataclasses import replace
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
 from elasticzero.launcher.protocol.documents import Done, Failure, Report, World
-from elasticzero.launcher.protocol.failure_policy import Cause, is_the_scripts, likeness, recurs
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.failure_policy import (
+    Cause,
+    is_the_scripts,
+    recurs,
+    repeated_failure_note,
+)
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import verified_step
 from elasticzero.launcher.protocol.view import View
 
 
-def given_up(
-    following: World, cause: Cause | None, limits: Limits, *, excused: bool = False
+def fail_job(
+    following: World, cause: Cause | None, limits: JobPolicy, *, excused: bool = False
 ) -> Decision | None:
     """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
-    nodes that are set aside for it (B6 in `blame`), or of one that leaves."""
+    nodes that are set aside for it (B6 in `failure_policy`), or of one that leaves."""
     if cause is None:
         return None
     node, failure = cause
@@ -50,14 +55,14 @@ def given_up(
         past = max(step, row[-1].step) if recurs(row[:-1], row[-1], step) else step
         reason += f"; {following.fruitless} times in a row without progress past step {past}"
     if sure or not final:
-        alike = likeness(row)
+        alike = repeated_failure_note(row)
         reason += f"; {alike}" if alike else ""
     row = row if sure or not final else ()
     done = Done(outcome="failed", step=step, reason=reason, failure=failure, setbacks=row)
     return Decision((WriteDone(done),), reason)
 
 
-def unwritten(view: View, cause: Cause | None) -> Decision | None:
+def fail_for_unwritten_checkpoint(view: View, cause: Cause | None) -> Decision | None:
     """The end of a job whose last checkpoint could not be written (E5); None: it was another
     failure, or storage has that step by now."""
     if cause is None or cause[1].blame != "storage":
@@ -70,12 +75,12 @@ def unwritten(view: View, cause: Cause | None) -> Decision | None:
     return Decision((WriteDone(done),), reason)
 
 
-def ended(
-    view: View, resume: Resume, decision: Decision, waited_s: float, limits: Limits
+def end_once_saved(
+    view: View, resume: Resume, decision: Decision, waited_s: float, limits: JobPolicy
 ) -> Decision:
     """The end of a job as `decision` has it, once the newest state in memory is a checkpoint or its
     time is up (E4). resume: the newest whole state. waited_s: since the round was opened."""
-    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+    if (saving := wait_until_saved(view, resume, waited_s, limits)) is not None:
         return saving
     (write,) = decision.actions
     assert isinstance(write, WriteDone)
@@ -83,20 +88,22 @@ def ended(
     return Decision((WriteDone(replace(write.done, reason=reason)),), reason)
 
 
-def at_stake(view: View, resume: Resume) -> bool:
+def only_in_memory(view: View, resume: Resume) -> bool:
     """Whether memory alone has the newest state."""
     return resume.tier == "ram" and resume.step > (view.storage_step or 0)
 
 
-def save_first(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision | None:
+def wait_until_saved(
+    view: View, resume: Resume, waited_s: float, limits: JobPolicy
+) -> Decision | None:
     """Waiting until the newest state in memory is a checkpoint (E4); None: it is one, there is no
     place for it, or its time is up."""
-    if not at_stake(view, resume) or not view.can_save or waited_s >= limits.save_timeout_s:
+    if not only_in_memory(view, resume) or not view.can_save or waited_s >= limits.save_timeout_s:
         return None
     return wait(f"saving step {resume.step} from memory before the job ends")
 
 
-def _fate(view: View, resume: Resume, failure: Failure | None, limits: Limits) -> str:
+def _fate(view: View, resume: Resume, failure: Failure | None, limits: JobPolicy) -> str:
     """The end of a reason: what became of the newest state, where storage did not have it."""
     unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
     held = resume.step if resume.tier == "ram" else 0
@@ -116,9 +123,9 @@ def _fate(view: View, resume: Resume, failure: Failure | None, limits: Limits) -
     return f"{text}: {steps} lost, {have}"
 
 
-def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decision:
+def stop(view: View, resume: Resume, waited_s: float, limits: JobPolicy) -> Decision:
     """The end that an operator asked for, once the newest state in memory is a checkpoint."""
-    if not at_stake(view, resume):
+    if not only_in_memory(view, resume):
         return stop_from_storage(view)
     step = resume.step
     if view.storage_pending is not None and waited_s < limits.save_s:
@@ -126,7 +133,7 @@ def stop(view: View, resume: Resume, waited_s: float, limits: Limits) -> Decisio
     if not view.can_save:
         why = "there is no --checkpoint-dir, so its state is not kept; --restart begins anew"
         return _stopped(step, f"stopped after step {step} by an operator; {why}")
-    if (saving := save_first(view, resume, waited_s, limits)) is not None:
+    if (saving := wait_until_saved(view, resume, waited_s, limits)) is not None:
         return saving
     then = _from_storage(view.storage_step)
     return _stopped(view.storage_step or 0, f"step {step} could not be saved; {then}")
@@ -149,7 +156,7 @@ def _stopped(step: int, reason: str) -> Decision:
     return Decision((WriteDone(Done(outcome="stopped", step=step, reason=reason)),), reason)
 
 
-def too_damaged(view: View, resume: Resume, limits: Limits) -> Decision | None:
+def refuse_damaged_checkpoint(view: View, resume: Resume, limits: JobPolicy) -> Decision | None:
     """The end of a job that would have to begin behind a damaged checkpoint, where that is not
     allowed, or where there is no good one (E3); None: it may go on from `resume`."""
     damage = view.damage
@@ -169,7 +176,7 @@ def too_damaged(view: View, resume: Resume, limits: Limits) -> Decision | None:
     return Decision((WriteDone(done),), reason)
 
 
-def unverified(
+def refuse_unverified_state(
     reports: Mapping[str, Report], resume: Resume, cause: Cause | None
 ) -> Decision | None:
     """The end of a job whose ranks differ, where no state is left of which they have shown that it
@@ -186,7 +193,7 @@ def unverified(
     return Decision((WriteDone(done),), reason)
 
 
-def passed_over(view: View, resume: Resume) -> str:
+def skipped_checkpoint_note(view: View, resume: Resume) -> str:
     """The end of a world's reason, where a damaged checkpoint is passed over."""
     damage = view.damage
     if damage is None or resume.step >= damage.step:

@@ -22,7 +22,7 @@ from elasticzero.launcher.protocol.documents import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class PreemptionNotice:
     """This node is to leave."""
 
     reason: str
@@ -33,7 +33,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class DamagedCheckpoint:
     """A committed checkpoint that cannot be used."""
 
     step: int
@@ -42,7 +42,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
+class WorkerGroupState:
     """This node's workers, all of one generation."""
 
     generation: int = 0
@@ -138,9 +138,9 @@ class View:
     """The store was restored from a backup a moment ago: registrations may be remnants of nodes
     that are gone, and bring no node into a world."""
     leaving: bool = False
-    notice: Notice | None = None
+    notice: PreemptionNotice | None = None
     """Why it leaves, and by when."""
-    workers: Workers = Workers()
+    workers: WorkerGroupState = WorkerGroupState()
     holdings: tuple[Holding, ...] = ()
     saving: bool = False
     """A save of this node is not over."""
@@ -156,7 +156,7 @@ class View:
     """The newest good checkpoint."""
     storage_pending: str | None = None
     """Why it is not known yet what storage holds; None: it is, or nobody has asked."""
-    damage: Damage | None = None
+    damage: DamagedCheckpoint | None = None
     """Of the newest committed checkpoint."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
     """Members of the world without a registration, since when."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from elasticzero.checkpoint.steps.catalog import fault, steps
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ElasticZeroError, one_line
-from elasticzero.launcher.protocol.view import Damage
+from elasticzero.launcher.protocol.view import DamagedCheckpoint
 
 FRESH_S = 0.3
 """What was seen counts for so long, or for as long as it took to see it."""
@@ -25,7 +25,7 @@ class Seen:
 
     step: int | None = None
     """The newest good checkpoint."""
-    damage: Damage | None = None
+    damage: DamagedCheckpoint | None = None
     """What is wrong with the newest of all."""
     pending: str | None = None
     """Why there is no answer yet."""
@@ -89,10 +89,10 @@ class StorageLook:
 
     def _read(self, bad: Mapping[int, str]) -> Seen:
         assert self._directory is not None
-        damage: Damage | None = None
+        damage: DamagedCheckpoint | None = None
         for info in steps(open_directory(self._directory)):
             why = bad[info.step] if info.step in bad else fault(info.storage)
             if why is None:
                 return Seen(step=info.step, damage=damage)
-            damage = damage or Damage(info.step, why)
+            damage = damage or DamagedCheckpoint(info.step, why)
         return Seen(damage=damage)

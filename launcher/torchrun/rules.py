@@ -32,7 +32,8 @@ from typing import Literal
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Done, Member, World
-from elasticzero.launcher.protocol.placement import line_up
+from elasticzero.launcher.protocol.leader import leases_are_conclusive
+from elasticzero.launcher.protocol.placement import order_members
 from elasticzero.launcher.protocol.view import StoreHealth
 
 GROW_SETTLE_S = 0.5
@@ -215,14 +216,14 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     unsure = [
         node
         for node, since_s in view.missing_since_s.items()
-        if not _lapsed(view, since_s, now_s, limits)
+        if not _member_is_lost(view, since_s, now_s, limits)
     ]
     if unsure:
         return Turn(None, f"{_names(unsure)} may be gone; waiting to be sure")
     had_places = {member.node for member in world.members} if world is not None else set()
     staying = [member for member in members.values() if member.node in had_places]
     joiners = [member for member in members.values() if member.node not in had_places]
-    lined = line_up(world, joiners, staying, limits.max_nodes)
+    lined = order_members(world, joiners, staying, limits.max_nodes)
     if len(lined) < limits.min_nodes:
         return Turn(None, f"{len(lined)} of at least {limits.min_nodes} nodes are here")
     pause_s = limits.last_call_timeout_s
@@ -262,7 +263,8 @@ def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
         if (
             members[member.node].incarnation != member.incarnation
             if member.node in members
-            else member.node in missing and _lapsed(view, missing[member.node], now_s, limits)
+            else member.node in missing
+            and _member_is_lost(view, missing[member.node], now_s, limits)
         )
     ]
 
@@ -292,17 +294,15 @@ def _is_full(view: RoundView, world: World, limits: RoundLimits) -> bool:
     return len(_standing(view, world)) == len(world.members) >= limits.max_nodes
 
 
-def _lapsed(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
-    """Whether a missing registration means a missing node.
+def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
+    """Whether a member that has not been registered since `since_s` is gone.
 
-    After an outage every lease may be gone though every node is well: they get a TTL to come back.
-    One who is not of that world cannot know since when etcd is well, and waits a TTL too.
+    A node that is not of that world cannot know since when etcd is well, and waits a TTL too.
     """
-    health, world, ttl_s = view.store, view.world, limits.lease_ttl_s
-    own_lease_is_fresh = now_s - health.confirmed_s <= ttl_s / 2
-    store_is_well = health.reachable and now_s - health.well_since_s >= ttl_s
+    world, ttl_s = view.world, limits.lease_ttl_s
     knows = world is not None and any(member.node == view.me.node for member in world.members)
-    return own_lease_is_fresh and store_is_well and (knows or now_s - since_s >= ttl_s)
+    conclusive = leases_are_conclusive(view.store, now_s, ttl_s)
+    return conclusive and (knows or now_s - since_s >= ttl_s)
 
 
 def _why(world: World | None, lined: Sequence[Member]) -> str:

@@ -1,7 +1,8 @@
 """The workers of one node in one generation: start, ask, stop, reap; what they say.
 
-A `Gang` lives as long as its generation's workers. It turns messages and exits into the `Workers`
-value that `decide` sees, and passes on to the agent what metrics and the event log want.
+A `Gang` lives as long as its generation's workers. It turns messages and exits into the
+`WorkerGroupState` that `decide` sees, and passes on to the agent what metrics and the event log
+want.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
-from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import Console
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
@@ -77,7 +78,7 @@ class Gang:
     console: Console = field(default_factory=Console)
     kept: int = 0
     """So many workers are processes of a generation before."""
-    _view: Workers = field(default_factory=Workers)
+    _view: WorkerGroupState = field(default_factory=WorkerGroupState)
     _complete_given: bool = False
     _early: list[Heard] = field(default_factory=list)
     """What was taken from the channels before it was asked for."""
@@ -108,7 +109,7 @@ class Gang:
             self.workers.append(worker)
             ask = worker.ask_where
             self.hangs.add(Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask))
-        self._view = Workers(generation=self.generation, running=len(self.workers))
+        self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
 
     def take_waiting(self) -> dict[int, Worker]:
         """The workers that are ready for another generation, by local rank; they are no more this
@@ -117,7 +118,7 @@ class Gang:
         self.workers = [worker for worker in self.workers if worker not in ready.values()]
         return ready
 
-    def view(self, now_s: float) -> Workers:
+    def view(self, now_s: float) -> WorkerGroupState:
         """What `decide` sees."""
         workers = self.workers
         late = now_s - self.started_s >= LATE_AFTER_S
@@ -159,7 +160,7 @@ class Gang:
     def stop(self, reason: str, now_s: float) -> None:
         """Tell the workers to stop where they are; a script that does not listen gets SIGTERM.
 
-        What they have said, and whose end has begun, is looked at first: see B7 in `blame`.
+        It first reads what they have said, and whose exit has begun: see B7 in `failure_policy`.
         """
         for worker in self.workers:
             if worker.running:

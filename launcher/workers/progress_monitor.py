@@ -1,7 +1,7 @@
 """Follows the progress of a node's workers: since when each has made no step, and a look at those
 that are past their time.
 
-What too long means is decided elsewhere (`hangs`); here is counted and looked.
+What too long means is decided elsewhere (`hang_rules`); here is counted and looked.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class HangWatch:
 
     @property
     def stopped(self) -> set[int]:
-        """Ranks that a signal has stopped: P7."""
+        """Ranks that a signal has stopped: H7."""
         return {rank for rank, pace in self._paces.items() if pace.frozen_s >= STOPPED_S}
 
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticzero.ipc.messages import Located
-from elasticzero.launcher.protocol.hang_rules import Silence
+from elasticzero.launcher.protocol.hang_rules import StalledWorker
 from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
 
 ANSWER_S = 1.0
@@ -130,10 +130,10 @@ class StallLook:
             if subject.rank == rank:
                 subject.moved = True
 
-    def findings(self, now_s: float) -> list[Silence]:
+    def findings(self, now_s: float) -> list[StalledWorker]:
         """Of those that are still silent."""
         return [
-            Silence(
+            StalledWorker(
                 rank=subject.rank,
                 step=subject.step,
                 silent_s=now_s - subject.silent_since_s,

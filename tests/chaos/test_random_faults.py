@@ -23,7 +23,7 @@ import pytest
 from elasticzero.launcher.local.cluster import on_loopback
 from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
 from tests.chaos.networks import Networks, NoNetworks
-from tests.chaos.strikes import Strikes
+from tests.chaos.strikes import NodeStrikes
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in, undisturbed
 from tests.integration.test_elastic_training import check_samples, check_weights
@@ -93,7 +93,7 @@ def play(
         story(tmp_path, etcd.endpoint, job, words, nodes=NODES, place=place) as told,
     ):
         told.wait("training", lambda: told.step >= 2)
-        strikes = Strikes(told, etcd, networks, dice, NODES)
+        strikes = NodeStrikes(told, etcd, networks, dice, NODES)
         strikes.play(faults, mean_gap_s)
         strikes.finish()
         struck_s = time.time()  # what is left is trained without pauses

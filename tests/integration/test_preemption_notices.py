@@ -13,7 +13,7 @@ from elasticzero.launcher.preemption import providers as clouds
 from elasticzero.launcher.preemption.metadata import MetadataError, MetadataServer
 from elasticzero.launcher.preemption.providers import Advice, Cloud
 from elasticzero.launcher.preemption.watcher import PreemptionWatch, address_variable
-from elasticzero.launcher.protocol.view import Notice
+from elasticzero.launcher.protocol.view import PreemptionNotice
 from tests.clouds import PATIENCE_S, Aws, Azure, Gcp, Metadata, Reply, Request
 
 PLAYED: tuple[type[Metadata], ...] = (Aws, Gcp, Azure)
@@ -60,7 +60,7 @@ def cloud_of(server: Metadata) -> Cloud:
 
 def left_s(notice: object) -> float:
     """How long the notice gives, from when it was heard."""
-    assert isinstance(notice, Notice) and notice.by_s is not None, notice
+    assert isinstance(notice, PreemptionNotice) and notice.by_s is not None, notice
     assert abs(notice.heard_s - time.monotonic()) < PATIENCE_S
     return notice.by_s - notice.heard_s
 
@@ -121,7 +121,9 @@ def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> Non
     aws.interrupt(100)
     notice = cloud.look()
     assert 90 <= left_s(notice) <= 101
-    assert isinstance(notice, Notice) and notice.reason.startswith("AWS spot interruption in ")
+    assert isinstance(notice, PreemptionNotice) and notice.reason.startswith(
+        "AWS spot interruption in "
+    )
     assert aws.given == 1, "the token is kept"
 
 
@@ -180,7 +182,9 @@ def test_azure_hears_of_its_own_machine_only(azure: Azure) -> None:
     azure.schedule("Preempt", 40, "vmss_1", "VMSS_3")
     notice = cloud.look()
     assert 30 <= left_s(notice) <= 41
-    assert isinstance(notice, Notice) and notice.reason.startswith("Azure spot eviction in ")
+    assert isinstance(notice, PreemptionNotice) and notice.reason.startswith(
+        "Azure spot eviction in "
+    )
 
 
 def test_azure_what_has_begun_leaves_no_time(azure: Azure) -> None:
@@ -218,7 +222,7 @@ def test_no_trouble_is_taken_for_a_notice(played: type[Metadata], trouble: str) 
         server.trouble = None
         assert cloud.look() is None
         notify(server)
-        assert isinstance(cloud.look(), Notice)
+        assert isinstance(cloud.look(), PreemptionNotice)
 
 
 @pytest.mark.parametrize("played", PLAYED)
@@ -306,7 +310,7 @@ def test_proxies_are_passed_over(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, NOBODY)
     aws.interrupt(30)
-    assert isinstance(cloud_of(aws).look(), Notice)
+    assert isinstance(cloud_of(aws).look(), PreemptionNotice)
 
 
 @pytest.mark.parametrize(

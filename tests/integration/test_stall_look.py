@@ -15,8 +15,8 @@ import pytest
 
 from elasticzero.ipc.messages import Attached, Busy, SnapshotHeld, Stepped
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state
@@ -186,5 +186,5 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
 
 def test_seen_fits_what_decide_sees() -> None:
     seen = Gang(None, 1, 0).hangs.seen(0.0)  # type: ignore[arg-type]
-    assert Workers(**seen) == Workers()
-    assert Limits(min_nodes=1, max_nodes=1).hang_timeout_s is None
+    assert WorkerGroupState(**seen) == WorkerGroupState()
+    assert JobPolicy(min_nodes=1, max_nodes=1).hang_timeout_s is None

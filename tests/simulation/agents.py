@@ -13,16 +13,16 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.protocol.actions import (
     Action,
-    Ask,
     Decision,
-    KillDeaf,
-    KillStopped,
+    DumpStacks,
+    KillSuspended,
+    KillUnresponsive,
     KillWorkers,
     Leave,
-    LookAtWorkers,
     PutReport,
     RaiseAlarm,
-    SaveHeld,
+    RequestBoundaryStop,
+    SaveHeldSnapshot,
     Start,
     StopWorkers,
     WriteDone,
@@ -30,8 +30,8 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Member, World
-from elasticzero.launcher.protocol.drain import gathered
-from elasticzero.launcher.protocol.view import Notice, View, Workers
+from elasticzero.launcher.protocol.drain import merge_notices
+from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.job_token import Agreed, agree
 from elasticzero.launcher.store.membership import Membership
@@ -142,7 +142,7 @@ class Agent:
         self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
         self.store.cut = host.cut
         self.dead = False
-        self._notices: list[Notice] = []
+        self._notices: list[PreemptionNotice] = []
         self.saves = 0
         """Saves of this node that are not over."""
         self.gang: Gang | None = None
@@ -151,7 +151,7 @@ class Agent:
         self.began_s = cluster.timeline.now_s
         self.deaf_until_s = 0.0
         """The loop does not run until then."""
-        self._saved_held: SaveHeld | None = None
+        self._saved_held: SaveHeldSnapshot | None = None
         self._backoff_until_s = 0.0
         self._awake = self._woken = False
         self._sleep_id = 0
@@ -222,7 +222,7 @@ class Agent:
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Have this node leave. by_s: it is gone then."""
-        self._notices.append(Notice(reason=reason, heard_s=self.host.clock(), by_s=by_s))
+        self._notices.append(PreemptionNotice(reason=reason, heard_s=self.host.clock(), by_s=by_s))
         self.wake()
 
     def stall(self, seconds: float, *, whole: bool) -> None:
@@ -298,7 +298,7 @@ class Agent:
         self._store_actions.keep_registered(now_s, leaving=self.leaving)
         if not self._notices and self.observer.control().drains(self.membership.me):
             self.leave("drained by an operator")
-        workers = self.gang.view() if self.gang is not None else Workers()
+        workers = self.gang.view() if self.gang is not None else WorkerGroupState()
         if self.store.history:
             token = self.gang.group.world.token if self.gang is not None else ""
             workers = replace(workers, token=token)
@@ -307,7 +307,7 @@ class Agent:
         view = self.cluster_observer.view(workers, self.leaving, now_s, self.plan.limits)
         if self.saves or self._saved_held or self.leaving:
             saving = self.saves > 0
-            notice = gathered(self._notices)
+            notice = merge_notices(self._notices)
             view = replace(view, notice=notice, saving=saving)
             if (held := self._saved_held) is not None:
                 state = (held.generation, held.step)
@@ -327,21 +327,21 @@ class Agent:
         match action:
             case Start(world, index):
                 self._start(world, index)
-            case Ask(flags) if self.gang is not None:
+            case RequestBoundaryStop(flags) if self.gang is not None:
                 self.gang.ask(flags)
             case StopWorkers() if self.gang is not None:
                 self.gang.stop()
             case KillWorkers(spare_saving=spare_saving) if self.gang is not None:
                 self.gang.kill(spare_saving=spare_saving)
-            case KillDeaf() if self.gang is not None:
+            case KillUnresponsive() if self.gang is not None:
                 self.gang.kill_deaf()
-            case KillStopped() if self.gang is not None:
+            case KillSuspended() if self.gang is not None:
                 self.gang.kill_stopped()
-            case LookAtWorkers(limit_s) if self.gang is not None:
+            case DumpStacks(limit_s) if self.gang is not None:
                 self.gang.hanging.look_into(limit_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.plan.limits)
-            case SaveHeld():
+            case SaveHeldSnapshot():
                 self._saved_held = action
                 self._save_held(action)
             case Leave(code):
@@ -365,7 +365,7 @@ class Agent:
             self.host.memory.seal(list(self.host.memory.drafts))
             self.wake()
 
-    def _save_held(self, held: SaveHeld) -> None:
+    def _save_held(self, held: SaveHeldSnapshot) -> None:
         """Write parts of a snapshot to storage, again and again until it stands, or something newer
         begins."""
         if self.gang is not None:

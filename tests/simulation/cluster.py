@@ -11,7 +11,7 @@ from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision
 from elasticzero.launcher.protocol.documents import Control, Done, World
-from elasticzero.launcher.protocol.policy import steered
+from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, document
@@ -221,7 +221,7 @@ class Cluster:
         for host in list(self.hosts.values()):
             if not host.lost and (host.agent is None or host.agent.dead):
                 host.agent = Agent(self, host)
-        least = steered(self.plan.limits, self.asked).min_nodes
+        least = with_operator_overrides(self.plan.limits, self.asked).min_nodes
         while sum(not (h.lost or h.bad_input) for h in self.hosts.values()) < least:
             self.add_node()
         self.rules.registered(self.running())

@@ -12,7 +12,7 @@ from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
 from elasticzero.launcher.protocol.documents import Failure, World
 from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
-from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.group import LATE_AFTER_S
 from tests.simulation.hanging import Hanging
 from tests.simulation.training import Group, Worker
@@ -54,7 +54,7 @@ class Gang:
         self.hanging = Hanging(self)
         self._watches = self.cluster.plan.limits.hang_timeout_s is not None
         """Whether hangs are looked for within the time of a schedule."""
-        self._viewed: tuple[object, Workers] = (None, Workers())
+        self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
         """What there was to be seen last, and the view of it."""
         plan, random = self.cluster.plan, self.cluster.random
         self._patience = 2.0**world.fruitless
@@ -69,7 +69,7 @@ class Gang:
 
     # -- the agent's side
 
-    def view(self) -> Workers:
+    def view(self) -> WorkerGroupState:
         """What `decide` sees: see `launcher.workers.Gang.view`."""
         workers = self.workers
         self._hear_steps()
@@ -99,9 +99,11 @@ class Gang:
             seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
         return replace(view, **seen)
 
-    def _view(self, known: tuple[int, int, bool, bool, bool, int, int, int, bool]) -> Workers:
+    def _view(
+        self, known: tuple[int, int, bool, bool, bool, int, int, int, bool]
+    ) -> WorkerGroupState:
         running, saving, restored, finished, left, heard, attached, asked, late = known
-        return Workers(
+        return WorkerGroupState(
             generation=self.generation,
             running=running,
             attached=attached == len(self.workers),

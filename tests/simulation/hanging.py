@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Failure
-from elasticzero.launcher.protocol.hang_rules import Silence, blame, due_s
+from elasticzero.launcher.protocol.hang_rules import StalledWorker, blame, due_s
 
 if TYPE_CHECKING:
     from tests.simulation.gang import Gang
@@ -114,7 +114,7 @@ class Hanging:
             progress_s = self._progress_s(worker)
             if worker not in watched or progress_s > began_s:
                 continue
-            silence = Silence(
+            silence = StalledWorker(
                 rank=worker.rank,
                 step=worker.step if in_loop else 0,
                 silent_s=now_s - progress_s,

@@ -67,14 +67,14 @@ MUTANTS = (
     Mutant(
         name="a lapsed lease counts at once when the store is back",
         file="protocol/leader.py",
-        right="health.reachable and now_s - health.well_since_s >= limits.lease_ttl_s",
-        wrong="health.reachable",
+        right="store.reachable and now_s - store.well_since_s >= ttl_s",
+        wrong="store.reachable",
     ),
     Mutant(
         name="a step is no proof of life",
         file="protocol/leader.py",
-        right="return own_lease_is_fresh and store_is_well and not proven_alive",
-        wrong="return own_lease_is_fresh and store_is_well",
+        right="lease_ttl_s) and not proven_alive",
+        wrong="lease_ttl_s)",
     ),
     Mutant(
         name="a step just before its lease lapsed is no proof of life",
@@ -262,7 +262,7 @@ MUTANTS = (
     Mutant(
         name="a stop does not wait for the state to be saved",
         file="protocol/termination.py",
-        right="    if not at_stake(view, resume):\n        return stop_from",
+        right="    if not only_in_memory(view, resume):\n        return stop_from",
         wrong="    if True:\n        return stop_from",
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = (
     Mutant(
         name="a job that is given up leaves its state in memory",
         file="protocol/termination.py",
-        right="    if not at_stake(view, resume) or not view.can_save or",
+        right="    if not only_in_memory(view, resume) or not view.can_save or",
         wrong="    if True or not view.can_save or",
         sure=False,
     ),

@@ -402,7 +402,7 @@ class Rules:
         """R7: only after --max-restarts failures in a row that came no further."""
         plan = self._cluster.plan
         often = len(self._causes) > plan.limits.max_restarts
-        often |= self._causes.count("crash-worker") > 1  # B3 of `blame`
+        often |= self._causes.count("crash-worker") > 1  # B3 of `failure_policy`
         often |= self.promises.few_are_good(done)
         explained = often or bool(plan.crash_at) or "damage" in self._causes
         explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)

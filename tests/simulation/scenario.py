@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from tests.simulation.agents import Agent
 from tests.simulation.cluster import Cluster
 from tests.simulation.schedule import Plan
@@ -63,7 +63,7 @@ def _cluster(settings: dict[str, str], lines: list[str]) -> Cluster:
     plan = Plan(
         seed=0,
         nodes=int(settings.get("nodes", "3")),
-        limits=Limits(
+        limits=JobPolicy(
             min_nodes=int(settings.get("min", "1")),
             max_nodes=int(settings.get("max", "3")),
             strategy=settings.get("strategy", "zero1"),

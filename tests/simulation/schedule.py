@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 
 FAULTS: dict[str, float] = {
     "kill-worker": 4,
@@ -86,7 +86,7 @@ class Plan:
 
     seed: int
     nodes: int
-    limits: Limits
+    limits: JobPolicy
     ttl_s: int = 2
     nproc: int = 1
     strategy: str = "zero1"
@@ -157,7 +157,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
     least = random.randint(1, max(1, count // 2 + 1))
     most = max(least, count + random.choice([-1, 0, 0, 1, 3]))
     strategy = random.choice(["ddp", "zero1", "zero1", "zero3"])
-    limits = Limits(
+    limits = JobPolicy(
         min_nodes=least,
         max_nodes=most,
         strategy=strategy,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
-from elasticzero.launcher.protocol.view import Damage
+from elasticzero.launcher.protocol.view import DamagedCheckpoint
 from elasticzero.launcher.snapshots.checkpoint_probe import Seen
 from tests.simulation.timeline import Timeline
 
@@ -174,5 +174,5 @@ class SlowLook:
             why = bad.get(step) or ("" if checkpoint.hidden else checkpoint.damaged)
             if not why:
                 return Seen(step=step, damage=damage)
-            damage = damage or Damage(step, why)
+            damage = damage or DamagedCheckpoint(step, why)
         return Seen(damage=damage)

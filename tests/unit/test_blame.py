@@ -7,21 +7,28 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.ipc.assignment import Resume, Source
-from elasticzero.launcher.protocol.documents import Failure, Member, Report, Setback, Strikes, World
+from elasticzero.launcher.protocol.documents import (
+    Failure,
+    FailureRecord,
+    Member,
+    NodeStrikes,
+    Report,
+    World,
+)
 from elasticzero.launcher.protocol.failure_policy import (
     ASIDE_AFTER,
     FORGIVEN_S,
     KEPT_SETBACKS,
     MOST_ASIDE_S,
-    fruitless,
-    furthest,
+    failures_without_progress,
     is_the_scripts,
     judge_exit,
-    kept_aside,
-    likeness,
     outliers,
-    set_aside,
+    progress_floor,
+    quarantined,
+    repeated_failure_note,
     setbacks,
+    still_quarantined,
     strikes,
     trained,
     why_aside,
@@ -70,7 +77,7 @@ def world(**changes) -> World:
 def test_what_counts_against_max_restarts(resume_step, cause, reports, expected) -> None:
     """reports: the nodes that made one; those that leave in capitals."""
     found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
-    assert fruitless(world(), resume_step, cause, found) == expected
+    assert failures_without_progress(world(), resume_step, cause, found) == expected
 
 
 HELD_BY_C = Resume(
@@ -90,7 +97,9 @@ UNREAD = Failure(rank=0, blame="environment", message="a shard cannot be read", 
 def test_a_state_whose_holder_is_gone_is_nobodys_fault(failure, here, counts) -> None:
     found = dict.fromkeys(here, said(None)) | {"a": said(failure)}
     started = world(resume=HELD_BY_C)
-    assert fruitless(started, 20, ("a", failure), found) == world().fruitless + counts
+    assert (
+        failures_without_progress(started, 20, ("a", failure), found) == world().fruitless + counts
+    )
     assert bool(strikes(started, found, 1.0)) == counts
 
 
@@ -107,19 +116,19 @@ def test_a_state_whose_holder_is_gone_is_nobodys_fault(failure, here, counts) ->
 )
 def test_what_must_be_got_past(start, before, resume, counted, expected) -> None:
     then = world(resume=Resume(tier="storage", step=start), furthest=before)
-    assert furthest(then, resume, then.fruitless + counted) == expected
+    assert progress_floor(then, resume, then.fruitless + counted) == expected
 
 
 def test_what_was_reached_before_a_failure_threw_it_back_is_no_progress() -> None:
     behind = world(resume=Resume(tier="fresh"), furthest=20, setbacks=(told(2),))
     reports = dict.fromkeys("ab", said(None))
-    assert fruitless(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
+    assert failures_without_progress(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
     assert setbacks(behind, 20, ("a", OWN)) == (told(2), told(3))
-    assert fruitless(behind, 21, ("a", OWN), reports) == 0
+    assert failures_without_progress(behind, 21, ("a", OWN), reports) == 0
 
 
-def told(generation: int, **changes) -> Setback:
-    plain = Setback(
+def told(generation: int, **changes) -> FailureRecord:
+    plain = FailureRecord(
         generation=generation, node="a", rank=0, blame="user", step=20, message="ValueError: no"
     )
     return replace(plain, **changes)
@@ -163,31 +172,31 @@ SURE = (
     ],
 )
 def test_errors_that_are_alike_are_the_scripts(row, expected) -> None:
-    assert likeness(row) == expected
+    assert repeated_failure_note(row) == expected
 
 
 def said(failure: Failure | None) -> Report:
     return Report(incarnation="i", phase="stopped", failure=failure)
 
 
-TWICE = (Strikes(node="a", count=2),)
-AWAY = (Strikes(node="c", count=4),)
-THRICE = (Strikes(node="a", count=3),)
+TWICE = (NodeStrikes(node="a", count=2),)
+AWAY = (NodeStrikes(node="c", count=4),)
+THRICE = (NodeStrikes(node="a", count=3),)
 
 
 @pytest.mark.parametrize(
     ("before", "a", "b", "lasted_s", "after"),
     [
-        ((), OWN, None, 1.0, (Strikes(node="a", count=1),)),
-        ((), OWN, PEER, 1.0, (Strikes(node="a", count=1),)),
+        ((), OWN, None, 1.0, (NodeStrikes(node="a", count=1),)),
+        ((), OWN, PEER, 1.0, (NodeStrikes(node="a", count=1),)),
         (TWICE, OWN, PEER, 1.0, THRICE),
-        (TWICE, OWN, PEER, FORGIVEN_S, (Strikes(node="a", count=1),)),
-        (TWICE, None, OWN, 1.0, (Strikes(node="b", count=1),)),
+        (TWICE, OWN, PEER, FORGIVEN_S, (NodeStrikes(node="a", count=1),)),
+        (TWICE, None, OWN, 1.0, (NodeStrikes(node="b", count=1),)),
         (TWICE, OWN, OWN, 1.0, ()),
         (TWICE, None, None, 1.0, TWICE),
         (TWICE, None, None, FORGIVEN_S, ()),
         (TWICE, PEER, PEER, 1.0, TWICE),
-        (AWAY, OWN, None, FORGIVEN_S, (*AWAY, Strikes(node="a", count=1))),
+        (AWAY, OWN, None, FORGIVEN_S, (*AWAY, NodeStrikes(node="a", count=1))),
     ],
     ids=[
         *("first", "peers suffer", "third", "long ago", "another node", "both nodes"),
@@ -204,9 +213,9 @@ def test_a_node_alone_gets_no_strikes() -> None:
 
 
 def left(count: int, waited_s: float | None) -> float | None:
-    row = (Strikes(node="a", count=count),)
+    row = (NodeStrikes(node="a", count=count),)
     since = {} if waited_s is None else {"a": 1000.0 - waited_s}
-    return set_aside(row, row, since, 1000.0).get("a")
+    return quarantined(row, row, since, 1000.0).get("a")
 
 
 def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
@@ -220,8 +229,8 @@ def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
 
 
 def test_the_time_counts_from_the_last_strike() -> None:
-    assert set_aside(TWICE, THRICE, {"a": 0.0}, 1000.0) == {"a": 30.0}
-    assert set_aside(THRICE, THRICE, {"a": 0.0}, 1000.0) == {}
+    assert quarantined(TWICE, THRICE, {"a": 0.0}, 1000.0) == {"a": 30.0}
+    assert quarantined(THRICE, THRICE, {"a": 0.0}, 1000.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -238,9 +247,11 @@ def test_the_time_counts_from_the_last_strike() -> None:
     ],
 )
 def test_as_many_are_taken_back_as_are_wanting(here: str, least: int, waits: str) -> None:
-    row = tuple(Strikes(node=node, count=count) for node, count in (("b", 4), ("c", 3), ("d", 3)))
+    row = tuple(
+        NodeStrikes(node=node, count=count) for node, count in (("b", 4), ("c", 3), ("d", 3))
+    )
     aside = {"b": 5.0, "c": 10.0, "d": 20.0}
-    assert kept_aside(aside, row, set(here), least) == set(waits)
+    assert still_quarantined(aside, row, set(here), least) == set(waits)
 
 
 BAD_INPUT = Failure(rank=1, blame="user", message="ImportError: no", final=True)
@@ -305,13 +316,16 @@ def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -
 
 def test_what_a_node_is_set_aside_for_does_not_count_and_strikes_at_once() -> None:
     reports = {"a": said(PEER), "b": said(BAD_INPUT)}
-    assert fruitless(world(), 20, ("b", BAD_INPUT), reports, excused=True) == world().fruitless
-    row = (Strikes(node="a", count=1),)
+    assert (
+        failures_without_progress(world(), 20, ("b", BAD_INPUT), reports, excused=True)
+        == world().fruitless
+    )
+    row = (NodeStrikes(node="a", count=1),)
     after = strikes(world(strikes=row), reports, 1.0, {"b": BAD_INPUT})
-    assert after == (*row, Strikes(node="b", count=ASIDE_AFTER))
+    assert after == (*row, NodeStrikes(node="b", count=ASIDE_AFTER))
     assert why_aside(after, "b") == "rank 1 failed where others did not (ImportError: no)"
     again = strikes(world(strikes=after), reports, 1.0, {"b": BAD_INPUT})
-    assert again[-1] == Strikes(node="b", count=ASIDE_AFTER + 1), "and waits for twice as long"
+    assert again[-1] == NodeStrikes(node="b", count=ASIDE_AFTER + 1), "and waits for twice as long"
 
 
 @pytest.mark.parametrize(
@@ -357,14 +371,14 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
     failure = replace(OWN, step=step, message=message)
     creeps = world(resume=Resume(tier="ram", step=15), setbacks=(told(2, step=25),))
     reports = dict.fromkeys("ab", said(None))
-    assert fruitless(creeps, resume_step, ("a", failure), reports) == count
+    assert failures_without_progress(creeps, resume_step, ("a", failure), reports) == count
     kept = told(2, step=25) in setbacks(creeps, resume_step, ("a", failure), reports)
     assert kept == (resume_step <= 25), "remembered until the state is past that step"
 
 
 def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
     """The others show whether it is the script's."""
-    once = world(setbacks=(told(2),), strikes=(Strikes(node="a", count=1),))
+    once = world(setbacks=(told(2),), strikes=(NodeStrikes(node="a", count=1),))
     assert strikes(once, {"a": said(OWN), "b": said(PEER)}, 1.0)[0].count == ASIDE_AFTER
     killed = world(setbacks=(told(2, blame="killed", message=KILLED.message),))
     assert strikes(killed, {"a": said(KILLED), "b": said(PEER)}, 1.0)[0].count == 1

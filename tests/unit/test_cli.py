@@ -25,7 +25,7 @@ from elasticzero.launcher.options.validation import (
     parse_nnodes,
     parse_nproc,
 )
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -275,7 +275,7 @@ def test_no_checkpoints_at_all_is_fine() -> None:
 
 
 def test_each_field_of_the_table_exists() -> None:
-    homes = {"": AgentOptions, "limits": Limits, "keep": Keep}
+    homes = {"": AgentOptions, "limits": JobPolicy, "keep": Keep}
     for option in RUN_OPTIONS:
         if option.field:
             home, _, name = option.field.rpartition(".")

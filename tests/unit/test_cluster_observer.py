@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import ClusterObserver
-from elasticzero.launcher.protocol.documents import Member, Strikes, World, to_bytes
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import View, Workers
+from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.store.api import Snapshot
 from elasticzero.launcher.store.membership import Membership, bound_socket
@@ -19,7 +19,7 @@ from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, Observer
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
-LIMITS = Limits(min_nodes=9, max_nodes=9)
+LIMITS = JobPolicy(min_nodes=9, max_nodes=9)
 
 
 class CountingStore(MemoryStore):
@@ -48,12 +48,12 @@ class Node:
         )
         assert self.membership.register()
 
-    def look(self, after_s: float = 2.0, limits: Limits = LIMITS) -> View:
+    def look(self, after_s: float = 2.0, limits: JobPolicy = LIMITS) -> View:
         self._now_s += after_s
-        return self.cluster_observer.view(Workers(), False, self._now_s, limits)
+        return self.cluster_observer.view(WorkerGroupState(), False, self._now_s, limits)
 
     def look_until(
-        self, so: Callable[[View], bool], after_s: float = 2.0, limits: Limits = LIMITS
+        self, so: Callable[[View], bool], after_s: float = 2.0, limits: JobPolicy = LIMITS
     ) -> View:
         deadline_s = time.monotonic() + DEADLINE_S
         while not so(view := self.look(after_s, limits)):
@@ -67,7 +67,7 @@ class Node:
         self.store.close()
 
 
-def world_of(nodes: Sequence[Node], strikes: tuple[Strikes, ...] = ()) -> None:
+def world_of(nodes: Sequence[Node], strikes: tuple[NodeStrikes, ...] = ()) -> None:
     """These nodes write themselves a world."""
     document = World(
         generation=1,
@@ -141,7 +141,7 @@ def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:
 def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_of() -> None:
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "dcba"]
-    limits = Limits(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
+    limits = JobPolicy(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
     world_of(nodes[:2])
     for node in nodes:
         node.look_until(lambda v: v.world is not None, 0.0, limits)
@@ -161,8 +161,8 @@ def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_o
 def test_who_is_set_aside_takes_nobodys_place() -> None:
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "cba"]
-    limits = Limits(min_nodes=1, max_nodes=2, spares=0, lease_ttl_s=5.0)
-    world_of(nodes[:1], strikes=(Strikes(node="b", count=4),))
+    limits = JobPolicy(min_nodes=1, max_nodes=2, spares=0, lease_ttl_s=5.0)
+    world_of(nodes[:1], strikes=(NodeStrikes(node="b", count=4),))
     for node in nodes:
         node.look_until(lambda v: v.world is not None, 0.0, limits)
         node.look(9.0, limits)

@@ -12,7 +12,7 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, look, scale, steer, stop
 from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
-from elasticzero.launcher.protocol.policy import Limits, steered
+from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from tests.support.memory_store import MemoryServer, MemoryStore
 
 JOB = "j"
@@ -204,6 +204,8 @@ def test_waiting_for_a_stop_that_ends_in_a_failure_says_so(store: MemoryStore, c
 
 
 def test_limits_as_operators_changed_them() -> None:
-    limits = Limits(min_nodes=2, max_nodes=4)
-    assert steered(limits, Control(stop=True)) == limits
-    assert steered(limits, Control(nnodes=(1, 3))) == replace(limits, min_nodes=1, max_nodes=3)
+    limits = JobPolicy(min_nodes=2, max_nodes=4)
+    assert with_operator_overrides(limits, Control(stop=True)) == limits
+    assert with_operator_overrides(limits, Control(nnodes=(1, 3))) == replace(
+        limits, min_nodes=1, max_nodes=3
+    )

@@ -10,15 +10,15 @@ from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
-    Ask,
-    KillDeaf,
-    KillStopped,
+    DumpStacks,
+    KillSuspended,
+    KillUnresponsive,
     KillWorkers,
     Leave,
-    LookAtWorkers,
     PutReport,
     RaiseAlarm,
-    SaveHeld,
+    RequestBoundaryStop,
+    SaveHeldSnapshot,
     Start,
     StopWorkers,
     WriteDone,
@@ -31,19 +31,24 @@ from elasticzero.launcher.protocol.documents import (
     Done,
     Drain,
     Failure,
+    FailureRecord,
     Holding,
     Member,
+    NodeStrikes,
     Report,
-    Setback,
-    Strikes,
     World,
 )
 from elasticzero.launcher.protocol.leader import is_leader
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import Damage, StoreHealth, View, Workers
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import (
+    DamagedCheckpoint,
+    StoreHealth,
+    View,
+    WorkerGroupState,
+)
 
 NOW = 100.0
-LIMITS = Limits(min_nodes=2, max_nodes=3, save_timeout_s=60.0)
+LIMITS = JobPolicy(min_nodes=2, max_nodes=3, save_timeout_s=60.0)
 
 
 def member(name: str) -> Member:
@@ -77,7 +82,9 @@ def says(phase: str, of: Member, **fields) -> Report:
 
 
 ALARM = Alarm(node="b", kind="failure", reason="it broke")
-TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
+TRAINS = WorkerGroupState(
+    generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20
+)
 LAPSE = [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]
 STOPPED = replace(TRAINS, running=0, aborted_s=99.6)
 HEALTHY = StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0)
@@ -147,7 +154,7 @@ def v(base: View, **changes) -> View:
     return replace(base, **changes)
 
 
-def w(base: Workers, **changes) -> Workers:
+def w(base: WorkerGroupState, **changes) -> WorkerGroupState:
     return replace(base, **changes)
 
 
@@ -179,7 +186,7 @@ TABLE = [
     ("leaving before it began", v(ALONE, leaving=True), [Leave(ExitCode.LEFT)]),
     ("nobody came in time", v(ALONE, began_s=-600.0), [Leave(ExitCode.UNAVAILABLE)]),
     # A2
-    ("a new world", v(AT_REST, workers=Workers()), [Start(world(A, B), 0)]),
+    ("a new world", v(AT_REST, workers=WorkerGroupState()), [Start(world(A, B), 0)]),
     ("a newer world", v(AT_REST, me=B, workers=w(TRAINS, generation=2)), [Start(world(A, B), 1)]),
     # A3
     ("left out", v(AT_REST, me=C), [KillWorkers]),
@@ -210,12 +217,12 @@ TABLE = [
     ("saving for too long", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, saving=1, aborted_s=-30.0)), [KillWorkers("not saved within 120 s")]),
     ("asked who is alive: nobody is disturbed", v(ROUND, alarm=SILENT_ALARM), [PutReport]),
     ("asked who is alive, long ago", v(ROUND, alarm=SILENT_ALARM, my_report=says("alive", A), round_s=80.0), [StopWorkers("not every node has answered")]),
-    ("stopping, one seen stopped by a signal", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.4, stopped_s=0.5)), [KillStopped]),
+    ("stopping, one seen stopped by a signal", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.4, stopped_s=0.5)), [KillSuspended]),
     ("stopping, one seen stopped for a moment", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=99.4, stopped_s=0.4)), []),
-    ("stopped by a signal already: told, then killed", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, stopped_s=9.0)), [StopWorkers, KillStopped]),
-    ("stopped by a signal while it saves", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, saving=1, aborted_s=90.0, stopped_s=0.5)), [KillStopped]),
+    ("stopped by a signal already: told, then killed", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, stopped_s=9.0)), [StopWorkers, KillSuspended]),
+    ("stopped by a signal while it saves", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, saving=1, aborted_s=90.0, stopped_s=0.5)), [KillSuspended]),
     ("stopped by a signal, killed already", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, aborted_s=80.0, stopped_s=0.5, killed=True)), []),
-    ("asked who is alive, and one is stopped by a signal", v(ROUND, alarm=SILENT_ALARM, my_report=says("alive", A), workers=w(TRAINS, stopped_s=0.5)), [StopWorkers, KillStopped]),
+    ("asked who is alive, and one is stopped by a signal", v(ROUND, alarm=SILENT_ALARM, my_report=says("alive", A), workers=w(TRAINS, stopped_s=0.5)), [StopWorkers, KillSuspended]),
     ("training, one is stopped by a signal", v(AT_REST, workers=w(TRAINS, frozen_s=0.5, stopped_s=0.5)), []),
     ("boundary, one is stopped by a signal: first ask who is alive", v(AT_REST, round_s=99.9, workers=w(TRAINS, at_boundary=True, stopped_s=0.5)), []),
     # A6
@@ -228,7 +235,7 @@ TABLE = [
     ("storage does not answer, and memory has it: go on", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, members=named(A, B)), [WriteWorld]),
     ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
-    ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("nobody can go on: told once", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
     ("nobody can go on: nothing newer than storage", v(STRANDED, can_save=True, storage_step=20), []),
     ("nobody can go on: storage is newer", v(STRANDED, can_save=True, storage_step=30), []),
@@ -246,14 +253,14 @@ TABLE = [
     ("training, and etcd is away for good", v(AT_REST, store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 6000.0)), []),
     ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, finished=True), my_report=says("finished", A, final_step=20)), []),
     # A8
-    ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [Ask(FLAG_LEAVE)]),
-    ("leave, though too few remain: memory is saved after", v(AT_REST, leaving=True), [Ask(FLAG_LEAVE)]),
+    ("leave at a boundary", v(AT_REST, leaving=True, world=world(A, B, C)), [RequestBoundaryStop(FLAG_LEAVE)]),
+    ("leave, though too few remain: memory is saved after", v(AT_REST, leaving=True), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("asked already", v(AT_REST, leaving=True, workers=w(TRAINS, asked=FLAG_LEAVE)), []),
     ("leave, while the workers start", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False, restored=False)), []),
     ("leave, one script starts slowly", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False, restored=False, late=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     ("asked already, another node's script starts slowly", v(AT_REST, leaving=True, workers=w(TRAINS, restored=False, late=True, asked=FLAG_LEAVE)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
-    ("a leader leaves, though it waits for a newcomer's boundary", v(AT_REST, leaving=True, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, asked=FLAG_GROW)), [Ask(FLAG_LEAVE)]),
+    ("a leader leaves, though it waits for a newcomer's boundary", v(AT_REST, leaving=True, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, asked=FLAG_GROW)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("all leave: nobody is waited for", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}), [Leave(ExitCode.LEFT)]),
     ("all leave, but a spare goes on", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C, D), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}, control=scaled(1, 3)), [WriteWorld]),
     # A9
@@ -303,7 +310,7 @@ TABLE = [
     ("once more", blamed(), [WriteWorld]),
     ("given up", v(blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)), holdings=(), my_report=says("stopped", A, final_step=20)), [WriteDone]),
     # A4, A5, L8: hangs
-    ("no step for the limit: look", v(AT_REST, workers=SILENT), [LookAtWorkers(60.0)]),
+    ("no step for the limit: look", v(AT_REST, workers=SILENT), [DumpStacks(60.0)]),
     ("below the limit", v(AT_REST, workers=w(SILENT, silent_s=59.0)), []),
     ("a long step is known", v(AT_REST, workers=w(SILENT, longest_step_s=7.0)), []),
     ("looking", v(AT_REST, workers=w(SILENT, look="open")), []),
@@ -315,30 +322,30 @@ TABLE = [
     ("others are not stalled", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("restored", B)}), []),
     ("all wait for each other", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("stalled", B, failure=replace(WAITS, rank=1))}), [RaiseAlarm(Alarm(node="a", kind="hang", reason="the ranks wait for each other; rank 0: it waits; rank 1: it waits"))]),
     ("those that do not wait have finished", v(AT_REST, workers=w(SILENT, look="over", stalled=WAITS), my_report=STALLED, reports={"a": STALLED, "b": says("finished", B)}), [RaiseAlarm]),
-    ("an alarm of a hang: answer, and look", v(ROUND, alarm=HANG, alarm_s=99.8), [PutReport, LookAtWorkers]),
+    ("an alarm of a hang: answer, and look", v(ROUND, alarm=HANG, alarm_s=99.8), [PutReport, DumpStacks]),
     ("the others look too", v(ROUND, alarm=HANG, alarm_s=99.8, workers=w(TRAINS, look="over"), my_report=says("alive", A)), []),
-    ("all have looked", v(ROUND, alarm=HANG, alarm_s=98.9, workers=w(TRAINS, look="over"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
+    ("all have looked", v(ROUND, alarm=HANG, alarm_s=98.9, workers=w(TRAINS, look="over"), my_report=says("alive", A)), [StopWorkers, KillUnresponsive]),
     ("out of the loop since: no second look", v(ROUND, alarm=HANG, alarm_s=99.2, my_report=says("alive", A)), []),
-    ("out of the loop since: stop", v(ROUND, alarm=HANG, alarm_s=98.9, my_report=says("alive", A)), [StopWorkers, KillDeaf]),
-    ("a look that does not end", v(ROUND, alarm=HANG, alarm_s=89.0, workers=w(TRAINS, look="open"), my_report=says("alive", A)), [StopWorkers, KillDeaf]),
+    ("out of the loop since: stop", v(ROUND, alarm=HANG, alarm_s=98.9, my_report=says("alive", A)), [StopWorkers, KillUnresponsive]),
+    ("a look that does not end", v(ROUND, alarm=HANG, alarm_s=89.0, workers=w(TRAINS, look="open"), my_report=says("alive", A)), [StopWorkers, KillUnresponsive]),
     ("a hang: stopped by a signal, but first a look", v(ROUND, alarm=HANG, alarm_s=99.8, workers=w(TRAINS, look="open", stopped_s=9.0), my_report=says("alive", A)), []),
-    ("one hangs here, the alarm is of another failure", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, failed=True, failure=HUNG)), [StopWorkers, KillDeaf]),
+    ("one hangs here, the alarm is of another failure", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, failed=True, failure=HUNG)), [StopWorkers, KillUnresponsive]),
     ("one hangs here, the alarm is of another failure: less patience", v(ROUND, my_report=says("alive", A), workers=w(TRAINS, failed=True, failure=HUNG, aborted_s=94.0)), [KillWorkers]),
     ("after a hang less patience", v(ROUND, alarm=HANG, workers=w(TRAINS, aborted_s=94.0), my_report=says("alive", A)), [KillWorkers]),
     ("a deadlock counts as a failure", v(ENDED, alarm=HANG, world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
     ("a deadlock, once more", v(ENDED, alarm=HANG), [WriteWorld]),
     # L6
-    ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_GROW)]),
+    ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [RequestBoundaryStop(FLAG_GROW)]),
     ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),
     ("no room", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0), []),
     ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, restored=False)), []),
-    ("it is set aside", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 80.0}), []),
-    ("it was set aside for long enough", v(AT_REST, world=world(A, B, strikes=(Strikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 60.0}), [Ask(FLAG_GROW)]),
+    ("it is set aside", v(AT_REST, world=world(A, B, strikes=(NodeStrikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 80.0}), []),
+    ("it was set aside for long enough", v(AT_REST, world=world(A, B, strikes=(NodeStrikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 60.0}), [RequestBoundaryStop(FLAG_GROW)]),
     ("a member is cut off: its place comes first", v(AT_REST, members=named(A, C), last_join_s=90.0, missing_since_s={"b": 98.0}), []),
     ("room, but the store is away", v(AT_REST, members=named(A, B, C), last_join_s=90.0, store=replace(HEALTHY, reachable=False)), []),
-    ("room by a greater MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0, control=scaled(1, 4)), [Ask(FLAG_GROW)]),
+    ("room by a greater MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0, control=scaled(1, 4)), [RequestBoundaryStop(FLAG_GROW)]),
     ("no room by a smaller MAX", v(AT_REST, members=named(A, B, C), last_join_s=90.0, control=scaled(1, 2)), []),
-    ("more than MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2)), [Ask(FLAG_LEAVE)]),
+    ("more than MAX", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("more than MAX, but the store is away", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), store=replace(HEALTHY, reachable=False)), []),
     ("more than MAX, a plain script", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="scaled to at most 2 nodes"))]),
     ("more than MAX, while starting", v(AT_REST, world=world(A, B, C), members=named(A, B, C), control=scaled(1, 2), my_report=None, workers=w(TRAINS, restored=False)), []),
@@ -352,14 +359,14 @@ TABLE = [
     ("all gone, and too few are not drained", v(SPARE, me=D, control=DRAINED), []),
     ("MIN by a newcomer who is drained", v(SILENT_B, round_s=98.0, members=named(A, C), control=DRAINED), []),
     # L7
-    ("stop at a boundary", v(AT_REST, control=STOP), [Ask(FLAG_STOP)]),
+    ("stop at a boundary", v(AT_REST, control=STOP), [RequestBoundaryStop(FLAG_STOP)]),
     ("stop, but the store is away", v(AT_REST, control=STOP, store=replace(HEALTHY, reachable=False)), []),
     ("stop, asked already", v(AT_REST, control=STOP, workers=w(TRAINS, asked=FLAG_STOP)), []),
-    ("stop goes before growth", v(AT_REST, control=STOP, members=named(A, B, C), last_join_s=90.0), [Ask(FLAG_STOP)]),
+    ("stop goes before growth", v(AT_REST, control=STOP, members=named(A, B, C), last_join_s=90.0), [RequestBoundaryStop(FLAG_STOP)]),
     ("stop, not the leader", v(AT_REST, me=B, my_report=says("restored", B), control=STOP), []),
     ("stop, a plain script", v(AT_REST, control=STOP, workers=w(TRAINS, attached=False, plain=True)), [RaiseAlarm(Alarm(node="a", kind="stop", reason="an operator stops the job"))]),
     ("stop, not yet attached", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, attached=False, restored=False)), []),
-    ("stop, attached and restoring", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, restored=False)), [Ask(FLAG_STOP)]),
+    ("stop, attached and restoring", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, restored=False)), [RequestBoundaryStop(FLAG_STOP)]),
     ("stop, and scripts start slowly", v(AT_REST, control=STOP, my_report=None, workers=w(TRAINS, restored=False, late=True)), [RaiseAlarm(Alarm(node="a", kind="stop", reason="an operator stops the job"))]),
     ("stop, but it has finished", v(AT_REST, control=STOP, workers=w(TRAINS, running=0, finished=True)), [PutReport]),
     ("stop before the first world", v(ALONE, control=STOP), stopped(0, BEGIN_ANEW)),
@@ -367,14 +374,14 @@ TABLE = [
     ("stop before the first world, with a checkpoint", v(ALONE, control=STOP, storage_step=7), stopped(7, f"{GO_ON} 7")),
     ("stop before the first world, storage is slow", v(ALONE, control=STOP, storage_pending="looking"), []),
     ("stop when the whole world is gone", v(SPARE, control=STOP, storage_step=7), stopped(7, f"{GO_ON} 7")),
-    ("stopped: save what is held, at once", v(ENDED, control=STOP, can_save=True, alarm=None, round_s=99.9), [SaveHeld(3, 20, 1, (0,))]),
+    ("stopped: save what is held, at once", v(ENDED, control=STOP, can_save=True, alarm=None, round_s=99.9), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("stopped: being saved", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), round_s=50.0), []),
     ("stopped: saved, storage is looked at", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_pending="looking", round_s=80.0), []),
     ("stopped: saved", v(ENDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
     ("stopped: could not be saved", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=15, round_s=30.0), stopped(15, f"step 20 could not be saved; {GO_ON} 15")),
     ("stopped: no directory", v(ENDED, control=STOP), stopped(20, "stopped after step 20 by an operator; there is no --checkpoint-dir, so its state is not kept; --restart begins anew")),
     ("stop below MIN, saved already", v(STRANDED, control=STOP, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
-    ("stop below MIN, to be saved", v(STRANDED, control=STOP, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("stop below MIN, to be saved", v(STRANDED, control=STOP, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("stop, and a leaving node is the leader", v(STRANDED, control=STOP, leaving=True, my_report=LEAVER, reports={"a": LEAVER}, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
     ("stop, but trying again is useless anyway", v(blamed(final=True), control=STOP), [WriteDone(Done(outcome="failed", step=20, reason="rank 0 on b failed: ValueError: no" + NO_PLACE, failure=replace(FAILED, final=True)))]),
     ("stopped: exit 0", v(ENDED, done=Done(outcome="stopped", step=9, reason="r")), [Leave(ExitCode.DONE)]),
@@ -382,7 +389,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-DAMAGE = Damage(20, "/c/step-000000000020/rank-00000: bytes 0 to 8 differ")
+DAMAGE = DamagedCheckpoint(20, "/c/step-000000000020/rank-00000: bytes 0 to 8 differ")
 BAD = {"storage_step": 10, "damage": DAMAGE}
 FOUND = blamed(blame="checkpoint", bad_step=20)
 NOTHING_HELD = says("stopped", A, final_step=20)
@@ -537,7 +544,9 @@ def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed
 def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation():
     stuck = Resume(tier="storage", step=20)
     before = tuple(
-        Setback(generation=g, node="b", rank=0, blame="user", step=20, message="ValueError: no")
+        FailureRecord(
+            generation=g, node="b", rank=0, blame="user", step=20, message="ValueError: no"
+        )
         for g in (1, 2)
     )
     view = v(blamed(), world=world(A, B, fruitless=3, resume=stuck, setbacks=before))

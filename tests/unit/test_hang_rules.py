@@ -7,14 +7,20 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.documents import Member, Report, World
-from elasticzero.launcher.protocol.hang_rules import Silence, blame, deadlock, left_alone, overdue
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import Workers
+from elasticzero.launcher.protocol.hang_rules import (
+    StalledWorker,
+    blame,
+    deadlock,
+    left_alone,
+    overdue,
+)
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import WorkerGroupState
 
-AUTO = Limits(min_nodes=1, max_nodes=2)
-GIVEN = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)
-LONG = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=4000.0)
-NEVER = Limits(min_nodes=1, max_nodes=2, hang_timeout_s=0.0)
+AUTO = JobPolicy(min_nodes=1, max_nodes=2)
+GIVEN = JobPolicy(min_nodes=1, max_nodes=2, hang_timeout_s=3.0)
+LONG = JobPolicy(min_nodes=1, max_nodes=2, hang_timeout_s=4000.0)
+NEVER = JobPolicy(min_nodes=1, max_nodes=2, hang_timeout_s=0.0)
 AT = Located(place="train.py:7 in loss", waits=False)
 WAITS = Located(place="train.py:9", waits=True)
 
@@ -35,8 +41,8 @@ WAITS = Located(place="train.py:9", waits=True)
         (NEVER, {"silent_s": 1e9, "before_step_s": 1e9, "frozen_s": 1e9}, None),
     ],
 )
-def test_when_a_look_is_due(limits: Limits, seen: dict[str, float], why: str | None) -> None:
-    assert overdue(Workers(running=1, **seen), limits) == why
+def test_when_a_look_is_due(limits: JobPolicy, seen: dict[str, float], why: str | None) -> None:
+    assert overdue(WorkerGroupState(running=1, **seen), limits) == why
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_when_a_look_is_due(limits: Limits, seen: dict[str, float], why: str | N
 )
 def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> None:
     known = {"rank": 3, "step": 8, "silent_s": 4.0, "overdue": True} | found
-    failure = blame(Silence(**known))  # type: ignore[arg-type]
+    failure = blame(StalledWorker(**known))  # type: ignore[arg-type]
     assert (failure.rank, failure.blame) == (3, guilty)
     assert words in failure.message
 
@@ -67,8 +73,8 @@ def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> N
 def test_a_rank_that_left_its_loop_alone_is_to_blame_for_good() -> None:
     left = Located(place="train.py:9, having left its loop at train.py:7", waits=True, left=True)
     known = {"silent_s": 4.0, "overdue": True, "state": "S"}
-    astray = blame(Silence(rank=2, step=8, located=left, **known))  # type: ignore[arg-type]
-    waits = blame(Silence(rank=0, step=8, located=WAITS, **known))  # type: ignore[arg-type]
+    astray = blame(StalledWorker(rank=2, step=8, located=left, **known))  # type: ignore[arg-type]
+    waits = blame(StalledWorker(rank=0, step=8, located=WAITS, **known))  # type: ignore[arg-type]
     assert (astray.blame, astray.final, waits.final) == ("peer", True, False)
     reports = [
         Report(incarnation="1", phase="stalled", failure=failure) for failure in (waits, astray)

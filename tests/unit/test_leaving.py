@@ -11,12 +11,12 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Action,
-    Ask,
     KillWorkers,
     Leave,
     PutReport,
     RaiseAlarm,
-    SaveHeld,
+    RequestBoundaryStop,
+    SaveHeldSnapshot,
     StopWorkers,
     WriteDone,
     WriteWorld,
@@ -31,12 +31,12 @@ from elasticzero.launcher.protocol.documents import (
     Report,
     World,
 )
-from elasticzero.launcher.protocol.drain import gathered, last_call_s
-from elasticzero.launcher.protocol.policy import Limits
-from elasticzero.launcher.protocol.view import Notice, StoreHealth, View, Workers
+from elasticzero.launcher.protocol.drain import boundary_deadline_s, merge_notices
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import PreemptionNotice, StoreHealth, View, WorkerGroupState
 
 NOW = 100.0
-LIMITS = Limits(min_nodes=1, max_nodes=3)
+LIMITS = JobPolicy(min_nodes=1, max_nodes=3)
 A, B = (Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1) for name in "ab")
 HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
 AWS = "AWS spot interruption in 118 s"
@@ -46,12 +46,14 @@ def says(phase: Phase, of: Member, **fields: object) -> Report:
     return Report(incarnation=of.incarnation, phase=phase, store_port=29500, **fields)  # type: ignore[arg-type]
 
 
-def by(deadline_s: float | None, heard_s: float = 80.0) -> Notice:
+def by(deadline_s: float | None, heard_s: float = 80.0) -> PreemptionNotice:
     """A notice; its margin is 5 s where it gave 20 s or more."""
-    return Notice(reason=AWS, heard_s=heard_s, by_s=deadline_s)
+    return PreemptionNotice(reason=AWS, heard_s=heard_s, by_s=deadline_s)
 
 
-TRAINS = Workers(generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20)
+TRAINS = WorkerGroupState(
+    generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20
+)
 STOPPING = replace(TRAINS, aborted_s=98.0)
 GONE = replace(STOPPING, running=0)
 ALONE = f"a leaves: {AWS}; etcd is still away"
@@ -90,18 +92,18 @@ def v(base: View, **changes: object) -> View:
 
 TABLE: list[tuple[str, View, list[object]]] = [
     # A8
-    ("there is time", TRAINING, [Ask(FLAG_LEAVE)]),
-    ("no deadline", v(TRAINING, notice=by(None)), [Ask(FLAG_LEAVE)]),
-    ("a drain without a notice", v(TRAINING, notice=None), [Ask(FLAG_LEAVE)]),
+    ("there is time", TRAINING, [RequestBoundaryStop(FLAG_LEAVE)]),
+    ("no deadline", v(TRAINING, notice=by(None)), [RequestBoundaryStop(FLAG_LEAVE)]),
+    ("a drain without a notice", v(TRAINING, notice=None), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("asked: the boundary is waited for", v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE)), []),
     # A10
-    ("still time to wait", v(TRAINING, notice=by(105.1)), [Ask(FLAG_LEAVE)]),
+    ("still time to wait", v(TRAINING, notice=by(105.1)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("no time, not asked yet", v(TRAINING, notice=by(105.0)), [RaiseAlarm(FALLEN)]),
     ("no time, asked", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, asked=FLAG_LEAVE)), [RaiseAlarm(FALLEN)]),
     ("past the deadline", v(TRAINING, notice=by(90.0)), [RaiseAlarm(FALLEN)]),
     ("no time, and a plain script", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, attached=False)), [RaiseAlarm(FALLEN)]),
     ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, asked=FLAG_LEAVE)), []),
-    ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [Ask(FLAG_LEAVE)]),
+    ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("a short notice, nearly over", v(TRAINING, notice=by(100.5, heard_s=97.5)), [RaiseAlarm(FALLEN)]),
     ("the round: answer and stop", v(ROUND, workers=TRAINS), [PutReport(ANSWERED.my_report), StopWorkers(FALLEN.reason)]),
     ("stopping: there is time", v(ANSWERED, notice=by(103.0)), []),
@@ -116,14 +118,14 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("the same after a failure", v(AWAY, notice=by(101.0), workers=replace(TRAINS, failed=True)), [StopWorkers(ALONE)]),
     ("the workers stop", v(AWAY, notice=by(101.0), workers=replace(STOPPING, aborted_s=99.9)), []),
     ("the workers do not stop", v(AWAY, notice=by(101.0), workers=STOPPING), [KillWorkers(ALONE, spare_saving=True)]),
-    ("they are gone", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
+    ("they are gone", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("nothing is held whole", v(AWAY, notice=by(101.0), workers=GONE, can_save=True), [Leave(ExitCode.LEFT)]),
     ("there is no directory", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD), [Leave(ExitCode.LEFT)]),
     ("it is being saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saving=True), []),
     ("it is saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saved_held=(3, 20)), [Leave(ExitCode.LEFT)]),
     ("another member may save it", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True), []),
-    ("it may hold nothing", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [SaveHeld(3, 20, 1, (0,))]),
-    ("that one is gone", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeld(3, 20, 1, (0,))]),
+    ("it may hold nothing", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("that one is gone", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [Leave(ExitCode.LEFT)]),
     ("etcd is away, no deadline", v(AWAY, notice=by(None)), []),
 ]  # fmt: skip
@@ -144,33 +146,35 @@ def test_the_reason_is_told_while_the_boundary_is_waited_for() -> None:
     assert decide(asked, NOW, LIMITS).reason == f"a leaves: {AWS}: waiting for the next boundary"
 
 
-SIGTERM = Notice(reason="SIGTERM (25 s of grace)", heard_s=50.0, by_s=75.0)
-SPOT = Notice(reason=AWS, heard_s=10.0, by_s=130.0)
-DRAIN = Notice(reason="drained by an operator", heard_s=5.0)
+SIGTERM = PreemptionNotice(reason="SIGTERM (25 s of grace)", heard_s=50.0, by_s=75.0)
+SPOT = PreemptionNotice(reason=AWS, heard_s=10.0, by_s=130.0)
+DRAIN = PreemptionNotice(reason="drained by an operator", heard_s=5.0)
 
 
 def test_several_notices_come_to_the_first_reason_and_the_earliest_deadline() -> None:
-    assert gathered([]) is None
-    assert gathered([SPOT]) == SPOT
+    assert merge_notices([]) is None
+    assert merge_notices([SPOT]) == SPOT
     later = replace(SIGTERM, heard_s=60.0, by_s=85.0)
-    assert gathered([SIGTERM, later]) == SIGTERM, "SIGTERM twice"
-    assert gathered([SIGTERM, SPOT]) == SIGTERM
-    both = gathered([SPOT, SIGTERM, later])
+    assert merge_notices([SIGTERM, later]) == SIGTERM, "SIGTERM twice"
+    assert merge_notices([SIGTERM, SPOT]) == SIGTERM
+    both = merge_notices([SPOT, SIGTERM, later])
     assert both == replace(SIGTERM, reason=f"{AWS}, then SIGTERM (25 s of grace)")
-    assert gathered([DRAIN, SPOT]) == replace(SPOT, reason=f"drained by an operator, then {AWS}")
-    assert gathered([SPOT, DRAIN]) == SPOT
+    assert merge_notices([DRAIN, SPOT]) == replace(
+        SPOT, reason=f"drained by an operator, then {AWS}"
+    )
+    assert merge_notices([SPOT, DRAIN]) == SPOT
 
 
 @pytest.mark.parametrize(
     ("given_s", "margin_s"), [(120.0, 5.0), (25.0, 5.0), (20.0, 5.0), (4.0, 1.0), (0.0, 0.0)]
 )
 def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) -> None:
-    notice = Notice(reason="r", heard_s=NOW, by_s=NOW + given_s)
-    assert last_call_s(notice, LIMITS) == NOW + given_s - margin_s
+    notice = PreemptionNotice(reason="r", heard_s=NOW, by_s=NOW + given_s)
+    assert boundary_deadline_s(notice, LIMITS) == NOW + given_s - margin_s
 
 
 def test_without_a_deadline_a_boundary_is_waited_for_as_long_as_it_takes() -> None:
-    assert last_call_s(DRAIN, LIMITS) == last_call_s(None, LIMITS) == float("inf")
+    assert boundary_deadline_s(DRAIN, LIMITS) == boundary_deadline_s(None, LIMITS) == float("inf")
 
 
 def ended(alarm: Alarm | None, mine: dict[str, object], theirs: dict[str, object]) -> View:

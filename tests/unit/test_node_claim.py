@@ -13,7 +13,7 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.node_claim import node_claim, serve_on_free_port
 from elasticzero.launcher.http.server import PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots import shared_memory
 from elasticzero.launcher.workers.fork_server import Launch
 
@@ -25,7 +25,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentOptions:
     return AgentOptions(
         job="job",
         node="host",
-        limits=Limits(min_nodes=1, max_nodes=2),
+        limits=JobPolicy(min_nodes=1, max_nodes=2),
         nproc=1,
         launch=launch,
         log_dir=tmp_path / "logs" / "job" / "host",

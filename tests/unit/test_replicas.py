@@ -11,8 +11,8 @@ from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, SigningInterv
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, outliers, strikes
-from elasticzero.launcher.protocol.resume import choose_resume, lost_snapshot
-from elasticzero.launcher.protocol.termination import unverified
+from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
+from elasticzero.launcher.protocol.termination import refuse_unverified_state
 
 NODES = ("a", "b", "c")
 MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)
@@ -79,13 +79,13 @@ def test_what_counts_after_ranks_were_found_to_differ(
     }
     chosen = choose_resume(world(resume), reports, storage)
     assert (chosen.tier, chosen.step) == found
-    lost = lost_snapshot(world(resume), reports, chosen)
+    lost = describe_incomplete_snapshot(world(resume), reports, chosen)
     assert lost == (
         ""
         if chosen.tier == "ram"
         else f"; the ranks were last found to be equal at step {verified}"
     )
-    ended = unverified(reports, chosen, ("b", DIFFERS))
+    ended = refuse_unverified_state(reports, chosen, ("b", DIFFERS))
     assert (ended is not None) == (chosen.tier == "fresh" and verified > 0)
 
 

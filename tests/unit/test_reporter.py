@@ -16,7 +16,7 @@ from elasticzero.launcher.agent.reporter import AgentReporter, log_to
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
-from elasticzero.launcher.protocol.policy import Limits
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.process import Worker
@@ -45,7 +45,7 @@ def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
     options = AgentOptions(
         job="j",
         node="n",
-        limits=Limits(min_nodes=1, max_nodes=1),
+        limits=JobPolicy(min_nodes=1, max_nodes=1),
         nproc=1,
         launch=Launch(
             target="t.py", is_module=False, arguments=(), environment={}, directory=str(tmp_path)

@@ -8,7 +8,7 @@ from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Leave, WriteDone
 from elasticzero.launcher.protocol.decide import decide
-from elasticzero.launcher.protocol.documents import Done, Setback, Strikes
+from elasticzero.launcher.protocol.documents import Done, FailureRecord, NodeStrikes
 from tests.unit.test_decide import (
     AT_REST,
     FAILED,
@@ -35,21 +35,23 @@ from tests.unit.test_decide import (
 
 
 def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_enough():
-    twice = (Strikes(node="b", count=2),)
+    twice = (NodeStrikes(node="b", count=2),)
     three = v(
         blamed(), world=world(A, B, C, strikes=twice), members=named(A, B, C),
         reports=blamed().reports | {"c": says("stopped", C)},
     )  # fmt: skip
     following = next_world(three)
     assert following.members == (A, C)
-    assert following.strikes == (Strikes(node="b", count=3),)
+    assert following.strikes == (NodeStrikes(node="b", count=3),)
     assert following.reason.startswith("b is set aside: its workers failed time and again, where")
     few = next_world(v(blamed(), world=world(A, B, strikes=twice)))
     assert few.members == (A, B), "never where fewer than MIN would be left"
 
 
 def test_of_the_nodes_set_aside_those_come_back_that_are_needed_and_no_more() -> None:
-    row = tuple(Strikes(node=node, count=count) for node, count in (("c", 4), ("d", 3), ("e", 5)))
+    row = tuple(
+        NodeStrikes(node=node, count=count) for node, count in (("c", 4), ("d", 3), ("e", 5))
+    )
     e = member("e")
     view = v(
         SILENT_B, world=world(A, B, strikes=row), members=named(A, C, D, e), round_s=98.0,
@@ -65,7 +67,7 @@ def test_of_the_nodes_set_aside_those_come_back_that_are_needed_and_no_more() ->
 
 def test_a_spare_takes_over_without_those_that_are_set_aside() -> None:
     aside = v(
-        SPARE, world=world(A, B, strikes=(Strikes(node="c", count=3),)), struck_s={"c": 90.0}
+        SPARE, world=world(A, B, strikes=(NodeStrikes(node="c", count=3),)), struck_s={"c": 90.0}
     )  # fmt: skip
     assert next_world(v(aside, control=scaled(1, 3))).members == (D,)
     assert next_world(aside).members == (C, D), "fewer than MIN would be left"
@@ -80,7 +82,7 @@ def test_a_newcomer_that_fails_is_set_aside_and_the_rest_have_trained() -> None:
     )  # fmt: skip
     following = next_world(joined)
     assert (following.members, following.trained, following.fruitless) == ((A,), 1, 1)
-    assert following.strikes == (Strikes(node="b", count=3),) and not following.setbacks
+    assert following.strikes == (NodeStrikes(node="b", count=3),) and not following.setbacks
     assert following.reason == "b is set aside: rank 0 failed where others did not (ValueError: no)"
 
 
@@ -92,7 +94,7 @@ def test_a_job_ended_by_bad_input_exits_with_64() -> None:
 
 
 def test_the_same_exception_on_a_second_node_ends_the_job() -> None:
-    before = Setback(
+    before = FailureRecord(
         generation=2, node="a", rank=0, blame="user", step=20, message=FAILED.message
     )  # fmt: skip
     view = v(

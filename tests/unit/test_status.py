@@ -9,7 +9,7 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import Job
 from elasticzero.launcher.cli.status import gather, table
-from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Strikes, World
+from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, NodeStrikes, World
 from elasticzero.text import duration_text
 
 
@@ -25,7 +25,7 @@ WORLD = World(
     strategy="ddp",
     resume=Resume(tier="ram", step=120, generation=2),
     reason="c left",
-    strikes=(Strikes(node="d", count=4),),
+    strikes=(NodeStrikes(node="d", count=4),),
 )
 JOB = Job(
     name="my-run",
@@ -91,7 +91,7 @@ def test_a_silent_agent_is_shown_as_such() -> None:
 
 def test_what_a_node_is_set_aside_for_is_shown() -> None:
     why = "rank 4 failed where others did not (ImportError: no)"
-    job = replace(JOB, world=replace(WORLD, strikes=(Strikes(node="d", count=3, why=why),)))
+    job = replace(JOB, world=replace(WORLD, strikes=(NodeStrikes(node="d", count=3, why=why),)))
     assert lines(job)[-1] == f"d is set aside: {why}"
     assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
 

@@ -18,8 +18,8 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.failure_policy import root_cause
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.placement import line_up, replica_source_index
-from elasticzero.launcher.protocol.resume import choose_resume, lost_snapshot
+from elasticzero.launcher.protocol.placement import order_members, replica_source_index
+from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 
 
 def member(name: str, nproc: int = 1) -> Member:
@@ -154,7 +154,7 @@ LINE_UP_TABLE = [
     ids=[row[0] for row in LINE_UP_TABLE],
 )
 def test_line_up(before, joiners, staying, most, expected):
-    assert list(line_up(before, joiners, staying, most)) == expected
+    assert list(order_members(before, joiners, staying, most)) == expected
 
 
 def test_ranks_follow_the_order_and_the_workers_of_each_node():
@@ -218,17 +218,17 @@ def test_a_snapshot_that_lost_its_holders_is_named() -> None:
     before = world(A, B, C)
     reports = {"a": holds((3, 57, 3, (0,))), "b": holds((3, 57, 3, (1, 0)), (3, 58, 3, (1,)))}
     storage = Resume(tier="storage", step=50)
-    assert lost_snapshot(before, reports, storage) == (
+    assert describe_incomplete_snapshot(before, reports, storage) == (
         "; no node is left that holds the part of rank 2 of the snapshot of step 57"
     )
-    assert lost_snapshot(before, reports, ram(57, 3, (0, "a"))) == ""
-    assert lost_snapshot(before, {}, storage) == ""
-    assert lost_snapshot(before, reports, Resume(tier="storage", step=60)) == ""
+    assert describe_incomplete_snapshot(before, reports, ram(57, 3, (0, "a"))) == ""
+    assert describe_incomplete_snapshot(before, {}, storage) == ""
+    assert describe_incomplete_snapshot(before, reports, Resume(tier="storage", step=60)) == ""
 
 
 def test_the_snapshot_a_generation_began_from_is_named_too_when_its_holders_are_lost() -> None:
     before = replace(world(A, B, C), resume=ram(57, 2, (0, "a"), (1, "b"), (2, "d")))
     reports = {"a": holds((2, 57, 3, (0,))), "b": holds((2, 57, 3, (1,)))}
-    assert lost_snapshot(before, reports, Resume(tier="storage", step=50)) == (
+    assert describe_incomplete_snapshot(before, reports, Resume(tier="storage", step=50)) == (
         "; no node is left that holds the part of rank 2 of the snapshot of step 57"
     )
