@@ -21,7 +21,7 @@ from recovery_peer import torchrun
 from recovery_report import CASES, Report, Row
 from recovery_trial import Struck, round_of
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 
 PEER_CASES = ("worker", "node")
 
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-recovery-"))
     say(f"logs in {runs}, which stay if this fails")
-    with EmbeddedEtcd() as etcd:
+    with EtcdServer() as etcd:
         endpoint = etcd.endpoint
         report = Report(
             command=shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),

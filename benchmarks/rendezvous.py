@@ -31,7 +31,7 @@ from rendezvous_crowd import CrowdOptions
 from rendezvous_report import Phase, Report, Round, Size
 
 from elasticzero.launcher.store.api import job_prefix
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
 
@@ -106,7 +106,7 @@ class Crowd:
 class Measured:
     """What etcd and the clients' processes have used so far."""
 
-    def __init__(self, etcd: EmbeddedEtcd, crowds: list[Crowd]) -> None:
+    def __init__(self, etcd: EtcdServer, crowds: list[Crowd]) -> None:
         for crowd in crowds:
             crowd.order("mark")
         marks = [crowd.wait("cpu", 60.0) for crowd in crowds]
@@ -190,7 +190,7 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
     job, patience_s = f"rendezvous-{number}", options.patience
     victims = max(1, agents // 100)
     with (
-        EmbeddedEtcd() as etcd,
+        EtcdServer() as etcd,
         crowds_of(etcd.endpoint, job, agents, victims, options) as (stay, vanish),
     ):
         everyone = [*stay, vanish]

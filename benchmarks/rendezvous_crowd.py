@@ -1,6 +1,6 @@
 """Many membership clients in one process, for rendezvous.py: `rendezvous_crowd.py JSON`.
 
-Each client is what an agent is to the store: an `EtcdStore`, `Observer`, `Membership`,
+Each client is what an agent is to the store: an `EtcdStore`, `WatchCache`, `Membership`,
 `ClusterObserver`, `StoreWriter`, and `decide`. Two of them share nothing,
 but the connection of their process to etcd where that is asked for. Workers are pretended: they
 start at once, train for ever, and take STOP_S to stop.
@@ -48,10 +48,10 @@ from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
-from elasticzero.launcher.store.etcd.connection import open_channels
+from elasticzero.launcher.store.etcd.channels import open_channels
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
-from elasticzero.launcher.store.watch_cache import DONE, Observer
+from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from elasticzero.serialization import decode
 
 THREADS = 8
@@ -158,7 +158,7 @@ class Client:
         self._crowd = crowd
         channels = crowd.channels if options.share else None
         self.store = EtcdStore([options.endpoint], job_prefix(options.job), channels=channels)
-        self.observer = Observer(self.store, self.wake)
+        self.observer = WatchCache(self.store, self.wake)
         sock = bound_socket()
         me = Member(
             node=self.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elasticzero.launcher.store.api import Snapshot
+from elasticzero.launcher.store.api import PrefixState
 
 DEADLINE_S = 20.0
 """Generous: only a test that fails waits so long."""
@@ -15,17 +15,17 @@ class Told:
     """A callback for `Store.watch` that keeps every snapshot, in order."""
 
     def __init__(self) -> None:
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[PrefixState] = []
         self.threads: set[int] = set()
         self._changed = threading.Condition()
 
-    def __call__(self, snapshot: Snapshot) -> None:
+    def __call__(self, snapshot: PrefixState) -> None:
         with self._changed:
             self.snapshots.append(snapshot)
             self.threads.add(threading.get_ident())
             self._changed.notify_all()
 
-    def until(self, so: Callable[[Snapshot], bool]) -> Snapshot:
+    def until(self, so: Callable[[PrefixState], bool]) -> PrefixState:
         """The first snapshot told, already or from now on, that satisfies `so`."""
         with self._changed:
             self._changed.wait_for(lambda: any(map(so, self.snapshots)), DEADLINE_S)
@@ -39,7 +39,7 @@ class Told:
         return [{k: e.value for k, e in s.entries.items()} for s in self.snapshots]
 
 
-def has(**values: bytes) -> Callable[[Snapshot], bool]:
+def has(**values: bytes) -> Callable[[PrefixState], bool]:
     """A snapshot that holds exactly these keys (`a__b` stands for a/b) and values."""
     wanted = {key.replace("__", "/"): value for key, value in values.items()}
     return lambda snapshot: {k: e.value for k, e in snapshot.entries.items()} == wanted

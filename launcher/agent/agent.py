@@ -57,7 +57,7 @@ from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.job_token import Agreed, agree
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
-from elasticzero.launcher.store.watch_cache import MEMBERS, Observer, members_of
+from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import Gang
 from elasticzero.launcher.workers.process import Worker, end
@@ -102,7 +102,7 @@ class Agent:
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._observer = Observer(store, self.wake)
+        self._observer = WatchCache(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self._events = EventLog(options.log_dir)
         self.reporter = AgentReporter(options, self._events, metrics)

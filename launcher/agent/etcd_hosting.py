@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from elasticzero.errors import OperatorError, StoreUnavailable
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.store.api import Store
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.membership import reachable_address
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
 
@@ -48,7 +48,7 @@ def hosted(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(EmbeddedEtcd(address=_bracketed(address), port=etcd.port))
+            stack.enter_context(EtcdServer(address=_bracketed(address), port=etcd.port))
         except OperatorError:
             if etcd.here or not _taken(address, etcd.port):
                 raise

@@ -44,7 +44,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.shared_memory import Claim
 from elasticzero.launcher.store.api import Condition, Store, job_prefix
 from elasticzero.launcher.store.etcd.access import Access
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_token import agree
 from elasticzero.launcher.store.membership import (
@@ -117,7 +117,7 @@ def run_agent(
     with ExitStack() as stack:
         hosts = False
         if not endpoints:
-            etcd = stack.enter_context(EmbeddedEtcd())
+            etcd = stack.enter_context(EtcdServer())
             endpoints = [etcd.endpoint]
             tell(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
         elif coordination.hosted is not None:

@@ -27,8 +27,8 @@ from elasticzero.launcher.store.watch_cache import (
     DONE,
     MEMBERS,
     WORLD,
-    Observer,
-    Since,
+    FirstSeen,
+    WatchCache,
     reports_of,
 )
 
@@ -86,7 +86,7 @@ class ClusterObserver:
     def __init__(
         self,
         store: Store,
-        observer: Observer,
+        observer: WatchCache,
         membership: Membership,
         snapshots: Memory,
         storage_look: Storage,
@@ -99,8 +99,8 @@ class ClusterObserver:
         self._storage_look = storage_look
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
-        self._missing, self._alarm, self._round, self._outside = (Since() for _ in range(4))
-        self._world, self._struck = Since(), Since()
+        self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
+        self._world, self._struck = FirstSeen(), FirstSeen()
         self._noted: Mapping[str, Member] | None = None
         """The registrations that `_joined` was made of, and with which world `_unseen`."""
         self._joined: frozenset[tuple[str, str]] = frozenset()

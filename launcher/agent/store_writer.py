@@ -23,9 +23,16 @@ from elasticzero.launcher.protocol.documents import Alarm, Done, Report, to_byte
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.store.api import Condition, Snapshot, Store
+from elasticzero.launcher.store.api import Condition, PrefixState, Store
 from elasticzero.launcher.store.membership import Membership
-from elasticzero.launcher.store.watch_cache import ALARM, DONE, MEMBERS, WORLD, Observer, reports_of
+from elasticzero.launcher.store.watch_cache import (
+    ALARM,
+    DONE,
+    MEMBERS,
+    WORLD,
+    WatchCache,
+    reports_of,
+)
 
 StoreAction = RaiseAlarm | PutReport | WriteWorld | WriteDone
 
@@ -36,7 +43,7 @@ class StoreWriter:
     def __init__(
         self,
         store: Store,
-        observer: Observer,
+        observer: WatchCache,
         membership: Membership,
         cluster: ClusterObserver,
         again: Callable[[float], Decision],
@@ -119,7 +126,7 @@ class StoreWriter:
                 if written is not None:
                     self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _conditions(self, stands: Snapshot | None) -> list[Condition]:
+    def _conditions(self, stands: PrefixState | None) -> list[Condition]:
         """Of what ends a generation: nobody has ended it, or the job; this node has its place."""
         entry = stands.entries.get(WORLD) if stands is not None else None
         revision, value = (entry.mod_revision, entry.value) if entry is not None else (0, None)
@@ -129,6 +136,6 @@ class StoreWriter:
             self._membership.condition(),
         ]
 
-    def _write_done(self, done: Done, stands: Snapshot | None) -> None:
+    def _write_done(self, done: Done, stands: PrefixState | None) -> None:
         self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(stands))
         self._observer.put(DONE, self._store.read(DONE))

@@ -18,7 +18,7 @@ from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environm
 from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.options.table import given_words
 from elasticzero.launcher.options.validation import make_log_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 
 FAULTS = ("kill-node", "kill-worker", "drain", "join")
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     with ExitStack() as stack:
         endpoint = args.etcd
         if endpoint is None:
-            endpoint = stack.enter_context(EmbeddedEtcd()).endpoint
+            endpoint = stack.enter_context(EtcdServer()).endpoint
         most = most_nodes(args.nodes, faults)
         words = agent_arguments(args, endpoint, most)
         output = None if console.silent else sys.stdout.fileno()

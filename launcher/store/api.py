@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class PrefixState:
     """Every entry under a prefix as of one revision, oldest first (by create revision)."""
 
     revision: int
@@ -62,7 +62,7 @@ class Condition:
             raise ValueError(f"condition on {self.key!r} names no revision")
 
 
-class Subscription(Protocol):
+class Watch(Protocol):
     """A watch that goes on until it is closed."""
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Store(Protocol):
     def distrust(self, reason: str, history: int) -> None:
         """What the caller has found in this history says that the store has lost its data."""
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         """All entries whose key begins with `prefix`; with a limit, the first so many by create
         revision. Linearizable."""
 
@@ -142,7 +142,7 @@ class Store(Protocol):
         it is not known whether the write took place (its message says so).
         """
 
-    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Subscription:
+    def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> Watch:
         """Call `changed` with the whole of `prefix` now and after every change, from one thread.
 
         The calls come in the order of histories and revisions; changes that come close together

@@ -27,7 +27,7 @@ from elasticzero.launcher.protocol.documents import to_bytes
 from elasticzero.launcher.store.api import Condition, Entry, Store
 from elasticzero.launcher.store.job_token import KEY, Agreed, record_in
 from elasticzero.launcher.store.membership import Membership
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, WORLD, Observer
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, WORLD, WatchCache
 
 AGAIN_S = 0.3
 """Seconds until the next try, where the store did not answer or another agent wrote first."""
@@ -50,7 +50,7 @@ class StoreRecovery:
     def __init__(
         self,
         store: Store,
-        observer: Observer,
+        observer: WatchCache,
         membership: Membership,
         memory: Forgetful | None,
         agreed: Agreed | None,

@@ -23,7 +23,7 @@ from elasticzero.launcher.protocol.documents import (
     outranks,
     world_from_bytes,
 )
-from elasticzero.launcher.store.api import Entry, Snapshot, Store, Subscription
+from elasticzero.launcher.store.api import Entry, PrefixState, Store, Watch
 from elasticzero.serialization import decode
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def document(kind: type[Any], data: bytes) -> Any:
     return world_from_bytes(data) if kind is World else decode(kind, json.loads(data))
 
 
-class Observer:
+class WatchCache:
     """Follows prefixes of the store and reads documents out of their newest snapshots.
 
     Where the store has lost its data, what stood there before counts on, until `settle` is called:
@@ -63,15 +63,15 @@ class Observer:
         self._read = read_document
         self._changed = changed
         self._lock = threading.Lock()
-        self._latest: dict[str, Snapshot] = {}
-        self._subscriptions: dict[str, Subscription] = {}
+        self._latest: dict[str, PrefixState] = {}
+        self._subscriptions: dict[str, Watch] = {}
         self._decoded: dict[str, tuple[Entry, Any]] = {}
         """By key: an entry, and the document that stood there."""
         self._kept: dict[str, Entry] = {}
         """By key: what stood in the store before it lost its data."""
         self._doubted: int | None = None
         """The history in which the world shrank: what it told after that is of another one."""
-        self._gathered: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
+        self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
         """By prefix: a snapshot, and its documents by node."""
 
     def follow(self, prefixes: Iterable[str]) -> None:
@@ -89,14 +89,14 @@ class Observer:
         for prefix in sorted(wanted - self._subscriptions.keys()):
             self._subscriptions[prefix] = self._store.watch(prefix, self._take(prefix))
 
-    def _take(self, prefix: str) -> Callable[[Snapshot], None]:
-        def take(snapshot: Snapshot) -> None:
+    def _take(self, prefix: str) -> Callable[[PrefixState], None]:
+        def take(snapshot: PrefixState) -> None:
             self.put(prefix, snapshot)
             self._changed()
 
         return take
 
-    def put(self, prefix: str, snapshot: Snapshot) -> None:
+    def put(self, prefix: str, snapshot: PrefixState) -> None:
         """Take in a snapshot, unless a newer one is here."""
         with self._lock:
             known = self._latest.get(prefix)
@@ -107,7 +107,7 @@ class Observer:
                 if prefix in KEPT:
                     self._note_loss(prefix, known, snapshot)
 
-    def _note_loss(self, prefix: str, known: Snapshot, found: Snapshot) -> None:
+    def _note_loss(self, prefix: str, known: PrefixState, found: PrefixState) -> None:
         """Keep what was known, where the store has lost its data, or may have: in one history an
         alarm goes with its generation, but the world stays, and only ever grows."""
         if known.history != found.history:
@@ -120,7 +120,7 @@ class Observer:
                     self._keep(self._latest[other].entries)
             self._doubted = known.history
 
-    def _has_shrunk(self, known: Snapshot, found: Snapshot) -> bool:
+    def _has_shrunk(self, known: PrefixState, found: PrefixState) -> bool:
         """Whether a world is gone, or stands there at another revision, or is another one that does
         not follow it; or the alarm of the present generation is gone."""
         before, after = known.entries.get(WORLD), found.entries.get(WORLD)
@@ -155,7 +155,7 @@ class Observer:
             self._kept = {}
             self._doubted = None
 
-    def get(self, prefix: str) -> Snapshot | None:
+    def get(self, prefix: str) -> PrefixState | None:
         """The newest snapshot of a followed prefix; None before the first."""
         return self._latest.get(prefix)
 
@@ -245,14 +245,14 @@ def reports_of(generation: int) -> str:
     return f"{REPORTS}{generation}/"
 
 
-def members_of(snapshot: Snapshot) -> dict[str, Member]:
+def members_of(snapshot: PrefixState) -> dict[str, Member]:
     """The registrations in a snapshot of `members/`, oldest first."""
     entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
     members = [decode(Member, json.loads(entry.value), entry.key) for entry in entries]
     return {member.node: member for member in members}
 
 
-class Since:
+class FirstSeen:
     """Since when things have been so: remembers the time at which each key first appeared."""
 
     def __init__(self) -> None:

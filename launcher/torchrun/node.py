@@ -22,7 +22,7 @@ from elasticzero.launcher.protocol.view import StoreHealth
 from elasticzero.launcher.store.api import Condition, LeaseLost, Store, job_prefix
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
 from elasticzero.launcher.store.recovery import StoreRecovery
-from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, Observer, Since
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, FirstSeen, WatchCache
 from elasticzero.launcher.torchrun.rules import (
     Action,
     Refusal,
@@ -116,11 +116,11 @@ class Participant:
         )
         self._membership = Membership(store, me, int(limits.lease_ttl_s), store_socket)
         self._wake, self._over = threading.Event(), threading.Event()
-        self._observer = Observer(store, self._wake.set)
+        self._observer = WatchCache(store, self._wake.set)
         self._recovery = StoreRecovery(
             store, self._observer, self._membership, None, None, self._tell
         )
-        self._missing = Since()
+        self._missing = FirstSeen()
         self._known: frozenset[tuple[str, str]] = frozenset()
         self._last_join_s = self._retry_s = 0.0
         self._newcomer, self._registered, self._placed = True, False, False

@@ -20,7 +20,7 @@ from typing import Any
 from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.protocol.documents import world_from_bytes
 from elasticzero.launcher.store.api import job_prefix
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
 from elasticzero.processes import children_of, descendants
@@ -46,7 +46,7 @@ class Stage:
     def __init__(
         self,
         told: Story,
-        etcd: EmbeddedEtcd,
+        etcd: EtcdServer,
         networks: Networks | None,
         *,
         strategy: str,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elasticzero.launcher.local.cluster import Node
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.networks import Networks
 from tests.integration.clusters import Story
 
@@ -41,7 +41,7 @@ class Strikes:
     def __init__(
         self,
         told: Story,
-        etcd: EmbeddedEtcd,
+        etcd: EtcdServer,
         networks: Networks | None,
         dice: random.Random,
         nodes: int,

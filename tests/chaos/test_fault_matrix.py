@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.local.cluster import on_loopback
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.matrix import (
     CELLS,
     FAULTS,
@@ -80,7 +80,7 @@ def play(
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
     with (
-        EmbeddedEtcd(address=address) as etcd,
+        EtcdServer(address=address) as etcd,
         story(
             tmp_path, etcd.endpoint, job, words, nodes=len(first), each=first, place=place
         ) as told,

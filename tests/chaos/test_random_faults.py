@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.local.cluster import on_loopback
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.networks import Networks, NoNetworks
-from tests.chaos.strikes import NodeStrikes
+from tests.chaos.strikes import Strikes
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in, undisturbed
 from tests.integration.test_elastic_training import check_samples, check_weights
@@ -89,11 +89,11 @@ def play(
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
     with (
-        EmbeddedEtcd(address=address) as etcd,
+        EtcdServer(address=address) as etcd,
         story(tmp_path, etcd.endpoint, job, words, nodes=NODES, place=place) as told,
     ):
         told.wait("training", lambda: told.step >= 2)
-        strikes = NodeStrikes(told, etcd, networks, dice, NODES)
+        strikes = Strikes(told, etcd, networks, dice, NODES)
         strikes.play(faults, mean_gap_s)
         strikes.finish()
         struck_s = time.time()  # what is left is trained without pauses

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from elasticzero.launcher.store.api import Store, job_prefix
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.contract.s3_server import Proxy, proxied, running_server
 from tests.integration.etcd_members import Members
@@ -22,8 +22,8 @@ _jobs = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd() as member:
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as member:
         yield member
 
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.reference import undisturbed
 
 _jobs = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd() as member:
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as member:
         yield member
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 
@@ -162,7 +162,7 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     assert "error: rank 0 on node-" in found.stderr
 
 
-def test_two_agents_of_one_name(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+def test_two_agents_of_one_name(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     words = ["--nnodes", "1:2", "--settle", "0", "--lease-ttl", "2", str(REGRESSION)]
     with story(tmp_path, etcd.endpoint, job, [*words, "--pause", "0.2"], nodes=1) as told:
         told.wait_for_step(2)
@@ -178,7 +178,7 @@ def test_two_agents_of_one_name(tmp_path: Path, job: str, etcd: EmbeddedEtcd) ->
         assert told.generation == 1
 
 
-def test_a_job_that_is_done(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+def test_a_job_that_is_done(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     script = [str(REGRESSION), "--epochs", "1"]
     with story(tmp_path, etcd.endpoint, job, ["--nnodes", "1:1", *script], nodes=1) as told:
         assert told.wait_for_end() == {"node-0": 0}
@@ -191,7 +191,7 @@ def test_a_job_that_is_done(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> Non
 
 
 def test_fewer_nodes_than_wanted_says_who_is_there(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     words = ["run", "--etcd", etcd.endpoint, "--job", job, "--nnodes", "2:3", "--http-port", "0"]
     words += ["--node-name", "lonely", "--join-timeout", "13", "--log-dir", str(tmp_path)]

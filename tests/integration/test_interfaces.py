@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.agent.interfaces import interface_of
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.networks import Networks, NoNetworks
 from tests.integration.clusters import REGRESSION, elasticzero
 
@@ -40,7 +40,7 @@ def test_ranks_meet_where_the_host_name_is_loopback(
     """Gloo took 127.0.0.1, to which a machine's own name often resolves, and no rank met another:
     each node has a network of its own here."""
     folder = ["--job", job, "--log-dir", str(tmp_path), "--nnodes", "2"]
-    with EmbeddedEtcd(address=networks.address) as etcd:
+    with EtcdServer(address=networks.address) as etcd:
         nodes = []
         for name in ("a", "b"):
             at = networks.place(name)

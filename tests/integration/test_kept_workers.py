@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -27,7 +27,7 @@ def starts(told: Story, node: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["zero2", *(rare(name) for name in ("ddp", "zero1", "zero3"))])
 def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
@@ -53,7 +53,7 @@ def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", *(rare(name) for name in ("zero1", "zero2", "zero3"))])
 def test_what_a_killed_worker_leaves_behind_goes_on(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """Its peers are kept, or forked anew where the shock has left a doubt."""
     checkpoints = tmp_path / "checkpoints"
@@ -74,7 +74,7 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
 
 
 @pytest.mark.timeout(120)
-def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """And what the script has started ends with it."""
     words = ["--nnodes", "1:2", *KEEP, str(SCRIPTS / "leaves_behind.py"), "child"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:

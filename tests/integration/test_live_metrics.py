@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticzero.launcher.store import job_token
 from elasticzero.launcher.store.api import job_prefix
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import REGRESSION, elasticzero, story
 
@@ -29,7 +29,7 @@ def get(port: int, path: str, token: str = "") -> str:
 
 @pytest.mark.timeout(120)
 def test_a_running_job_tells_its_state(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, program: Callable[[str], str]
+    tmp_path: Path, job: str, etcd: EtcdServer, program: Callable[[str], str]
 ) -> None:
     promtool = program("promtool")
     words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
@@ -85,7 +85,7 @@ def test_a_running_job_tells_its_state(
         assert path.is_dir() or token.reveal not in path.read_text(errors="replace"), path
 
 
-def test_status_of_a_job_that_nobody_knows(etcd: EmbeddedEtcd) -> None:
+def test_status_of_a_job_that_nobody_knows(etcd: EtcdServer) -> None:
     words = ["status", "--etcd", etcd.endpoint, "--job", "nobody"]
     found = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
     assert found.returncode == 64

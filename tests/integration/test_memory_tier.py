@@ -11,7 +11,7 @@ from elasticzero.checkpoint.ram.slots import SLOTS
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -39,7 +39,7 @@ def lose(told: Story, *places: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.chaos)])
 def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
@@ -58,7 +58,7 @@ def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
 
 
 def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(tmp_path / "c", "zero1", "--nnodes", "1:4", "--snapshot-every", "2")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
@@ -73,7 +73,7 @@ def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
 
 
 def test_a_lost_pair_falls_back_to_storage_and_says_so(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(
         tmp_path / "c", "zero2", "--nnodes", "1:4", "--snapshot-every", "1",
@@ -91,7 +91,7 @@ def test_a_lost_pair_falls_back_to_storage_and_says_so(
 
 
 def test_memory_is_bounded_whatever_happens_to_the_world(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     options = words(
         tmp_path / "c", "zero2", "--nnodes", "1:3", "--snapshot-every", "1",
@@ -118,7 +118,7 @@ def test_memory_is_bounded_whatever_happens_to_the_world(
 
 
 def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(tmp_path / "c", "ddp", "--nnodes", "1:1", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
@@ -132,7 +132,7 @@ def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
 
 
 def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(tmp_path / "c", "zero2", "--nnodes", "2:2", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
@@ -150,7 +150,7 @@ def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
 
 
 def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     options = words(tmp_path / "c", "zero2", "--nnodes", "1:4", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
@@ -163,7 +163,7 @@ def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
 
 
 def test_without_shared_memory_checkpoints_are_written_all_the_same(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = [
         "--nnodes", "1:1", "--nproc-per-node", "2", "--strategy", "zero1", "--checkpoint-dir",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, elasticzero, story
 
 OTHERS = ["--nnodes", "1:3", "--settle", "3"]
@@ -52,7 +52,7 @@ NEWCOMERS = {
     ],
 )
 def test_a_bad_newcomer_is_set_aside_and_the_others_train(
-    what: str, strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    what: str, strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """All nodes exited with 70, and the steps in memory were lost."""
     words, error = NEWCOMERS[what]
@@ -77,7 +77,7 @@ def test_a_bad_newcomer_is_set_aside_and_the_others_train(
 
 
 def test_an_import_error_on_one_of_two_nodes_leaves_the_other(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """At the start: with MIN 1 the good node trains."""
     words = [*OTHERS, str(REGRESSION), "--epochs", "2"]
@@ -90,7 +90,7 @@ def test_an_import_error_on_one_of_two_nodes_leaves_the_other(
 
 
 def test_bad_input_on_all_nodes_ends_the_job_with_64(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     words = ["--nnodes", "1:2", "--settle", "3", str(SCRIPTS / "fails_on_import.py")]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
@@ -102,7 +102,7 @@ def test_bad_input_on_all_nodes_ends_the_job_with_64(
 
 
 def test_a_node_whose_worker_crashes_thrice_is_set_aside(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """SIGSEGV: its death hid behind its peers' loss, and the job ended with two good nodes."""
     words = [*OTHERS, "--snapshot-every", "2", "--strategy", "zero1", str(REGRESSION)]
@@ -127,7 +127,7 @@ def test_a_node_whose_worker_crashes_thrice_is_set_aside(
 
 
 def test_an_interrupted_worker_is_named_and_not_its_peer(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """KeyboardInterrupt: the worker ended without a word."""
     words = [*OTHERS, str(REGRESSION), "--pause", "0.2", "--epochs", "2"]
@@ -142,7 +142,7 @@ def test_an_interrupted_worker_is_named_and_not_its_peer(
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_an_exception_at_the_same_step_on_two_nodes_ends_the_job(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """On whichever node: one stop and one traceback, after four tries and five tracebacks before.
 

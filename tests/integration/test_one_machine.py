@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, elasticzero
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def started(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.
             agent.communicate()
 
 
-def words(etcd: EmbeddedEtcd, job: str, *more: str) -> list[str]:
+def words(etcd: EtcdServer, job: str, *more: str) -> list[str]:
     given = ["--etcd", etcd.endpoint, "--job", job, "--nnodes", "2", "--preemption", "none"]
     return [*given, "--host", "127.0.0.1", *more, str(REGRESSION), "--epochs", "1"]
 
@@ -60,7 +60,7 @@ def ends(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
 @pytest.mark.timeout(240)
 def test_two_agents_of_one_job_share_a_machine(tmp_path: Path, job: str) -> None:
     """The second ended with 69, "Address already in use", and no flag was named."""
-    with EmbeddedEtcd() as etcd:
+    with EtcdServer() as etcd:
         one = words(etcd, job)
         with started(tmp_path, one, one) as agents:
             said = "\n".join(ends(agents))
@@ -73,7 +73,7 @@ def test_two_agents_of_one_job_share_a_machine(tmp_path: Path, job: str) -> None
 @pytest.mark.timeout(240)
 def test_two_jobs_share_a_machine(tmp_path: Path, job: str) -> None:
     """Jobs know nothing of each other: each has its nodes under the host's name."""
-    with EmbeddedEtcd() as etcd:
+    with EtcdServer() as etcd:
         one, other = words(etcd, job), words(etcd, f"{job}-other")
         with started(tmp_path, one, one, other, other) as agents:
             said = ends(agents)
@@ -83,7 +83,7 @@ def test_two_jobs_share_a_machine(tmp_path: Path, job: str) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_port_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
-    with EmbeddedEtcd() as etcd, socket.create_server(("0.0.0.0", 0)) as taken:
+    with EtcdServer() as etcd, socket.create_server(("0.0.0.0", 0)) as taken:
         port = str(taken.getsockname()[1])
         with started(tmp_path, words(etcd, job, "--http-port", port)) as (agent,):
             _, said = agent.communicate(timeout=LATE_S)
@@ -94,7 +94,7 @@ def test_a_port_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: 
 @pytest.mark.timeout(120)
 def test_a_name_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
     """A second agent under a name that was given takes no other: it may be a mistake."""
-    with EmbeddedEtcd() as etcd:
+    with EtcdServer() as etcd:
         named = words(etcd, job, "--node-name", "mine", "--http-port", "0")
         with started(tmp_path, named) as (first,):
             assert first.stderr is not None

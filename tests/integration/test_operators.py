@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
 from tests.integration.test_elastic_training import check_weights
 from tests.integration.test_memory_tier import members
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 class Operator:
     """Somebody at a terminal."""
 
-    def __init__(self, job: str, etcd: EmbeddedEtcd) -> None:
+    def __init__(self, job: str, etcd: EtcdServer) -> None:
         self._place = ["--job", job, "--etcd", etcd.endpoint]
 
     def begins(self, *words: str) -> subprocess.Popen[str]:
@@ -64,7 +64,7 @@ def ram_only(told: Story) -> bool:
 
 
 def test_two_operators_drain_scale_and_stop_a_job(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     operator, checkpoints = Operator(job, etcd), tmp_path / "c"
     words = ["--settle", "60", "--strategy", "zero2", "--checkpoint-dir", str(checkpoints)]
@@ -127,7 +127,7 @@ def test_two_operators_drain_scale_and_stop_a_job(
 
 
 def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     operator, checkpoints = Operator(job, etcd), tmp_path / "c"
     words = ["--nnodes", "2:2", "--strategy", "zero1", "--snapshot-every", "1"]
@@ -156,7 +156,7 @@ def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
 
 
 def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     operator = Operator(job, etcd)
     words = ["--nnodes", "1:3", "--settle", "60", str(REGRESSION), "--pause", "0.3"]
@@ -181,7 +181,7 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
 
 
 def test_of_the_nodes_beyond_max_as_many_wait_as_spares_allows(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     words = ["--nnodes", "1:1", "--spares", "1", "--lease-ttl", "2", str(REGRESSION)]
     words += ["--pause", "0.2", "--epochs", "6"]

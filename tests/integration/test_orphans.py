@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
 
@@ -118,7 +118,7 @@ def test_a_stopped_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
 
 def test_an_agent_whose_etcd_is_gone_leaves_a_finished_job(tmp_path: Path, job: str) -> None:
     """It asked a dead etcd for good, with nothing left to do."""
-    with EmbeddedEtcd() as etcd:
+    with EtcdServer() as etcd:
         words = ["--etcd", etcd.endpoint, "--job", job, "--http-port", "0", "--join-timeout", "3"]
         words += ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1", "--pause", "0.1"]
         agent = start("run", *words)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import elasticzero, story
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 
 @pytest.mark.timeout(150)
 def test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     checkpoint = tmp_path / "model.pt"
     words = ["--nnodes", "1:2", str(SCRIPT), "--checkpoint", str(checkpoint)]
@@ -40,7 +40,7 @@ def test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node(
 
 @pytest.mark.timeout(150)
 def test_a_torchrun_script_runs_from_a_module_and_takes_torchruns_spellings(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: str, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(SCRIPT.parent)
     words = ["--rdzv_endpoint", etcd.endpoint, "--nproc_per_node", "2", "-m", "torchrun_ddp"]

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from elasticzero.launcher.local.cluster import Node
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants
 from tests.clouds import Aws, Azure, Gcp
 from tests.integration.clusters import REGRESSION, Story, story
@@ -46,7 +46,7 @@ def codes_of(told: Story, leavers: list[Node]) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_spot_interruption_of_the_leader_costs_no_step(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = words_of(checkpoints, "--preemption", "auto", "--strategy", "zero2", pause="0.07")
@@ -70,7 +70,7 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
 
 @pytest.mark.timeout(120)
 def test_two_nodes_are_preempted_at_once(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = words_of(checkpoints, "--preemption", "gcp", "--strategy", "zero3")
@@ -98,7 +98,7 @@ def test_two_nodes_are_preempted_at_once(
 
 @pytest.mark.timeout(120)
 def test_a_step_longer_than_the_grace_is_given_up(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """Nobody comes to a boundary in time: the leaver's workers are killed in the middle of the
     step, and what they held lies with another node."""
@@ -122,7 +122,7 @@ def test_a_step_longer_than_the_grace_is_given_up(
 
 @pytest.mark.timeout(120)
 def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """As when a machine is shut down; and a worker elsewhere fails in the same moment."""
     checkpoints = tmp_path / "checkpoints"
@@ -143,7 +143,7 @@ def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
 
 
 @pytest.mark.timeout(60)
-def test_a_notice_before_the_first_world(tmp_path: Path, job: str, etcd: EmbeddedEtcd) -> None:
+def test_a_notice_before_the_first_world(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     words = ["--nnodes", "2:2", *SHORT, "--preemption", "azure", str(REGRESSION)]
     with (
         Azure() as machine,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, story
 from tests.integration.test_elastic_training import check_samples
 from tests.mounts import small_disk
@@ -23,7 +23,7 @@ def words(memory: Path, strategy: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_join_and_a_drain_lose_no_step_where_memory_is_short(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a checkpoint directory a mere join threw training back to step 0."""
     disk = tmp_path / "tmp"
@@ -52,7 +52,7 @@ def test_a_join_and_a_drain_lose_no_step_where_memory_is_short(
 
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 1), ("zero2", 6)])
 def test_a_lost_node_costs_a_few_steps_where_memory_is_short(
-    strategy: str, most: int, tmp_path: Path, job: str, etcd: EmbeddedEtcd,
+    strategy: str, most: int, tmp_path: Path, job: str, etcd: EtcdServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     disk = tmp_path / "tmp"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import disk_that_freezes, freeze, let_write, small_disk, thaw
@@ -33,7 +33,7 @@ def logs_of_workers(told: Story) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """Rank 0's node was blamed and set aside for it, or the job given up, its state in memory."""
     with small_disk(tmp_path / "disk", 8) as disk:
@@ -62,7 +62,7 @@ def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
 
 
 def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """A blocked open, as on NFS, held rank 0 up for good, and was taken for a hang of its node."""
     with disk_that_freezes(tmp_path / "disk") as disk:
@@ -86,7 +86,7 @@ def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
 
 
 def test_a_node_that_comes_while_storage_is_read_only_takes_its_place(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """It exited with 64, on which Kubernetes ends the whole job."""
     with small_disk(tmp_path / "disk", 8) as disk:
@@ -107,7 +107,7 @@ def test_a_node_that_comes_while_storage_is_read_only_takes_its_place(
 
 
 def test_a_fresh_job_does_not_begin_on_storage_that_is_read_only(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         let_write(disk, writes=False)

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.torchrun.node import rendezvous_prefix
 from tests.integration.certificates import LOOPBACK, Authority
@@ -61,7 +61,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(etcd: EmbeddedEtcd) -> Iterator[Nodes]:
+def nodes(etcd: EtcdServer) -> Iterator[Nodes]:
     with ThreadPoolExecutor(8) as pool:
         found = Nodes(etcd.endpoint, pool)
         yield found
@@ -303,7 +303,7 @@ def test_two_nodes_meet_behind_tls_with_a_user(tmp_path: Path) -> None:
 
 def test_an_outage_of_etcd_longer_than_the_leases_disturbs_nobody() -> None:
     ttl_s = 3
-    with EmbeddedEtcd() as etcd, ThreadPoolExecutor(8) as pool:
+    with EtcdServer() as etcd, ThreadPoolExecutor(8) as pool:
         nodes = Nodes(etcd.endpoint, pool)
         a, b = (nodes.new((1, 2), lease_ttl=ttl_s, last_call_timeout=PATIENCE_S) for _ in "ab")
 

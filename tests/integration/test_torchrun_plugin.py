@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.local.cluster import cluster_environment
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import children_of, descendants, is_alive
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ class Torchruns:
 
 
 @pytest.fixture
-def runs(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Torchruns]:
+def runs(etcd: EtcdServer, tmp_path: Path) -> Iterator[Torchruns]:
     found = Torchruns(etcd.endpoint, tmp_path)
     yield found
     found.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.messages import Failed
-from elasticzero.launcher.store.etcd.server import EmbeddedEtcd
+from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import SCRIPTS, Story, story
 from tests.integration.reference import undisturbed
 from tests.integration.test_elastic_training import check_weights
@@ -63,7 +63,7 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
     name: str,
     tmp_path: Path,
     job: str,
-    etcd: EmbeddedEtcd,
+    etcd: EtcdServer,
     wanted: dict[str, Tensor],
 ) -> None:
     """One element of a parameter, one bit, or the learning rate, on rank 1 after step 7: the run
@@ -89,7 +89,7 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_two_ranks_that_differ_go_back_to_a_verified_state(
-    strategy: str, tmp_path: Path, job: str, etcd: EmbeddedEtcd, wanted: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, wanted: dict[str, Tensor]
 ) -> None:
     """Without a majority none of both is right; and no checkpoint was written after the change."""
     told_words = words(
@@ -108,7 +108,7 @@ def test_two_ranks_that_differ_go_back_to_a_verified_state(
 
 @pytest.mark.timeout(120)
 def test_two_ranks_that_differ_end_a_job_without_checkpoints(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     told_words = words("--change 1:bit@7", "--nnodes", "2:2", "--verify-replicas", "5")
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
@@ -125,7 +125,7 @@ def test_two_ranks_that_differ_end_a_job_without_checkpoints(
 
 @pytest.mark.timeout(120)
 def test_a_majority_without_checkpoints_goes_on_by_itself(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     told_words = words("--change 1:bit@7", "--nnodes", "2:3", "--verify-replicas", "5")
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=3) as told:
@@ -185,7 +185,7 @@ def test_another_micro_batch_of_the_same_effect_is_no_difference(pool: Pool) -> 
 
 @pytest.mark.timeout(120)
 def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     each = [{}, {"TESTER_UNLIKE": "global_batch=10"}]
     told_words = words("", "--nnodes", "2:2")
@@ -199,7 +199,7 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
 
 @pytest.mark.timeout(120)
 def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd, wanted: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, wanted: dict[str, Tensor]
 ) -> None:
     told_words = words(
         "--pause 0.05", "--nnodes", "1:2", "--checkpoint-dir", str(tmp_path / "checkpoints")
@@ -222,7 +222,7 @@ def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
 
 @pytest.mark.timeout(120)
 def test_a_tracked_object_that_differs_ends_the_job(
-    tmp_path: Path, job: str, etcd: EmbeddedEtcd
+    tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """A restore gives every rank rank 0's: what the others had would be lost without a word."""
     told_words = words("--change 1:tracked@7", "--nnodes", "2:2", "--verify-replicas", "5")

@@ -1,6 +1,6 @@
 """A simulator: agents of the real decision code on virtual time, against models of all the rest.
 
-Real: `Observer`, `ClusterObserver`, `Membership`, `StoreWriter`, `decide` and `CaptureSchedule`,
+Real: `WatchCache`, `ClusterObserver`, `Membership`, `StoreWriter`, `decide` and `CaptureSchedule`,
 one set for each agent. Models: etcd and the way to it (etcd.py), workers, their process groups and
 what they hold in memory (training.py, memory.py), storage (storage.py), machines and their clocks
 (agents.py).

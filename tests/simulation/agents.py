@@ -36,7 +36,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.job_token import Agreed, agree
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
-from elasticzero.launcher.store.watch_cache import DONE, Observer
+from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from tests.simulation.connection import SimulatedStore
 from tests.simulation.gang import Gang
 from tests.simulation.storage import NodeMemory, SlowLook
@@ -173,7 +173,7 @@ class Agent:
             bind=lambda: Port(cluster.port()),  # type: ignore[arg-type,return-value]
             draw_incarnation=cluster.draw,
         )
-        self.observer = Observer(self.store, self.wake, cluster.read_document)
+        self.observer = WatchCache(self.store, self.wake, cluster.read_document)
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
         self.cluster_observer = ClusterObserver(
             self.store, self.observer, self.membership, host.memory, self.look, cluster.draw

@@ -83,7 +83,7 @@ class Cluster:
         return self._ports
 
     def read_document(self, kind: type[Any], data: bytes) -> Any:
-        """What `Observer` reads, once for all agents: documents never change."""
+        """What `WatchCache` reads, once for all agents: documents never change."""
         key = (kind, data)
         found = self._documents.get(key)
         if found is None:

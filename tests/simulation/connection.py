@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, Snapshot
+from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, PrefixState
 from elasticzero.launcher.store.data_loss import History
 from tests.simulation.etcd import Etcd, bucket_name
 
@@ -74,14 +74,14 @@ class Link:
 
     def distrust(self, reason: str, history: int) -> None:
         if self.seen.begin(reason, history):
-            self.answered_late()
+            self.record_late_reply()
 
     def hears(self, revision: int = 0) -> None:
         """An answer of etcd arrives at once."""
         if self.seen.answered(self.seen.asked(), self.etcd.cluster, revision) == "lost":
-            self.answered_late()
+            self.record_late_reply()
 
-    def answered(self) -> None:
+    def record_success(self) -> None:
         if not self.reachable:
             self.last_outage_end_s = self.clock()
             self.reachable = True
@@ -91,7 +91,7 @@ class Link:
             self.away_since_s = self.timeline.now_s
             self.reachable = False
 
-    def answered_late(self) -> None:
+    def record_late_reply(self) -> None:
         self.last_outage_end_s = self.clock()
         self.reachable = True
 
@@ -107,8 +107,8 @@ class SimulatedStore(Link):
         """The registration has lapsed, as far as is known."""
         return self.kept is not None and self.kept.lost
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
-        found: Snapshot = self._request(lambda: self.etcd.read(prefix, limit))
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
+        found: PrefixState = self._request(lambda: self.etcd.read(prefix, limit))
         return replace(found, history=self.history) if self.history else found
 
     def count(self, prefix: str, revision: int) -> int:
@@ -131,7 +131,7 @@ class SimulatedStore(Link):
         result: int | None = self._request(serve, writes=True)
         return result
 
-    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
+    def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> Watch:
         return Watch(self, prefix, changed)
 
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
@@ -174,8 +174,8 @@ class SimulatedStore(Link):
         if verdict == "late":
             self._fail("lost its data meanwhile")
         if verdict == "lost":
-            self.answered_late()
-        self.answered()
+            self.record_late_reply()
+        self.record_success()
         return answer
 
     def _serve_late(self, serve: Callable[[], object]) -> None:
@@ -192,7 +192,7 @@ class SimulatedStore(Link):
 class Watch:
     """Tells the state of a prefix soon after each change, or much later."""
 
-    def __init__(self, link: Link, prefix: str, changed: Callable[[Snapshot], None]) -> None:
+    def __init__(self, link: Link, prefix: str, changed: Callable[[PrefixState], None]) -> None:
         self._link = link
         self.prefix = prefix
         self._changed = changed
@@ -286,13 +286,13 @@ class KeptLease:
         if not link.well:
             link.timeline.after(self._interval_s - took_s, self._silent)
             return
-        link.answered()
+        link.record_success()
         link.hears()
         if not link.etcd.renew(self.id):
             self.lost = True
             return
         if took_s > max(self.ttl_s / 6, 0.5):
-            link.answered_late()
+            link.record_late_reply()
         self.confirmed_s = sent_s
         self._failures = 0
         link.timeline.after(max(0.0, self._interval_s - took_s), self._pulse)

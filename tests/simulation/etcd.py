@@ -9,7 +9,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from elasticzero.launcher.store.api import Condition, Entry, LeaseLost, Snapshot
+from elasticzero.launcher.store.api import Condition, Entry, LeaseLost, PrefixState
 from tests.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Bucket:
         self.entries: dict[str, Entry] = {}
         """Oldest first: a key that is written again keeps its place."""
         self.names: list[str] = []
-        self.snapshot: Snapshot | None = None
+        self.snapshot: PrefixState | None = None
         self.newest = b""
         """What was put here last."""
         self.watches: list[Watch] = []
@@ -129,7 +129,7 @@ class Etcd:
         sent = self.bucket(name).newest
         return self.queue_s(self.costs.told_s + len(sent) * self.costs.byte_s)
 
-    def read(self, prefix: str, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, limit: int = 0) -> PrefixState:
         bucket = self.bucket(bucket_name(prefix))
         if limit:
             first = list(bucket.entries.values())[:limit] if limit > 1 else _first(bucket)
@@ -153,8 +153,8 @@ class Etcd:
             count += 1
         return count
 
-    def _snapshot(self, entries: dict[str, Entry]) -> Snapshot:
-        return Snapshot(revision=self.revision, entries=MappingProxyType(entries))
+    def _snapshot(self, entries: dict[str, Entry]) -> PrefixState:
+        return PrefixState(revision=self.revision, entries=MappingProxyType(entries))
 
     def write(
         self,

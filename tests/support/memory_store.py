@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store.api import Condition, Entry, Lease, LeaseLost, Snapshot, check_write
+from elasticzero.launcher.store.api import (
+    Condition,
+    Entry,
+    Lease,
+    LeaseLost,
+    PrefixState,
+    check_write,
+)
 from elasticzero.launcher.store.data_loss import History
 
 T = TypeVar("T")
@@ -88,14 +95,14 @@ class MemoryServer:
             ends = [g.confirmed_s + g.ttl_s for g in self._grants.values() if not g.kept]
             return max(0.0, min(ends) - self.clock()) if ends else None
 
-    def read(self, prefix: str, limit: int) -> Snapshot:
+    def read(self, prefix: str, limit: int) -> PrefixState:
         with self.changed:
             self.tick()
             found = [e for key, e in self._entries.items() if key.startswith(prefix)]
             found.sort(key=lambda entry: (entry.create_revision, entry.key))
             chosen = found[:limit] if limit else found
             entries = MappingProxyType({entry.key: entry for entry in chosen})
-            return Snapshot(revision=self._revision, entries=entries)
+            return PrefixState(revision=self._revision, entries=entries)
 
     def count(self, prefix: str, revision: int) -> int:
         with self.changed:
@@ -244,11 +251,11 @@ class MemoryStore:
         for lease in lost:
             lease.lose()
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         self._check("read")
         return self.snapshot(prefix, limit)
 
-    def snapshot(self, prefix: str, limit: int = 0) -> Snapshot:
+    def snapshot(self, prefix: str, limit: int = 0) -> PrefixState:
         """What stands under a prefix, in the history that it is of."""
         with self._server.changed:
             found = self._server.read(prefix, limit)
@@ -275,7 +282,7 @@ class MemoryStore:
             self._answered(revision or 0, wrote=bool(puts))
             return revision
 
-    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> _MemoryWatch:
+    def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> _MemoryWatch:
         watch = _MemoryWatch(self, self._server, prefix, changed)
         self._watches.append(watch)
         watch.thread.start()
@@ -364,7 +371,7 @@ class _MemoryWatch:
         store: MemoryStore,
         server: MemoryServer,
         prefix: str,
-        changed: Callable[[Snapshot], None],
+        changed: Callable[[PrefixState], None],
     ) -> None:
         self._store = store
         self._server = server
@@ -381,12 +388,12 @@ class _MemoryWatch:
             self.thread.join(2.0)
 
     def _run(self) -> None:
-        told: Snapshot | None = None
+        told: PrefixState | None = None
         while (snapshot := self._next(told)) is not None:
             self._changed(snapshot)
             told = snapshot
 
-    def _next(self, told: Snapshot | None) -> Snapshot | None:
+    def _next(self, told: PrefixState | None) -> PrefixState | None:
         """The next state to tell, once there is one; None when closed."""
         with self._server.changed:
             while not self._closed:

@@ -13,9 +13,9 @@ from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, 
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
-from elasticzero.launcher.store.api import Snapshot
+from elasticzero.launcher.store.api import PrefixState
 from elasticzero.launcher.store.membership import Membership, bound_socket
-from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, Observer
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -27,7 +27,7 @@ class CountingStore(MemoryStore):
 
     looks = 0
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         self.looks += prefix == MEMBERS
         return super().read(prefix, limit=limit)
 
@@ -39,7 +39,7 @@ class Node:
         self.store = CountingStore(server)
         self._changed = threading.Event()
         self._now_s = time.monotonic()
-        observer = Observer(self.store, self._changed.set)
+        observer = WatchCache(self.store, self._changed.set)
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
         look = StorageLook(None, self._changed.set)

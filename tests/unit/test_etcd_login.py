@@ -10,7 +10,7 @@ import pytest
 from elasticzero.errors import UserError
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.etcd.access import Access, Endpoint, parse_endpoint
-from elasticzero.launcher.store.etcd.auth import Login, is_old_login, why_refused
+from elasticzero.launcher.store.etcd.auth import TokenCache, is_old_login, why_refused
 from elasticzero.launcher.store.membership import reachable_address
 
 PLAIN = Access()
@@ -44,14 +44,14 @@ def test_the_own_address_is_found_whatever_the_scheme() -> None:
     assert reachable_address("127.0.0.1:2379") == "127.0.0.1"
 
 
-def counted() -> tuple[list[str], Login]:
+def counted() -> tuple[list[str], TokenCache]:
     given: list[str] = []
 
     def ask() -> str:
         given.append(f"token-{len(given)}")
         return given[-1]
 
-    return given, Login(ask, life_s=60.0)
+    return given, TokenCache(ask, life_s=60.0)
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused() -> None:
@@ -84,7 +84,7 @@ def test_many_who_are_refused_ask_once() -> None:
 
 def test_an_old_token_is_replaced() -> None:
     tokens = iter("ab")
-    login = Login(lambda: next(tokens), life_s=0.01)
+    login = TokenCache(lambda: next(tokens), life_s=0.01)
     assert login.token() == "a"
     time.sleep(0.02)
     assert login.token() == "b"
@@ -99,7 +99,7 @@ def test_one_that_could_not_be_had_is_asked_for_again() -> None:
             raise answer
         return answer
 
-    login = Login(ask, life_s=60.0)
+    login = TokenCache(ask, life_s=60.0)
     with pytest.raises(UserError):
         login.token()
     assert login.token() == "there"

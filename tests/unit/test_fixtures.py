@@ -46,7 +46,7 @@ from elasticzero.launcher.store.watch_cache import (
     DONE,
     MEMBERS,
     WORLD,
-    Observer,
+    WatchCache,
     document,
     reports_of,
 )
@@ -188,10 +188,10 @@ def present(job: str) -> dict[str, bytes]:
     return {k.removeprefix(prefix): v.encode() for k, v in JOBS[job]["present"].items()}
 
 
-def observer_of(values: Mapping[str, bytes]) -> Observer:
+def observer_of(values: Mapping[str, bytes]) -> WatchCache:
     """An agent's cache of a store that holds these documents, in generation 1."""
     store = store_of(values)
-    observer = Observer(store, lambda: None)
+    observer = WatchCache(store, lambda: None)
     for prefix in (WORLD, CONTROL, DONE, ALARM, MEMBERS, reports_of(1)):
         observer.put(prefix, store.read(prefix))
     return observer

@@ -10,7 +10,7 @@ import pytest
 
 from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.protocol.documents import Member, to_bytes
-from elasticzero.launcher.store.api import LeaseLost, Snapshot
+from elasticzero.launcher.store.api import LeaseLost, PrefixState
 from elasticzero.launcher.store.membership import Membership, bound_socket
 from tests.support.memory_store import MemoryServer, MemoryStore
 
@@ -22,7 +22,7 @@ class LossyStore(MemoryStore):
 
     to_lose = to_lapse = reads = 0
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         self.reads += 1
         return super().read(prefix, limit=limit)
 

@@ -26,7 +26,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.job_token import KEY, agree
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, Observer
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, WatchCache
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -43,7 +43,7 @@ class Node:
         me = Member(name, name, "localhost", 1, 2, 1)
         self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
         self.membership.join(lambda text: None)
-        self.observer = Observer(self.store, lambda: None)
+        self.observer = WatchCache(self.store, lambda: None)
         self.said: list[str] = []
         self.recovery = StoreRecovery(
             self.store, self.observer, self.membership, None, self.agreed, self.said.append

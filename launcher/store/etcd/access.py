@@ -1,12 +1,7 @@
-"""How etcd is approached: whom to trust, as whom to come, and why it may not let one in.
-
-A channel of gRPC says of a door that stays shut only that it is shut. So `why_shut` knocks once
-more with a connection of its own and tells what is to be changed.
-"""
+"""Holds the TLS and authentication settings for etcd, and its endpoints."""
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +9,6 @@ from pathlib import Path
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret, read_secret
-
-KNOCK_S = 1.0
-"""An endpoint that is asked why it is shut has so long to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,73 +162,3 @@ def tls_context(access: Access) -> ssl.SSLContext:
 def _reason(error: BaseException) -> str:
     reason = getattr(error, "reason", None) or str(error)
     return str(reason).lower().replace("_", " ")
-
-
-def why_shut(endpoint: Endpoint, access: Access) -> str | None:
-    """What must be changed for this endpoint to answer; None: nothing that a knock can tell."""
-    try:
-        with _connect(endpoint) as knock:
-            if not endpoint.tls:
-                return _why_not_plain(knock, endpoint)
-            with tls_context(access).wrap_socket(knock, server_hostname=endpoint.host) as tls:
-                tls.recv(1)  # in TLS 1.3 a refused certificate is told of here
-    except ssl.SSLError as error:
-        return _why_no_tls(error, endpoint, access)
-    except OSError:
-        pass
-    return None
-
-
-def _connect(endpoint: Endpoint) -> socket.socket:
-    return socket.create_connection((endpoint.host, endpoint.port), timeout=KNOCK_S)
-
-
-def _why_no_tls(error: ssl.SSLError, endpoint: Endpoint, access: Access) -> str | None:
-    where, reason = f"etcd at {endpoint}", _reason(error)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        by = f"--etcd-cacert {access.cacert}" if access.cacert else "the system's authorities"
-        return (
-            f"{where}: its certificate is not accepted by {by} ({error.verify_message}); give the "
-            "PEM file of the authority that signed it, and name etcd as the certificate does"
-        )
-    if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
-        if access.cert is None:
-            return f"{where} wants to see a certificate ({reason}): give --etcd-cert and --etcd-key"
-        return (
-            f"{where} refuses --etcd-cert {access.cert} ({reason}): give one that is signed by the "
-            "authority that etcd trusts (its --trusted-ca-file)"
-        )
-    if _speaks_plainly(endpoint):
-        return (
-            f"{where} does not speak TLS: leave out https://, --etcd-cacert and --etcd-cert, or "
-            "start etcd with --cert-file and --key-file"
-        )
-    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-        return None
-    return f"{where}: no TLS with it ({reason}); see etcd's own log"
-
-
-def _speaks_plainly(endpoint: Endpoint) -> bool:
-    """Whether a request without TLS is answered."""
-    try:
-        with _connect(endpoint) as knock:
-            knock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())
-            return b" 200 " in knock.recv(64)
-    except OSError:
-        return False
-
-
-def _why_not_plain(knock: socket.socket, endpoint: Endpoint) -> str | None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the question is only whether it speaks TLS at all
-    context.set_alpn_protocols(["h2"])
-    try:
-        context.wrap_socket(knock).close()
-    except ssl.SSLError as error:
-        if "alert" not in _reason(error):
-            return None
-    return (
-        f"etcd at {endpoint} speaks TLS: write https://{endpoint}, and give --etcd-cacert FILE if "
-        "its certificate is signed by an authority of your own"
-    )

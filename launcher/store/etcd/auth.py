@@ -1,4 +1,4 @@
-"""User and password towards etcd: the token they give, and what etcd says to those it refuses."""
+"""Logs in to etcd with user and password, and explains why etcd refuses a request or a login."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def why_no_login(where: Endpoint, access: Access) -> str:
     )
 
 
-class Login:
-    """The token that etcd gives for user and password: asked for when it is needed, and again when
-    it has grown old or etcd does not know it any more."""
+class TokenCache:
+    """Caches the token that etcd gives for user and password; gets a new one when it has expired or
+    etcd no longer accepts it."""
 
     def __init__(self, ask: Callable[[], str], life_s: float) -> None:
         """ask: a new token; empty where none is needed."""

@@ -1,6 +1,6 @@
-"""Channels to etcd, deadlines, and what is known of its health.
+"""Sends requests and streams to etcd with deadlines and failover, and tracks its health.
 
-The messages are those of the etcd3 package (`etcd_messages.py`); its client, watcher and lease are
+The messages are those of the etcd3 package (`protobuf.py`); its client, watcher and lease are
 not used (one endpoint only, no deadlines, watches that die at the first error).
 """
 
@@ -17,48 +17,37 @@ from typing import Any
 
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
 from elasticzero.launcher.store.data_loss import Asked, History
-from elasticzero.launcher.store.etcd import protobuf as etcd_messages
 from elasticzero.launcher.store.etcd.access import (
     Access,
     Endpoint,
     parse_endpoint,
-    read_certificates,
-    why_shut,
 )
 from elasticzero.launcher.store.etcd.auth import (
     NO_USERS_KNOWN,
     NOT_ENABLED,
-    Login,
+    TokenCache,
     is_old_login,
     why_no_login,
     why_refused,
 )
-from elasticzero.launcher.store.etcd.quiet_grpc import grpc
+from elasticzero.launcher.store.etcd.channels import open_channels
+from elasticzero.launcher.store.etcd.diagnose import diagnose_endpoint
+from elasticzero.launcher.store.etcd.protobuf import grpc, load_messages
 
 log = logging.getLogger(__name__)
 
-Observe = Callable[[str, float, str | None], None]
-"""Told of every request: operation, seconds, and the error's code or None."""
+RequestObserver = Callable[[str, float, str | None], None]
+"""Called after every request with the operation, the seconds it took, and the error's code or
+None."""
 OpenChannels = Callable[[Sequence[Endpoint], Access], list[Any]]
 
 
-rpc = etcd_messages.load()
+rpc = load_messages()
 
 _STUBS = {"Watch": "WatchStub", "LeaseGrant": "LeaseStub", "LeaseRevoke": "LeaseStub"}
 _STUBS |= {"LeaseKeepAlive": "LeaseStub", "Range": "KVStub", "Txn": "KVStub"}
 _STUBS |= {"Authenticate": "AuthStub"}
 
-_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # etcd ends connections that ping more than every 5 s
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # no back-off shared with another store
-    ("grpc.enable_http_proxy", 0),
-)
 _PUT = "request_put"
 _NO_SPACE = "space exceeded"
 _NO_CONNECTION = "failed to connect to all addresses"
@@ -112,7 +101,7 @@ class Connection:
     def __init__(
         self,
         endpoints: Sequence[str],
-        observe: Observe,
+        observe: RequestObserver,
         timeouts: Timeouts,
         access: Access | None = None,
         channels: OpenChannels | None = None,
@@ -124,7 +113,8 @@ class Connection:
             raise UserError("no etcd endpoint was given; name at least one, as HOST:PORT")
         self.timeouts = timeouts
         self._access = access
-        self._login = Login(self._log_in, timeouts.login_s) if access.user is not None else None
+        authenticated = access.user is not None
+        self._login = TokenCache(self._log_in, timeouts.login_s) if authenticated else None
         self._users_known = True
         self._met = False
         self.history = History()
@@ -184,12 +174,12 @@ class Connection:
             failure = self._failure(operation, index, error)
             self.observe(operation, time.monotonic() - began_s, failure.code.name.lower())
             if failure.code in _SILENT:
-                self._silent(index, str(failure))
+                self._fail_over(index, str(failure))
             elif failure.code not in TRANSIENT:
-                self.answered()
+                self.record_success()
             raise failure from None
         self.observe(operation, time.monotonic() - began_s, None)
-        self.answered()
+        self.record_success()
         wrote = method == "Txn" and response.succeeded and request.success[0].HasField(_PUT)
         linearizable = method in _LINEARIZABLE
         number = self.check(asked, response.header, linearizable=linearizable, wrote=wrote)
@@ -223,7 +213,7 @@ class Connection:
     def _begin_anew(self) -> None:
         """End all streams: those that follow begin with what stands in the store now."""
         log.info("etcd has lost its data: %s", self.history.reason)
-        self.answered_late()
+        self.record_late_reply()
         with self._lock:
             calls = list(self._streams)
         for call in calls:
@@ -261,7 +251,7 @@ class Connection:
             if failure.code is not grpc.StatusCode.CANCELLED:
                 self.observe(operation, 0.0, failure.code.name.lower())
             if failure.code in _SILENT:
-                self._silent(index, str(failure))
+                self._fail_over(index, str(failure))
             if self._login is not None and is_old_login(failure.detail):
                 self._login.forget(token)
             raise failure from None
@@ -271,7 +261,7 @@ class Connection:
             with self._lock:
                 self._streams.pop(call, None)
 
-    def answered(self) -> None:
+    def record_success(self) -> None:
         """etcd gave an answer, whatever it says: an outage is over."""
         self._met = True
         if self.reachable:
@@ -288,7 +278,7 @@ class Connection:
         why it cannot."""
         if self._met or self.closed.is_set():
             return
-        reasons = [why_shut(endpoint, self._access) for endpoint in self.endpoints]
+        reasons = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
         told = [reason for reason in reasons if reason is not None]
         if told:
             raise AccessRefused("; ".join(told))
@@ -315,20 +305,20 @@ class Connection:
     def _where(self) -> Endpoint:
         return self.endpoints[self._current]
 
-    def answered_late(self) -> None:
+    def record_late_reply(self) -> None:
         """etcd answered after a silence in which leases may have run out: that was an outage."""
         with self._lock:
             self.last_outage_end_s = time.monotonic()
             self.reachable = True
 
-    def no_answer(self, operation: str, call: Any, *, end: bool) -> None:
+    def record_timeout(self, operation: str, call: Any, *, end: bool) -> None:
         """A stream gave no answer in time: its endpoint is silent. It is ended, with all streams of
         that endpoint, if there is another one, or that one is in use already; and if `end` says
         so."""
         self.observe(operation, 0.0, "no_answer")
         with self._lock:
             index = self._streams.get(call, self._current)
-        self._silent(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
+        self._fail_over(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
         if end or index != self._current:
             call.cancel()
 
@@ -373,7 +363,7 @@ class Connection:
             detail,
         )
 
-    def _silent(self, index: int, why: str) -> None:
+    def _fail_over(self, index: int, why: str) -> None:
         if self.closed.is_set():
             return
         with self._lock:
@@ -394,28 +384,6 @@ class Connection:
 def _plainly(detail: str) -> str:
     """gRPC's words for a connection that failed, without the list of its tries."""
     return detail.rpartition(": ")[2].lower() if detail.startswith(_NO_CONNECTION) else detail
-
-
-def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
-    """A channel for each endpoint; raises `UserError` for certificates that are of no use."""
-    credentials = None
-    if any(endpoint.tls for endpoint in endpoints):
-        pems = read_certificates(access)
-        credentials = grpc.ssl_channel_credentials(pems.cacert, pems.key, pems.cert)
-    bare = next((endpoint for endpoint in endpoints if not endpoint.tls), None)
-    if access.user is not None and bare is not None:
-        log.warning(
-            "the password of user %s goes to etcd at %s without TLS and can be read on the way; "
-            "write https://",
-            access.user,
-            bare,
-        )
-    return [
-        grpc.secure_channel(endpoint.address, credentials, options=_OPTIONS)
-        if endpoint.tls
-        else grpc.insecure_channel(endpoint.address, options=_OPTIONS)
-        for endpoint in endpoints
-    ]
 
 
 def _metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Keys and entries as etcd knows them, and leases that are kept alive over a stream each."""
+"""Keeps leases of etcd alive, each over a stream of its own."""
 
 from __future__ import annotations
 
@@ -6,57 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
 
 log = logging.getLogger(__name__)
 
 
-class Keyspace:
-    """The keys under one prefix in etcd, which the rest of the launcher knows by relative names."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix.encode()
-
-    def key(self, name: str) -> bytes:
-        return self._prefix + name.encode()
-
-    def span(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key, and the end (excluded), of every key that begins with `prefix`."""
-        first = self.key(prefix)
-        return first, first[:-1] + bytes([first[-1] + 1])
-
-    def entry(self, pair: Any) -> Entry:
-        return Entry(
-            key=self.name(pair),
-            value=pair.value,
-            create_revision=pair.create_revision,
-            mod_revision=pair.mod_revision,
-            leased=pair.lease != 0,
-        )
-
-    def name(self, pair: Any) -> str:
-        name: str = pair.key[len(self._prefix) :].decode()
-        return name
-
-
-def oldest_first(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """A fixed copy in order of creation."""
-    order = sorted(entries.values(), key=lambda entry: (entry.create_revision, entry.key))
-    return MappingProxyType({entry.key: entry for entry in order})
-
-
 UNANSWERED = 3
-"""So many pulses in a row without an answer, a TTL in all, end their stream."""
+"""A stream ends after so many requests in a row without an answer, a TTL in all."""
 
 
-class KeptLease:
+class EtcdLease:
     """A lease and the thread that keeps it alive, at a third of its TTL, over one stream.
 
     While etcd is silent it tries on; only etcd's own word makes the lease lost. A slow answer does
@@ -134,7 +98,7 @@ class KeptLease:
                 asked_s = sent_s.popleft()
                 took_s = time.monotonic() - asked_s
                 self._connection.observe("keepalive", took_s, None)
-                self._connection.answered()
+                self._connection.record_success()
                 if self._connection.check(asked, response.header) != asked.number:
                     return
                 if response.TTL <= 0:
@@ -142,7 +106,7 @@ class KeptLease:
                     self.lost = True
                     return
                 if took_s > self._late_s:
-                    self._connection.answered_late()
+                    self._connection.record_late_reply()
                 self.confirmed_s = asked_s
                 self._failures = 0
 
@@ -155,4 +119,4 @@ class KeptLease:
             over.wait(self._interval_s)
             if sent_s and not over.is_set():
                 last = len(sent_s) >= UNANSWERED
-                self._connection.no_answer("keepalive", self._stream, end=last)
+                self._connection.record_timeout("keepalive", self._stream, end=last)

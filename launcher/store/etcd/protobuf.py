@@ -1,17 +1,27 @@
-"""etcd's messages and services, as the etcd3 package describes them.
+"""Loads gRPC and etcd's messages; the one module that reaches into etcd3's and grpc's internals.
 
-etcd3's own classes were generated in 2020. They load on protobuf's pure-Python runtime alone, in a
-process that has not imported protobuf before; a message costs a tenth of a millisecond there,
-which was a third of what an agent does to join. So the descriptions are read out of etcd3's files,
-which are not imported, and whatever runtime this process has makes the classes.
+Of the package etcd3 only the serialized descriptors of etcd's messages are used. Its own classes
+were generated in 2020: they load on protobuf's pure-Python runtime alone, and only in a process
+that has not imported protobuf before. So each generated module is run up to where it hands its
+descriptor to protobuf, with a recorder in protobuf's place; the descriptors go into a pool of our
+own, and the runtime that this process has makes the classes.
+
+An upgrade must check:
+- etcd3: `etcdrpc` has the modules of MODULES, and each still hands its serialized descriptor to
+  `FileDescriptor(serialized_pb=...)` or `AddSerializedFile(...)`. The tests of the store fail if
+  not.
+- protobuf: `DescriptorPool.AddSerializedFile` and `message_factory.GetMessageClass` exist.
+- grpc: it reads GRPC_VERBOSITY when it is imported, and `grpc._common.MAXIMUM_WAIT_TIMEOUT` is how
+  often a thread that waits for a message wakes up. If it is gone, idle agents use more CPU.
 """
 
 from __future__ import annotations
 
-import ast
+import builtins
 import importlib.util
-import re
+import os
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +30,36 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from elasticzero.errors import OperatorError
 
-FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")
+_VERBOSITY = "GRPC_VERBOSITY"
+_before = os.environ.get(_VERBOSITY)
+# A failed handshake would print a line at each try; our errors say what is to be done about it.
+os.environ.setdefault(_VERBOSITY, "NONE")
+
+import grpc  # noqa: E402
+
+if _before is None:
+    del os.environ[_VERBOSITY]  # processes that are started later must not inherit it
+
+WAKE_UP_S = 10.0
+"""A thread that waits for the next message of a stream wakes up so often by itself. With gRPC's own
+tenth of a second an idle agent does hardly anything else; Python 3 needs none of it to see
+signals."""
+_common: Any = getattr(grpc, "_common", None)
+if hasattr(_common, "MAXIMUM_WAIT_TIMEOUT"):
+    _common.MAXIMUM_WAIT_TIMEOUT = WAKE_UP_S
+
+__all__ = ["grpc", "load_messages"]
+
+MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each needs those before it."""
-_DESCRIPTION = re.compile(r"^ *serialized_pb=_b\((.*)\),?$", re.MULTILINE)
 
 
-def load() -> Any:
+def load_messages() -> Any:
     """A namespace of all messages, and of a stub for each service: `KVStub(channel).Range`."""
     pool = descriptor_pool.DescriptorPool()
     found: dict[str, Any] = {}
-    for name in FILES:
-        serialized = _description(name)
+    for name in MODULES:
+        serialized = _serialized_descriptor(name)
         described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
         pool.AddSerializedFile(serialized)
         for message in described.message_type:
@@ -42,23 +71,54 @@ def load() -> Any:
     return SimpleNamespace(**found)
 
 
-def _description(name: str) -> bytes:
-    """What a file of etcd3 describes, as protobuf has it."""
+class _DescriptorFound(Exception):
+    """Carries a serialized descriptor out of the generated module that has made it."""
+
+    def __init__(self, serialized: bytes) -> None:
+        super().__init__()
+        self.serialized = serialized
+
+
+class _Recorder:
+    """Stands in for protobuf and its parts, until a descriptor is handed over."""
+
+    def __getattr__(self, name: str) -> _Recorder:
+        return self
+
+    def __call__(self, *positional: Any, **named: Any) -> _Recorder:
+        serialized = named.get("serialized_pb", positional[0] if positional else None)
+        if isinstance(serialized, bytes) and serialized:
+            raise _DescriptorFound(serialized)
+        return self
+
+
+def _serialized_descriptor(name: str) -> bytes:
+    """What a generated module of etcd3 describes, as protobuf serializes it."""
     package = importlib.util.find_spec("etcd3")
     places = package.submodule_search_locations if package is not None else None
-    path = Path(places[0] if places else "etcd3") / "etcdrpc" / name
+    path = Path(places[0] if places else "etcd3") / "etcdrpc" / f"{name}.py"
     try:
-        text = _DESCRIPTION.search(path.read_text())
+        code = SourceFileLoader(name, str(path)).get_code(name)
+        assert code is not None
+        exec(code, {"__name__": name, "__builtins__": {**vars(builtins), "__import__": _import}})
+    except _DescriptorFound as found:
+        return found.serialized
     except OSError as error:
-        text, why = None, error.strerror
+        why = error.strerror
+    except (AttributeError, ImportError, NameError, SyntaxError, TypeError, ValueError) as error:
+        why = f"it cannot be run ({error!r})"
     else:
         why = "it describes no messages"
-    if text is None:
-        raise OperatorError(
-            f"the package etcd3 cannot be used: {path}: {why}; install the one that this was made "
-            "for: pip install etcd3==0.12.0"
-        )
-    return str(ast.literal_eval(text[1])).encode("latin1")
+    raise OperatorError(
+        f"the package etcd3 cannot be used: {path}: {why}; install the release that this version "
+        "expects: pip install etcd3==0.12.0"
+    )
+
+
+def _import(name: str, *how: Any) -> Any:
+    """What the generated modules import: a recorder in place of protobuf, and of one another."""
+    ours = name.partition(".")[0] in ("google", "etcd3") or name.endswith("_pb2")
+    return _Recorder() if ours else __import__(name, *how)
 
 
 def _message_class(pool: Any, kind: Any) -> Any:

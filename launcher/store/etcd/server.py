@@ -1,4 +1,4 @@
-"""An etcd of our own, for when none is given: it belongs to no node, and ends with its owner."""
+"""Runs an etcd process of our own for a job that names none; it ends with its owner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _is_script(path: Path) -> bool:
         return file.read(2) == b"#!"
 
 
-class EmbeddedEtcd:
+class EtcdServer:
     """One etcd member of this machine; `stop` and `restart` keep its ports and data.
 
     Its data are in `data_dir`, or in a temporary directory that goes with it. It runs while the
@@ -78,7 +78,7 @@ class EmbeddedEtcd:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def __enter__(self) -> EmbeddedEtcd:
+    def __enter__(self) -> EtcdServer:
         try:
             self.start()
         except BaseException:

@@ -1,9 +1,9 @@
-"""The coordination store in etcd v3.
+"""Implements the coordination store with etcd v3.
 
-This file and the other launcher/etcd_*.py are the only ones that talk to etcd. Every request has a
-deadline. A read is tried again until then; a write is sent once, and when its outcome is not known
-it is looked up, never repeated. No transaction only reads: older releases of etcd end with a panic
-when the client of such a one gives up (etcd-io/etcd #14110, #14891).
+Only this package talks to etcd. Every request has a deadline. A read is retried until then. A write
+is sent once; if its outcome is unknown, it is verified by a read and never repeated. No transaction
+only reads: older releases of etcd panic when the client of such a one gives up (etcd-io/etcd
+#14110, #14891).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elasticzero.launcher.store.api import (
     Condition,
     Lease,
     LeaseLost,
-    Snapshot,
+    PrefixState,
     check_write,
 )
 from elasticzero.launcher.store.etcd.access import Access
@@ -29,14 +29,15 @@ from elasticzero.launcher.store.etcd.connection import (
     TRANSIENT,
     CallFailed,
     Connection,
-    Observe,
     OpenChannels,
+    RequestObserver,
     Timeouts,
     rpc,
 )
-from elasticzero.launcher.store.etcd.lease import KeptLease, Keyspace, oldest_first
-from elasticzero.launcher.store.etcd.quiet_grpc import grpc
-from elasticzero.launcher.store.etcd.watch import Watch, Watches
+from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.lease import EtcdLease
+from elasticzero.launcher.store.etcd.protobuf import grpc
+from elasticzero.launcher.store.etcd.watch import EtcdWatch, WatchMultiplexer
 
 __all__ = ["EtcdStore", "Timeouts"]
 
@@ -59,7 +60,7 @@ class EtcdStore:
         prefix: str,
         *,
         access: Access | None = None,
-        observe: Observe = _ignore,
+        observe: RequestObserver = _ignore,
         timeouts: Timeouts | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
@@ -68,8 +69,8 @@ class EtcdStore:
         self._timeouts = timeouts or Timeouts()
         self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
         self._keys = Keyspace(prefix)
-        self._watches = Watches(self._connection, self._keys, self._read)
-        self._leases: dict[int, KeptLease] = {}
+        self._watches = WatchMultiplexer(self._connection, self._keys, self._read)
+        self._leases: dict[int, EtcdLease] = {}
         self._lock = threading.Lock()
 
     @property
@@ -91,7 +92,7 @@ class EtcdStore:
     def distrust(self, reason: str, history: int) -> None:
         self._connection.distrust(reason, history)
 
-    def read(self, prefix: str, *, limit: int = 0) -> Snapshot:
+    def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         return self._read(prefix, limit=limit)
 
     def count(self, prefix: str, revision: int) -> int:
@@ -126,18 +127,18 @@ class EtcdStore:
                 ) from None
             if error.code not in TRANSIENT:
                 raise
-            return self._look_up(puts, deletes, error)
+            return self._verify_write(puts, deletes, error)
         revision: int = response.header.revision
         return revision if response.succeeded else None
 
-    def watch(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
+    def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> EtcdWatch:
         return self._watches.add(prefix, changed)
 
-    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
+    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
         asked_s = time.monotonic()
         # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
         granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
-        lease = KeptLease(self._connection, ttl_s, on_lost, granted=granted, asked_s=asked_s)
+        lease = EtcdLease(self._connection, ttl_s, on_lost, granted=granted, asked_s=asked_s)
         with self._lock:
             self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
             self._leases[lease.id] = lease
@@ -159,7 +160,7 @@ class EtcdStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> Snapshot:
+    def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
         """deadline_s: of each try, where that is not `request_s` too."""
         first, end = self._keys.span(prefix)
         request = rpc.RangeRequest(
@@ -172,7 +173,7 @@ class EtcdStore:
         response, history = self._retried("read", "Range", request, deadline_s)
         entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
         revision = response.header.revision
-        return Snapshot(revision=revision, entries=oldest_first(entries), history=history)
+        return PrefixState(revision=revision, entries=oldest_first(entries), history=history)
 
     def _retried(
         self, operation: str, method: str, request: Any, deadline_s: float = 0.0
@@ -208,7 +209,7 @@ class EtcdStore:
             self._connection.explain_silence()
             raise
 
-    def _look_up(
+    def _verify_write(
         self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed
     ) -> int | None:
         """The revision of a write whose answer was lost, if the store now holds what it wrote.

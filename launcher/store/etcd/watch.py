@@ -1,13 +1,13 @@
-"""The watches of one store, all on one stream to etcd: an agent has half a dozen of them, and etcd
-has a thousand agents.
+"""Multiplexes all watches of one store on one stream to etcd: an agent has half a dozen watches,
+and etcd has a thousand agents.
 
 Invariant of a watch: what its callback was told last is the state at some revision R, and either
 the stream carries the changes from R + 1 on, or the prefix is about to be read again.
 
-A watch begins with the changes from now on; when etcd has said so, the prefix is read, and changes
-that the read had seen already are passed over. After any error, and from time to time, all of them
-begin anew on a new stream. An answer that is slow is no such error: where a thousand agents ask at
-once, asking for everything again would make it slower still.
+A watch begins with the changes from now on. When etcd has confirmed that, the prefix is read, and
+changes that the read already contains are skipped. After any error, and from time to time, all
+watches begin anew on a new stream. A slow answer is not an error: if a thousand agents ask at once,
+asking for everything again would make etcd slower still.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.store.api import Entry, Snapshot
+from elasticzero.launcher.store.api import Entry, PrefixState
 from elasticzero.launcher.store.data_loss import Asked
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
-from elasticzero.launcher.store.etcd.lease import Keyspace, oldest_first
-from elasticzero.launcher.store.etcd.quiet_grpc import grpc
+from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.protobuf import grpc
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,19 @@ _PUT = 0
 SLOW_READS = 4
 """So often a prefix is read again before its stream is given up, with twice the time each."""
 
-Read = Callable[[str, float], Snapshot]
+Read = Callable[[str, float], PrefixState]
 """A prefix, and the seconds that may take, to what stands there."""
 
 
-class Watch:
+class EtcdWatch:
     """One prefix, and what was told of it. The store's one thread tells; any may close."""
 
     def __init__(
-        self, keys: Keyspace, prefix: str, changed: Callable[[Snapshot], None], watches: Watches
+        self,
+        keys: Keyspace,
+        prefix: str,
+        changed: Callable[[PrefixState], None],
+        watches: WatchMultiplexer,
     ) -> None:
         self.prefix = prefix
         self.closed = False
@@ -50,7 +54,7 @@ class Watch:
         self._changed = changed
         self._watches = watches
         self._telling = threading.RLock()
-        self._told: Snapshot | None = None
+        self._told: PrefixState | None = None
         self._history = self._revision = 0
         self._entries: dict[str, Entry] = {}
 
@@ -60,7 +64,7 @@ class Watch:
         if self._telling.acquire(timeout=self._watches.close_s):
             self._telling.release()
 
-    def begin(self, snapshot: Snapshot) -> None:
+    def begin(self, snapshot: PrefixState) -> None:
         """Tell the prefix as it was read, unless that is what was told last."""
         self._history, self._revision = snapshot.history, snapshot.revision
         self._entries = dict(snapshot.entries)
@@ -80,7 +84,7 @@ class Watch:
                 self._entries.pop(self._keys.name(event.kv), None)
         self._revision = max(event.kv.mod_revision for event in newer)
         entries = MappingProxyType(dict(self._entries))
-        self._tell(Snapshot(revision=self._revision, entries=entries, history=self._history))
+        self._tell(PrefixState(revision=self._revision, entries=entries, history=self._history))
 
     def _put(self, entry: Entry) -> None:
         """Take in an entry; they stay in order of creation, and what is new mostly comes last."""
@@ -93,7 +97,7 @@ class Watch:
         if (last.create_revision, last.key) > (entry.create_revision, entry.key):
             self._entries = dict(oldest_first(entries))
 
-    def _tell(self, snapshot: Snapshot) -> None:
+    def _tell(self, snapshot: PrefixState) -> None:
         with self._telling:
             if not self.closed and not self._watches.over:
                 self._changed(snapshot)
@@ -110,9 +114,9 @@ class _Stream:
         """history: what was known of the store before the stream was opened."""
         self.history = history
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.unanswered: deque[Watch] = deque()
-        self.watches: dict[int, Watch] = {}
-        self.unread: list[Watch] = []
+        self.unanswered: deque[EtcdWatch] = deque()
+        self.watches: dict[int, EtcdWatch] = {}
+        self.unread: list[EtcdWatch] = []
         """Begun by etcd, and not read yet; only the thread of the stream knows them."""
 
     def requests(self, over: threading.Event) -> Iterator[Any]:
@@ -120,7 +124,7 @@ class _Stream:
             yield request
 
 
-class Watches:
+class WatchMultiplexer:
     """Opens and closes watches, and keeps them on a stream from a thread of its own."""
 
     def __init__(self, connection: Connection, keys: Keyspace, read: Read) -> None:
@@ -128,7 +132,7 @@ class Watches:
         self._keys = keys
         self._read = read
         self._lock = threading.Lock()
-        self._open: list[Watch] = []
+        self._open: list[EtcdWatch] = []
         self._stream: _Stream | None = None
         self._failures = 0
         self.thread = threading.Thread(target=self._run, name="watches", daemon=True)
@@ -141,8 +145,8 @@ class Watches:
     def over(self) -> bool:
         return self._connection.closed.is_set()
 
-    def add(self, prefix: str, changed: Callable[[Snapshot], None]) -> Watch:
-        watch = Watch(self._keys, prefix, changed, self)
+    def add(self, prefix: str, changed: Callable[[PrefixState], None]) -> EtcdWatch:
+        watch = EtcdWatch(self._keys, prefix, changed, self)
         with self._lock:
             self._open.append(watch)
             if self._stream is not None:
@@ -151,7 +155,7 @@ class Watches:
                 self.thread.start()
         return watch
 
-    def drop(self, watch: Watch) -> None:
+    def drop(self, watch: EtcdWatch) -> None:
         """Have etcd send no more of it."""
         with self._lock:
             if watch in self._open:
@@ -163,7 +167,7 @@ class Watches:
                 del stream.watches[number]
                 self._cancel(stream, number)
 
-    def _ask(self, stream: _Stream, watch: Watch) -> None:
+    def _ask(self, stream: _Stream, watch: EtcdWatch) -> None:
         key, end = self._keys.span(watch.prefix)
         create = rpc.WatchCreateRequest(key=key, range_end=end)
         stream.unanswered.append(watch)
@@ -220,7 +224,7 @@ class Watches:
             log.info("watch of %r ended by etcd: %s", watch.prefix, why)
             self._failures += 1
             return False
-        self._connection.answered()
+        self._connection.record_success()
         if response.created and watch is not None:
             stream.unread.append(watch)
         elif watch is not None and watch not in stream.unread:
@@ -242,7 +246,7 @@ class Watches:
             if not watch.closed:
                 watch.begin(self._read_patiently(watch.prefix))
 
-    def _read_patiently(self, prefix: str) -> Snapshot:
+    def _read_patiently(self, prefix: str) -> PrefixState:
         deadline_s = self._connection.timeouts.request_s
         for failures in range(1, SLOW_READS):
             try:
@@ -254,7 +258,7 @@ class Watches:
             deadline_s *= 2
         return self._read(prefix, deadline_s)
 
-    def _answered(self, stream: _Stream, response: Any) -> Watch | None:
+    def _answered(self, stream: _Stream, response: Any) -> EtcdWatch | None:
         """The watch that etcd has begun, or refused, under the response's number; None: it was
         closed meanwhile."""
         with self._lock:

@@ -1,0 +1,86 @@
+"""Finds out why etcd cannot be reached, and what is to be changed.
+
+gRPC reports a failed handshake only as "unavailable". So `diagnose_endpoint` opens one connection
+of its own and turns its error into advice: a wrong CA, a missing client certificate, a port without
+TLS.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from elasticzero.launcher.store.etcd.access import Access, Endpoint, _reason, tls_context
+
+PROBE_TIMEOUT_S = 1.0
+"""An endpoint that is asked why it is shut has so long to say."""
+
+
+def diagnose_endpoint(endpoint: Endpoint, access: Access) -> str | None:
+    """What must be changed for this endpoint to answer; None: nothing that a knock can tell."""
+    try:
+        with _connect(endpoint) as knock:
+            if not endpoint.tls:
+                return _why_not_plain(knock, endpoint)
+            with tls_context(access).wrap_socket(knock, server_hostname=endpoint.host) as tls:
+                tls.recv(1)  # in TLS 1.3 a refused certificate is told of here
+    except ssl.SSLError as error:
+        return _why_no_tls(error, endpoint, access)
+    except OSError:
+        pass
+    return None
+
+
+def _connect(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection((endpoint.host, endpoint.port), timeout=PROBE_TIMEOUT_S)
+
+
+def _why_no_tls(error: ssl.SSLError, endpoint: Endpoint, access: Access) -> str | None:
+    where, reason = f"etcd at {endpoint}", _reason(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        by = f"--etcd-cacert {access.cacert}" if access.cacert else "the system's authorities"
+        return (
+            f"{where}: its certificate is not accepted by {by} ({error.verify_message}); give the "
+            "PEM file of the authority that signed it, and name etcd as the certificate does"
+        )
+    if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
+        if access.cert is None:
+            return f"{where} wants to see a certificate ({reason}): give --etcd-cert and --etcd-key"
+        return (
+            f"{where} refuses --etcd-cert {access.cert} ({reason}): give one that is signed by the "
+            "authority that etcd trusts (its --trusted-ca-file)"
+        )
+    if _speaks_plainly(endpoint):
+        return (
+            f"{where} does not speak TLS: leave out https://, --etcd-cacert and --etcd-cert, or "
+            "start etcd with --cert-file and --key-file"
+        )
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+        return None
+    return f"{where}: no TLS with it ({reason}); see etcd's own log"
+
+
+def _speaks_plainly(endpoint: Endpoint) -> bool:
+    """Whether a request without TLS is answered."""
+    try:
+        with _connect(endpoint) as knock:
+            knock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())
+            return b" 200 " in knock.recv(64)
+    except OSError:
+        return False
+
+
+def _why_not_plain(knock: socket.socket, endpoint: Endpoint) -> str | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the question is only whether it speaks TLS at all
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(knock).close()
+    except ssl.SSLError as error:
+        if "alert" not in _reason(error):
+            return None
+    return (
+        f"etcd at {endpoint} speaks TLS: write https://{endpoint}, and give --etcd-cacert FILE if "
+        "its certificate is signed by an authority of your own"
+    )
