@@ -45,7 +45,7 @@ from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Failure, Member
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
-from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
 from elasticzero.launcher.store.etcd.channels import open_channels
@@ -170,7 +170,7 @@ class Client:
         )
         self.membership = Membership(self.store, me, options.ttl_s, sock)
         self.workers = PretendedWorkers()
-        look = StorageLook(None, self.wake)
+        look = CheckpointProbe(None, self.wake)
         self.cluster_observer = ClusterObserver(
             self.store, self.observer, self.membership, self.workers, look
         )

@@ -50,17 +50,21 @@ from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
-from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver, Saver
-from elasticzero.launcher.snapshots.shared_memory import Claim
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
+from elasticzero.launcher.snapshots.checkpoint_saver import (
+    CheckpointSaver,
+    SaveFailed,
+    SaveFinished,
+)
+from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Store
-from elasticzero.launcher.store.job_token import Agreed, agree
+from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
 from elasticzero.launcher.workers.fork_server import ForkServer
-from elasticzero.launcher.workers.group import Gang
-from elasticzero.launcher.workers.process import Worker, end
+from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.process import Worker, kill_all
 
 REST_S = 0.25
 """The loop looks at the clock, and hears of steps, so often when nothing happens."""
@@ -107,10 +111,10 @@ class Agent:
         self._events = EventLog(options.log_dir)
         self.reporter = AgentReporter(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
-        self._gang: Gang | None = None
-        self.claim: Claim | None = None
+        self._gang: WorkerGroup | None = None
+        self.claim: OwnedDirectory | None = None
         """Of this node's memory and name on this machine; released when the agent ends."""
-        look = StorageLook(options.checkpoint_dir, self.wake)
+        look = CheckpointProbe(options.checkpoint_dir, self.wake)
         self._cluster = ClusterObserver(store, self._observer, membership, self.snapshots, look)
         self._store_actions = StoreWriter(
             store,
@@ -129,7 +133,9 @@ class Agent:
             agreed,
             self.reporter.store_recovery,
         )
-        self.saver = Saver(self.snapshots, options.checkpoint_dir, options.keep, self.wake)
+        self.saver = CheckpointSaver(
+            self.snapshots, options.checkpoint_dir, options.keep, self.wake
+        )
         self._saved_held: SaveHeldSnapshot | None = None
         self._world_token = ""
         self._notices: list[PreemptionNotice] = []
@@ -228,7 +234,7 @@ class Agent:
             ended = []
             self._replace_server()
         if self._gang is not None:
-            heard = self._gang.hear(now_s, ended)
+            heard = self._gang.poll_messages(now_s, ended)
             self.reporter.heard(self._gang, heard, now_s)
             for _, message in heard:
                 match message:
@@ -238,17 +244,17 @@ class Agent:
                         self.saver.give_up(generation, step)
                     case _:
                         pass
-            self._gang.end_the_deaf(now_s)
+            self._gang.kill_unresponsive_scripts(now_s)
             for worker in self._gang.kill_overdue(now_s):
                 self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
             self.reporter.outlasted(self._gang, now_s)
-            for failure in self._gang.watch_for_hangs(now_s):
+            for failure in self._gang.poll_stalls(now_s):
                 self.reporter.looked(self._gang, failure)
         self._hear_saver()
 
     def _hear_saver(self) -> None:
         """Pass on to the workers what became of their captures."""
-        for news in self.saver.news():
+        for news in self.saver.events():
             match news:
                 case SaveFailed():
                     self.reporter.save_failed(news)
@@ -256,7 +262,7 @@ class Agent:
                 case SnapshotHeld():
                     message: Message = news
                     self.reporter.kept(news)
-                case SaveOver():
+                case SaveFinished():
                     message = Saved(step=news.step, generation=news.generation, error=news.error)
                     self.reporter.saved(news)
                     if news.error is None:
@@ -267,7 +273,7 @@ class Agent:
     def _replace_server(self) -> None:
         """The fork server died, and its workers with it."""
         if self._gang is not None:
-            self._gang.lost("the fork server of this node died")
+            self._gang.fail_all("the fork server of this node died")
         self._server.close()
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
 
@@ -294,11 +300,11 @@ class Agent:
             case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
                 self._gang.kill(spare_saving=spare_saving)
             case KillUnresponsive() if self._gang is not None:
-                self._gang.kill_deaf()
+                self._gang.kill_unresponsive()
             case KillSuspended() if self._gang is not None:
-                self._gang.kill_stopped()
+                self._gang.kill_suspended()
             case DumpStacks(limit_s) if self._gang is not None:
-                self._gang.hangs.look_into(limit_s, now_s)
+                self._gang.hangs.dump_stacks(limit_s, now_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.options.limits)
             case SaveHeldSnapshot(generation, step, world_size, ranks):
@@ -320,16 +326,16 @@ class Agent:
         given = assignments(options, world, index, token)
         first = world.first_rank(index)
         self.saver.begin(post(world, index, token))
-        gang = Gang(
+        gang = WorkerGroup(
             self._server,
             world.generation,
-            bell=self._wake_write,
+            wakeup_fd=self._wake_write,
             first_rank=first,
             started_s=now_s,
             console=options.console,
         )
         self._gang, self._world_token = gang, world.token
-        end(worker for local_rank, worker in kept.items() if local_rank >= len(given))
+        kill_all(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
@@ -344,7 +350,7 @@ class Agent:
     def _adopt_token(self) -> None:
         """Take the token that the other nodes use, where this one came to a store that had lost its
         data and made a token of its own; raises `UserError` if it was given another one."""
-        agreed = agree(self._store, self._given_token())
+        agreed = agree_on_token(self._store, self._given_token())
         self._agreed = agreed
         self._store_actions.token_digest = agreed.digest
         self._recovery.adopt(agreed)

@@ -11,7 +11,7 @@ from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.placement import replica_source_index
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.snapshots.checkpoint_saver import Charge, Post
+from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.workers.error_file import error_file
 
 if TYPE_CHECKING:
@@ -77,17 +77,17 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
     return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
 
 
-def post(world: World, index: int, token: Secret) -> Post:
+def post(world: World, index: int, token: Secret) -> SnapshotRole:
     """This node's part in keeping and saving the state of a generation."""
     other = replica_source_index(index, len(world.members))
-    return Post(
+    return SnapshotRole(
         generation=world.generation,
         token=world.token,
         password=token.reveal,
         world_size=world.world_size,
         ranks=world.ranks(index),
-        charge=None
+        replica_source=None
         if other is None
-        else Charge(address=world.members[other].address, ranks=world.ranks(other)),
+        else ReplicaSource(address=world.members[other].address, ranks=world.ranks(other)),
         bad_steps=frozenset(world.bad_steps),
     )

@@ -37,16 +37,16 @@ from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
-from elasticzero.launcher.preemption.watcher import PreemptionWatch
+from elasticzero.launcher.preemption.watcher import PreemptionWatcher
 from elasticzero.launcher.protocol.documents import Done, Member
 from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.snapshots.shared_memory import Claim
+from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Condition, Store, job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
-from elasticzero.launcher.store.job_token import agree
+from elasticzero.launcher.store.job_token import agree_on_token
 from elasticzero.launcher.store.membership import (
     Membership,
     bound_socket,
@@ -97,7 +97,7 @@ def run_agent(
     options: AgentOptions,
     coordination: Coordination,
     network: Network,
-    claim: Claim,
+    claim: OwnedDirectory,
     signals: Sequence[signal.Signals] = (),
     lines: Sequence[str] = (),
 ) -> ExitCode:
@@ -134,7 +134,7 @@ def run_agent(
             if not _patiently(partial(_has_begun, store), options):
                 raise trouble
             say(options.node, f"{trouble}; the job has begun, and saves are tried when due")
-        agreed = _patiently(partial(agree, store, coordination.token), options)
+        agreed = _patiently(partial(agree_on_token, store, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
@@ -170,7 +170,7 @@ def run_agent(
         for number in (signal.SIGTERM, *signals):
             signal.signal(number, partial(_terminate, agent))
         try:
-            stack.enter_context(PreemptionWatch(options.preemption, agent.leave, tell))
+            stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, tell))
             agent.prepare()
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.limits.join_timeout_s)

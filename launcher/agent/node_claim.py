@@ -16,14 +16,21 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import say
 from elasticzero.launcher.http.server import AgentServer, PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
-from elasticzero.launcher.snapshots.shared_memory import Claim, NameTaken, snapshot_directory, sweep
+from elasticzero.launcher.snapshots.shared_memory import (
+    NameTaken,
+    OwnedDirectory,
+    remove_orphans,
+    snapshot_directory,
+)
 
 MOST_AGENTS = 256
 """Agents of one job, and HTTP ports, that are tried on one machine where none was given."""
 
 
 @contextmanager
-def node_claim(options: AgentOptions, *, named: bool) -> Iterator[tuple[Claim, AgentOptions]]:
+def node_claim(
+    options: AgentOptions, *, named: bool
+) -> Iterator[tuple[OwnedDirectory, AgentOptions]]:
     """This process's claim of a node's name on this machine, and the options with that name.
 
     named: the user gave the name; otherwise it gets a number where a living agent of the job has it
@@ -31,12 +38,12 @@ def node_claim(options: AgentOptions, *, named: bool) -> Iterator[tuple[Claim, A
     """
     for root in (options.snapshot_dir, options.overflow_dir):
         if root is not None:
-            sweep(root.parent)
+            remove_orphans(root.parent)
     claim, options = _claimed(options, named=named)
     overflow = None
     try:
         if options.overflow_dir is not None:
-            overflow = Claim(options.overflow_dir)
+            overflow = OwnedDirectory(options.overflow_dir)
         yield claim, options
     finally:
         claim.release()
@@ -44,13 +51,13 @@ def node_claim(options: AgentOptions, *, named: bool) -> Iterator[tuple[Claim, A
             overflow.release()
 
 
-def _claimed(options: AgentOptions, *, named: bool) -> tuple[Claim, AgentOptions]:
+def _claimed(options: AgentOptions, *, named: bool) -> tuple[OwnedDirectory, AgentOptions]:
     name, most = options.node, 1 if named else MOST_AGENTS
     for number in itertools.count(1):
         node = name if number == 1 else f"{name}-{number}"
         root = snapshot_directory(options.job, node, options.snapshot_dir.parent)
         try:
-            claim = Claim(root)
+            claim = OwnedDirectory(root)
         except NameTaken:
             if number >= most:
                 raise

@@ -18,7 +18,7 @@ from elasticzero.launcher.protocol.documents import Holding, Member, Report, Wor
 from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
-from elasticzero.launcher.snapshots.checkpoint_probe import Seen
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from elasticzero.launcher.store.api import Entry, Store
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import (
@@ -70,14 +70,14 @@ class Memory(Protocol):
 
 
 class Storage(Protocol):
-    """The checkpoint directory: see `StorageLook`."""
+    """The checkpoint directory: see `CheckpointProbe`."""
 
     @property
     def possible(self) -> bool: ...
 
-    def forget(self) -> None: ...
+    def invalidate(self) -> None: ...
 
-    def ask(self, bad: Mapping[int, str]) -> Seen: ...
+    def poll(self, bad: Mapping[int, str]) -> CheckpointState: ...
 
 
 class ClusterObserver:
@@ -175,7 +175,7 @@ class ClusterObserver:
     def saved(self, step: int) -> None:
         """A checkpoint was written: it is damaged no more, and may be the newest."""
         self.bad_steps.discard(step)
-        self._storage_look.forget()
+        self._storage_look.invalidate()
 
     def view(
         self, workers: WorkerGroupState, leaving: bool, now_s: float, limits: JobPolicy
@@ -397,13 +397,13 @@ class ClusterObserver:
             for held in self._snapshots.held()
         )
 
-    def _storage(self, view: View) -> Seen:
+    def _storage(self, view: View) -> CheckpointState:
         """The newest good checkpoint, and what is wrong with the newest of all."""
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
         self.bad_steps |= bad.keys()
         self._found |= bad
-        return self._storage_look.ask({step: self._found[step] for step in self.bad_steps})
+        return self._storage_look.poll({step: self._found[step] for step in self.bad_steps})
 
 
 def _stagger_s(world: World, index: int) -> float:

@@ -31,10 +31,11 @@ from elasticzero.launcher.protocol.documents import Control, Done, Failure, Node
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, quarantined, term_s, why_aside
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
-from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveOver
+from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
 from elasticzero.launcher.workers import error_file
-from elasticzero.launcher.workers.group import Ended, Gang, Heard
-from elasticzero.launcher.workers.process import LogTail, Worker
+from elasticzero.launcher.workers.group import Ended, Heard, WorkerGroup
+from elasticzero.launcher.workers.log_tail import LogTail
+from elasticzero.launcher.workers.process import Worker
 
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
@@ -261,11 +262,11 @@ class AgentReporter:
             ranks=list(range(first, first + member.nproc)),
         )
 
-    def started(self, gang: Gang) -> None:
+    def started(self, gang: WorkerGroup) -> None:
         self.note("started", pids=[worker.pid for worker in gang.workers], kept=gang.kept)
         self._metrics.workers_running.set(len(gang.workers))
 
-    def heard(self, gang: Gang, heard: Iterable[Heard], now_s: float) -> None:
+    def heard(self, gang: WorkerGroup, heard: Iterable[Heard], now_s: float) -> None:
         """Take note of what workers said."""
         for worker, message in heard:
             local = worker.local_rank
@@ -336,7 +337,7 @@ class AgentReporter:
         else:
             say(self._options.node, f"the snapshot of step {news.step} is not kept: {news.error}")
 
-    def saved(self, over: SaveOver) -> None:
+    def saved(self, over: SaveFinished) -> None:
         """A save has ended here."""
         self.note("saved", **_plain(over))
         for text in over.notes:
@@ -406,11 +407,11 @@ class AgentReporter:
         """Whether this worker's output is repeated on the terminal."""
         return self._options.console.shown(worker.local_rank) != 0
 
-    def _tee(self, gang: Gang, *, last: bool) -> None:
+    def _tee(self, gang: WorkerGroup, *, last: bool) -> None:
         for worker in gang.workers:
             self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
 
-    def looked(self, gang: Gang, found: Failure) -> None:
+    def looked(self, gang: WorkerGroup, found: Failure) -> None:
         """What a look found about a worker that makes no step."""
         self.note("looked", generation=gang.generation, **_plain(found))
         self._silent.setdefault(found.rank, time.monotonic())
@@ -423,7 +424,7 @@ class AgentReporter:
             f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
         )
 
-    def outlasted(self, gang: Gang, now_s: float) -> None:
+    def outlasted(self, gang: WorkerGroup, now_s: float) -> None:
         """Says once of a generation that workers have finished and others of its world run on."""
         if self._said_outlasted == gang.generation or self._done is not None:
             return
@@ -461,7 +462,7 @@ class AgentReporter:
                 "ended by itself",
             )
 
-    def retired(self, gang: Gang) -> None:
+    def retired(self, gang: WorkerGroup) -> None:
         """The last of a gang's output."""
         self._tee(gang, last=True)
 

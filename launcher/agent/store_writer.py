@@ -133,7 +133,7 @@ class StoreWriter:
         return [
             Condition(key=WORLD, mod_revision=revision, value=value),
             Condition(key=DONE, mod_revision=0),
-            self._membership.condition(),
+            self._membership.still_registered(),
         ]
 
     def _write_done(self, done: Done, stands: PrefixState | None) -> None:

@@ -17,7 +17,7 @@ from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.failure_policy import AGAIN, ASIDE_AFTER, why_aside
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.etcd.access import Access
-from elasticzero.launcher.store.job_token import HOW, of_job
+from elasticzero.launcher.store.job_token import HOW, token_for_operator
 from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import encode
 from elasticzero.text import count_text, duration_text, say, table_text
@@ -40,7 +40,7 @@ def status(
     """
     with opened(name, endpoints, access) as store:
         job = look(store, name)
-        token = of_job(store, given)
+        token = token_for_operator(store, given)
         reports = (
             store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
         )

@@ -22,7 +22,7 @@ SAY_EVERY_S = 60.0
 """Refused requests are told of in one line, so often at most."""
 
 
-class Refusals:
+class RefusalLog:
     """Tells the log of refused requests, however many there are."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class Incoming(io.RawIOBase):
+class HeadTimeoutReader(io.RawIOBase):
     """What a client sends. It may rest between two requests, and not within the head of one."""
 
     def __init__(self, connection: socket.socket, idle_s: float) -> None:

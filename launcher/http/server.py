@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.http.limits import Connections, Incoming, Refusals
+from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.secrets import Secret
 
@@ -65,7 +65,7 @@ class AgentServer:
         self.healthy = healthy
         self.snapshots = snapshots
         self.token = token
-        self.refusals = Refusals()
+        self.refusals = RefusalLog()
         try:
             self._server = _Server(host, port, self)
         except OSError as error:
@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rfile.close()
-        self._incoming = Incoming(self.connection, self.timeout or IDLE_TIMEOUT_S)
+        self._incoming = HeadTimeoutReader(self.connection, self.timeout or IDLE_TIMEOUT_S)
         self.rfile = io.BufferedReader(self._incoming)
 
     def handle_one_request(self) -> None:

@@ -77,7 +77,7 @@ class MetadataServer:
         self._socket: socket.socket | None = None
         self._closed = False
 
-    def ask(
+    def get(
         self,
         path: str,
         headers: Mapping[str, str],

@@ -44,7 +44,7 @@ class Advice:
     text: str
 
 
-Seen = PreemptionNotice | Advice | None
+PollResult = PreemptionNotice | Advice | None
 
 
 class Cloud(Protocol):
@@ -54,10 +54,10 @@ class Cloud(Protocol):
     every_s: float
     """From one look to the next."""
 
-    def present(self) -> None:
+    def probe(self) -> None:
         """Return if this is its machine; raises `MetadataError` if not, or if nobody answers."""
 
-    def look(self) -> Seen:
+    def poll(self) -> PollResult:
         """What it says now; raises `MetadataError`."""
 
     def close(self) -> None:
@@ -75,10 +75,10 @@ class Aws:
         self._token: str | None = None
         self._renew_s = 0.0
 
-    def present(self) -> None:
+    def probe(self) -> None:
         self._fresh_token()
 
-    def look(self) -> Seen:
+    def poll(self) -> PollResult:
         answer = self._get("/latest/meta-data/spot/instance-action")
         if answer.status == 200:
             value = answer.json()
@@ -105,16 +105,16 @@ class Aws:
         token = self._token
         if token is None or time.monotonic() >= self._renew_s:
             token = self._fresh_token()
-        answer = self._server.ask(path, {"X-aws-ec2-metadata-token": token})
+        answer = self._server.get(path, {"X-aws-ec2-metadata-token": token})
         if answer.status == 401:
             token = self._fresh_token()
-            answer = self._server.ask(path, {"X-aws-ec2-metadata-token": token})
+            answer = self._server.get(path, {"X-aws-ec2-metadata-token": token})
         return answer
 
     def _fresh_token(self) -> str:
         self._token = None
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-        answer = self._server.ask("/latest/api/token", headers, method="PUT").expect(200)
+        answer = self._server.get("/latest/api/token", headers, method="PUT").expect(200)
         token = answer.text.strip()
         if not TOKEN.fullmatch(token):
             raise MetadataError(f"{answer.url} gave no token: {token:.80}")
@@ -135,12 +135,12 @@ class Gcp:
         self._etag: str | None = None
         """Of the answer FALSE: from then on a change is waited for."""
 
-    def present(self) -> None:
+    def probe(self) -> None:
         answer = self._preempted({})
         if answer.headers.get("metadata-flavor") != "Google":
             raise MetadataError(f"{answer.url} is no metadata server of GCP")
 
-    def look(self) -> Seen:
+    def poll(self) -> PollResult:
         query: dict[str, Any] = {}
         if self._etag is not None:
             query = {"wait_for_change": "true", "timeout_sec": LONG_POLL_S, "last_etag": self._etag}
@@ -166,7 +166,7 @@ class Gcp:
             path += f"?{urlencode(query)}"
         timeout_s = LONG_POLL_S + 15.0 if query else 5.0
         headers = {"Metadata-Flavor": "Google"}
-        return self._server.ask(path, headers, timeout_s=timeout_s).expect(200)
+        return self._server.get(path, headers, timeout_s=timeout_s).expect(200)
 
 
 class Azure:
@@ -188,10 +188,10 @@ class Azure:
         self._machine: str | None = None
         self._asked = False
 
-    def present(self) -> None:
+    def probe(self) -> None:
         self._machine = self._name()
 
-    def look(self) -> Seen:
+    def poll(self) -> PollResult:
         machine = self._machine = self._machine or self._name()
         timeout_s = 10.0 if self._asked else FIRST_AZURE_CALL_S
         answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", timeout_s)
@@ -207,7 +207,7 @@ class Azure:
     def close(self) -> None:
         self._server.close()
 
-    def _event(self, event: Any, machine: str, answer: Answer) -> Seen:
+    def _event(self, event: Any, machine: str, answer: Answer) -> PollResult:
         if not isinstance(event, dict) or event.get("EventType") not in self.kinds:
             return None
         names = event.get("Resources")
@@ -233,7 +233,7 @@ class Azure:
         return name
 
     def _ask(self, path: str, timeout_s: float) -> Answer:
-        return self._server.ask(path, {"Metadata": "true"}, timeout_s=timeout_s).expect(200)
+        return self._server.get(path, {"Metadata": "true"}, timeout_s=timeout_s).expect(200)
 
 
 CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}

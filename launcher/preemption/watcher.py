@@ -15,7 +15,7 @@ import tenacity
 
 from elasticzero.errors import one_line
 from elasticzero.launcher.preemption.metadata import MetadataError
-from elasticzero.launcher.preemption.providers import ADDRESS, CLOUDS, Advice, Cloud, Seen
+from elasticzero.launcher.preemption.providers import ADDRESS, CLOUDS, Advice, Cloud, PollResult
 from elasticzero.launcher.protocol.view import PreemptionNotice
 
 MOST_PAUSE_S = 5.0
@@ -35,7 +35,7 @@ def cloud_named(choice: str, environment: Mapping[str, str]) -> Cloud:
     return CLOUDS[choice](environment.get(address_variable(choice)) or ADDRESS)
 
 
-class PreemptionWatch:
+class PreemptionWatcher:
     """Watches for the notices of one cloud, in a thread of its own, until it is closed.
 
     choice: a name in `CLOUDS`, or `auto`: the first that answers, each asked once; `none` starts
@@ -62,7 +62,7 @@ class PreemptionWatch:
             target=self._run, name="elasticzero-preemption", daemon=True
         )
 
-    def __enter__(self) -> PreemptionWatch:
+    def __enter__(self) -> PreemptionWatcher:
         if self._clouds:
             self._thread.start()
         return self
@@ -96,7 +96,7 @@ class PreemptionWatch:
         for cloud in self._clouds:
             with suppress(MetadataError):
                 if not self._stop.is_set():
-                    cloud.present()
+                    cloud.probe()
                     return cloud
         if not self._stop.is_set():
             self._tell(
@@ -116,7 +116,7 @@ class PreemptionWatch:
             reraise=True,
         )
         while not self._stop.is_set():
-            seen = tries(cloud.look)
+            seen = tries(cloud.poll)
             if self._troubled:
                 self._troubled = False
                 self._tell(f"the metadata server of {cloud.name} answers again")
@@ -134,7 +134,7 @@ class PreemptionWatch:
             f"on ({one_line(error) if error is not None else 'no answer'})"
         )
 
-    def _take(self, cloud: Cloud, seen: Seen) -> None:
+    def _take(self, cloud: Cloud, seen: PollResult) -> None:
         """A notice is told once; one that is withdrawn later is left as it is."""
         if isinstance(seen, PreemptionNotice):
             if self._heard is None:

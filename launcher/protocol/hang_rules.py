@@ -93,7 +93,7 @@ class StalledWorker:
     """What it answered; None: nothing."""
 
     @property
-    def deaf(self) -> bool:
+    def unresponsive(self) -> bool:
         """It could not obey if it was told to stop."""
         return self.state == "T" or self.located is None
 

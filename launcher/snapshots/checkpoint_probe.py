@@ -20,7 +20,7 @@ AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class CheckpointState:
     """One look."""
 
     step: int | None = None
@@ -31,7 +31,7 @@ class Seen:
     """Why there is no answer yet."""
 
 
-class StorageLook:
+class CheckpointProbe:
     """Looks when it is asked, one look at a time."""
 
     def __init__(self, checkpoint_dir: str | None, wake: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class StorageLook:
         self._wake = wake
         self._lock = threading.Lock()
         self._looking = False
-        self._seen: Seen | None = None
+        self._seen: CheckpointState | None = None
         self._known: Mapping[int, str] = {}
         """The bad steps that the last look knew of."""
         self._until_s = 0.0
@@ -51,14 +51,14 @@ class StorageLook:
         """Whether there is a checkpoint directory."""
         return self._directory is not None
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What was seen is no longer so."""
         self._until_s = 0.0
 
-    def ask(self, bad: Mapping[int, str]) -> Seen:
+    def poll(self, bad: Mapping[int, str]) -> CheckpointState:
         """What is there, or that the answer is to come. bad: why steps are known to be damaged."""
         if self._directory is None:
-            return Seen()
+            return CheckpointState()
         with self._lock:
             fresh = time.monotonic() < self._until_s and bad.keys() <= self._known.keys()
             if fresh and self._seen is not None:
@@ -69,11 +69,13 @@ class StorageLook:
                     target=self._look, args=(dict(bad),), name="elasticzero-look", daemon=True
                 )
                 thread.start()
-            return Seen(pending=self._trouble or f"looking at the checkpoints in {self._directory}")
+            return CheckpointState(
+                pending=self._trouble or f"looking at the checkpoints in {self._directory}"
+            )
 
     def _look(self, bad: Mapping[int, str]) -> None:
         began_s = time.monotonic()
-        seen: Seen | None = None
+        seen: CheckpointState | None = None
         trouble = ""
         try:
             seen = self._read(bad)
@@ -87,12 +89,12 @@ class StorageLook:
             self._looking = False
         self._wake()
 
-    def _read(self, bad: Mapping[int, str]) -> Seen:
+    def _read(self, bad: Mapping[int, str]) -> CheckpointState:
         assert self._directory is not None
         damage: DamagedCheckpoint | None = None
         for info in steps(open_directory(self._directory)):
             why = bad[info.step] if info.step in bad else fault(info.storage)
             if why is None:
-                return Seen(step=info.step, damage=damage)
+                return CheckpointState(step=info.step, damage=damage)
             damage = damage or DamagedCheckpoint(info.step, why)
-        return Seen(damage=damage)
+        return CheckpointState(damage=damage)

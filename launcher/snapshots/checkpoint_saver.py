@@ -1,15 +1,15 @@
-"""What an agent does with the captures of its workers: keeps each, and saves a checkpoint's.
+"""Holds the captures of a node's workers, and saves those that are to become checkpoints.
 
 A worker waits only until its state is in shared memory. All that follows happens in threads that
-the agent's loop never waits for: those of `Keeper` seal and replicate every capture, and
+the agent's loop never waits for. Those of `SnapshotReplicator` seal and replicate every capture;
+the thread `saving` copies the sealed shards of a checkpoint to storage, one save at a time. The
+node of rank 0 commits, the others wait until the step is committed; then `SaveFinished` is
+reported. A save from memory of a job that is to end is tried again, less and less often, until the
+step is committed or the save is given up from outside; each try that fails is reported as
+`SaveFailed`.
 
- saving    copies the sealed shards of a checkpoint to storage; the node of rank 0 commits, the
-           others wait until the step stands; and `SaveOver` is told. One save at a time. What is
-           saved from memory because the job is to end is tried again, less and less often, until it
-           stands or is given up from outside: each try that fails is told as `SaveFailed`.
-
-Where space is short, leftovers of failed saves go first. A save may be asked for twice, stop
-anywhere, and be begun again: what is done is seen in the files.
+If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
+anywhere, and be begun again: the files show what is done.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from elasticzero.checkpoint.storage.base import Directory, open_directory, out_o
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.ipc.messages import Captured, SnapshotHeld
-from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
-
-__all__ = ["Charge", "Post", "SaveFailed", "SaveOver", "Saver"]
+from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
+from elasticzero.launcher.snapshots.roles import CapturedStep, SnapshotRole
 
 COMMIT_WAIT_S = 600.0
 """How long a save waits for the parts of other nodes."""
@@ -49,7 +48,7 @@ PAUSE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOver:
+class SaveFinished:
     """A save has ended on this node."""
 
     step: int
@@ -81,7 +80,7 @@ class SaveFailed:
 class _Job:
     """One save."""
 
-    post: Post
+    post: SnapshotRole
     step: int
     shards: tuple[ShardName, ...]
     """To be copied from memory."""
@@ -100,7 +99,7 @@ class _Job:
         return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
 
 
-class Saver:
+class CheckpointSaver:
     """Passes what workers capture to the keeper, and brings checkpoints to storage."""
 
     def __init__(
@@ -119,17 +118,19 @@ class Saver:
         self._closed = False
         self._writing = threading.Lock()
         """Held while this node's own part of a save is written."""
-        self._post: Post | None = None
+        self._post: SnapshotRole | None = None
         self._post_since_s = 0.0
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, CapturedStep] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
-        self._news: queue.SimpleQueue[SnapshotHeld | SaveOver | SaveFailed] = queue.SimpleQueue()
-        self._keeper = Keeper(snapshots, self._tell)
+        self._events: queue.SimpleQueue[SnapshotHeld | SaveFinished | SaveFailed] = (
+            queue.SimpleQueue()
+        )
+        self._keeper = SnapshotReplicator(snapshots, self._tell)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
 
-    def begin(self, post: Post) -> None:
+    def begin(self, post: SnapshotRole) -> None:
         """A new generation: captures of the one before are no longer pulled."""
         with self._lock:
             self._post, self._post_since_s = post, time.monotonic()
@@ -146,8 +147,8 @@ class Saver:
                 self._take(post, message)
             self._keeper.captured(self._steps[max(self._steps)] if self._steps else None)
 
-    def _take(self, post: Post, message: Captured) -> None:
-        known = self._steps.get(message.step, Step(post=post, number=message.step))
+    def _take(self, post: SnapshotRole, message: Captured) -> None:
+        known = self._steps.get(message.step, CapturedStep(post=post, number=message.step))
         step = replace(known, captured={**known.captured, message.rank: message})
         self._steps[message.step] = step
         for old in [other for other in self._steps if other < message.step]:
@@ -172,7 +173,7 @@ class Saver:
 
     def _put(
         self,
-        post: Post,
+        post: SnapshotRole,
         step: int,
         shards: tuple[ShardName, ...],
         manifests: Mapping[int, str],
@@ -205,11 +206,11 @@ class Saver:
         """Whether a shard in memory is not sealed yet; that is being done."""
         return self._keeper.unsealed()
 
-    def news(self) -> list[SnapshotHeld | SaveOver | SaveFailed]:
+    def events(self) -> list[SnapshotHeld | SaveFinished | SaveFailed]:
         """What has happened since the last call."""
         found = []
-        while not self._news.empty():
-            found.append(self._news.get())
+        while not self._events.empty():
+            found.append(self._events.get())
         return found
 
     def close(self) -> None:
@@ -221,8 +222,8 @@ class Saver:
         self._keeper.close()
         self._thread.join(1.0)
 
-    def _tell(self, news: SnapshotHeld | SaveOver | SaveFailed) -> None:
-        self._news.put(news)
+    def _tell(self, news: SnapshotHeld | SaveFinished | SaveFailed) -> None:
+        self._events.put(news)
         self._wake()
 
     def _save(self) -> None:
@@ -241,11 +242,11 @@ class Saver:
             with self._lock:  # after the news: who sees no save in flight has heard how it went
                 self._open.remove(job)
 
-    def _try(self, job: _Job) -> SaveOver:
+    def _try(self, job: _Job) -> SaveFinished:
         """Carry a save out; once more where it found no room and leftovers were in its way."""
         for last in (False, True):
             try:
-                return self._carry_out(job, again=job.again or last)
+                return self._run_save(job, again=job.again or last)
             except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
                 failed = _over(job.post.generation, job.step, one_line(error))
                 if last or not out_of_space(error) or not self._make_room(job):
@@ -284,7 +285,7 @@ class Saver:
             pause_s=pause_s,
         )
 
-    def _carry_out(self, job: _Job, *, again: bool) -> SaveOver:
+    def _run_save(self, job: _Job, *, again: bool) -> SaveFinished:
         assert self._checkpoint_dir is not None
         directory = open_directory(self._checkpoint_dir)
         storage = directory.step(step_directory(job.step))
@@ -361,7 +362,7 @@ def _removed(done: Tidied) -> str:
     return f"{count} file{'s' * (count > 1)} of saves that failed removed"
 
 
-def _over(generation: int, step: int, error: str | None) -> SaveOver:
-    return SaveOver(
+def _over(generation: int, step: int, error: str | None) -> SaveFinished:
+    return SaveFinished(
         generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
     )

@@ -1,22 +1,21 @@
-"""What an agent does to hold the captures of its workers in memory: seal them, keep replicas.
+"""Seals the captures of a node's workers in memory, and pulls replicas of another node's.
 
-In two threads that the agent's loop never waits for:
+Two threads work that the agent's loop never waits for:
 
- sealing   each shard gets its checksums and its manifest.
- keeping   once all of this node's shards of a step are sealed, the replicas of another node's are
-           pulled, and `SnapshotHeld` is told: what this node is to hold of that step, it holds.
+ sealing   gives each shard its checksums and its manifest.
+ keeping   once all of this node's shards of a step are sealed, pulls the replicas of another
+           node's, and reports `SnapshotHeld`: this node holds all that it is to hold of that step.
 
-It may be told the same thing twice, stop anywhere, and be begun again: what is done is seen in the
-files. A capture that is overtaken, by a newer one or by a new generation, is no longer pulled; and
-a new generation does not wait for an answer to the old one's, for who owes it may be gone.
+A request may come twice, and the work may stop anywhere and be begun again: the files show what is
+done. A capture is no longer pulled once a newer one, or a new generation, has superseded it. A new
+generation does not wait for the old one's pulls, for their source may be gone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
@@ -24,7 +23,8 @@ from elasticzero.checkpoint.ram.transfer import pull
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import NotFinite, StorageError, one_line
-from elasticzero.ipc.messages import Captured, SnapshotHeld
+from elasticzero.ipc.messages import SnapshotHeld
+from elasticzero.launcher.snapshots.roles import CapturedStep, ReplicaSource
 
 PULL_LIMIT_S = 30.0
 """A replica that has not come by then is given up, and training's next snapshot may begin."""
@@ -34,54 +34,7 @@ PULL_SILENCE_S = 5.0
 SEALS_KEPT = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
-    """Another node, whose shards this one keeps replicas of."""
-
-    address: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
-    """This node's part in the snapshots and checkpoints of one generation."""
-
-    generation: int
-    token: str
-    world_size: int
-    ranks: tuple[int, ...]
-    charge: Charge | None = None
-    password: str = field(default="", repr=False)
-    """The job's token, which other nodes' snapshots are read with."""
-    bad_steps: frozenset[int] = frozenset()
-    """Checkpoints found damaged: a save of such a step replaces what stands there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What this node's workers have captured of one step so far."""
-
-    post: Post
-    number: int
-    captured: Mapping[int, Captured] = field(default_factory=dict)
-    """By rank."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether every worker of this node has captured it."""
-        return len(self.captured) == len(self.post.ranks)
-
-    @property
-    def shards(self) -> tuple[ShardName, ...]:
-        """What is in memory of it."""
-        return tuple(
-            ShardName(self.post.generation, self.number, rank, self.post.world_size)
-            for rank, part in self.captured.items()
-            if not part.direct
-        )
-
-
-class Keeper:
+class SnapshotReplicator:
     """Holds in memory what this node is to hold: its own shards, sealed, and replicas."""
 
     def __init__(
@@ -100,9 +53,9 @@ class Keeper:
         """Of the seals, the slots and the sources."""
         self._unsealed, self._dirty = threading.Event(), threading.Event()
         self._closed = False
-        self._newest: Step | None = None
-        self._over: Step | None = None
-        """Kept, or given up; known to the thread `keeping` alone."""
+        self._newest: CapturedStep | None = None
+        self._over: CapturedStep | None = None
+        """SnapshotHeld, or given up; known to the thread `keeping` alone."""
         self._seals: dict[ShardName, Seal] = {}
         """The newest: a save may need one whose snapshot has made room for another."""
         self._failed: dict[ShardName, str] = {}
@@ -123,7 +76,7 @@ class Keeper:
         self._failed = {}
         self._end_pulls()
 
-    def captured(self, newest: Step | None) -> None:
+    def captured(self, newest: CapturedStep | None) -> None:
         """A worker's shard is in memory. `newest`: the step of which this node is to hold all."""
         self._newest = newest
         self._unsealed.set()
@@ -202,20 +155,20 @@ class Keeper:
             if all(self._snapshots.sealed(shard) for shard in step.shards):
                 self._keep_step(step)
 
-    def _keep_step(self, step: Step) -> None:
+    def _keep_step(self, step: CapturedStep) -> None:
         """Pull what belongs to a step that is sealed here, and say that it is kept."""
         error: BaseException | None = None
-        charge = step.post.charge
+        source = step.post.replica_source
         if any(part.direct for part in step.captured.values()):
             error = StorageError("memory was short")
-        elif charge is not None and all(part.replicate for part in step.captured.values()):
+        elif source is not None and all(part.replicate for part in step.captured.values()):
             deadline_s = time.monotonic() + PULL_LIMIT_S
 
             def over() -> bool:
                 return self._dirty.is_set() or time.monotonic() > deadline_s
 
             try:
-                run_parallel(charge.ranks, lambda rank: self._pull(step, charge, rank, over))
+                run_parallel(source.ranks, lambda rank: self._pull(step, source, rank, over))
             except Exception as lost:  # noqa: BLE001 - the top of a thread's work: told
                 error = lost
             if self._dirty.is_set():
@@ -223,17 +176,19 @@ class Keeper:
         self._over = step
         self._tell(_kept(step.post.generation, step.number, error))
 
-    def _pull(self, step: Step, charge: Charge, rank: int, over: Callable[[], bool]) -> None:
+    def _pull(
+        self, step: CapturedStep, replica_source: ReplicaSource, rank: int, over: Callable[[], bool]
+    ) -> None:
         """Pull one rank's shard once its owner has sealed it."""
         post = step.post
         shard = ShardName(post.generation, step.number, rank, post.world_size)
-        slot = charge.ranks.index(rank)
+        slot = replica_source.ranks.index(rank)
         with self._lock:
             if slot not in self._replica_slots:
                 root, overflow = self._snapshots.root, self._snapshots.overflow
                 self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
-        url = f"http://{charge.address}/snapshots/{post.generation}/{step.number}"
+        url = f"http://{replica_source.address}/snapshots/{post.generation}/{step.number}"
         source = HttpStorage(url, post.password, timeout_s=self._silence_s)
         with self._lock:
             self._sources.add(source)

@@ -35,7 +35,7 @@ def snapshot_directory(job: str, node: str, folder: Path = SHARED_MEMORY) -> Pat
     return folder / f"{PREFIX}{digest}-{node}"
 
 
-class Claim:
+class OwnedDirectory:
     """A directory of shared memory that is this process's own until it ends."""
 
     def __init__(self, root: Path) -> None:
@@ -78,7 +78,7 @@ class Claim:
             self._fd = -1
 
 
-def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
+def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Free the memory of agents that have died; which directories were removed."""
     removed = []
     for root in folder.glob(f"{PREFIX}*"):

@@ -72,7 +72,7 @@ def check_given(token: Secret | None) -> Secret | None:
     return token
 
 
-def agree(store: Store, given: Secret | None) -> Agreed:
+def agree_on_token(store: Store, given: Secret | None) -> Agreed:
     """The token of this node's job, put into the store if none is there.
 
     Raises `UserError` if the job has another one.
@@ -96,7 +96,7 @@ def agree(store: Store, given: Secret | None) -> Agreed:
     )
 
 
-def of_job(store: Store, given: Secret | None) -> Secret | None:
+def token_for_operator(store: Store, given: Secret | None) -> Secret | None:
     """The token with which a command reads what the job's agents serve; None: it was not given, and
     the store has its digest alone. Raises `UserError` if the job has another one."""
     entry = _entry(store)

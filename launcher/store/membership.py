@@ -95,7 +95,7 @@ class Membership:
         """When the store last confirmed the lease."""
         return self._lease.confirmed_s if self._lease is not None else 0.0
 
-    def condition(self) -> Condition:
+    def still_registered(self) -> Condition:
         """Holds only while this registration stands: no write of a leader whose place was taken."""
         entry = self._store.read(self.key).entries.get(self.key)
         if entry is None or not self._is_mine(entry.value):

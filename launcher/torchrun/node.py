@@ -33,7 +33,7 @@ from elasticzero.launcher.torchrun.rules import (
     RoundView,
     Take,
     WriteRound,
-    decide,
+    decide_rendezvous,
     lost,
     newcomers,
 )
@@ -52,7 +52,7 @@ def rendezvous_prefix(run_id: str) -> str:
     return job_prefix(f"torchrun:{run_id}")
 
 
-class NoPlace(ElasticZeroError):
+class RendezvousRefused(ElasticZeroError):
     """A node asked for a place and there will be none."""
 
     def __init__(self, kind: Refusal, reason: str) -> None:
@@ -61,7 +61,7 @@ class NoPlace(ElasticZeroError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """A node's place in a world."""
 
     world: World
@@ -90,7 +90,7 @@ class Change:
     newcomers: tuple[str, ...] = ()
 
 
-class Participant:
+class RendezvousNode:
     """Registers this node when it first asks, and looks after the registration until it leaves."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Participant:
         self._answer = threading.Condition()
         self._asked_s: float | None = None
         self._asked_anew = False
-        self._found: Place | NoPlace | None = None
+        self._found: Placement | RendezvousRefused | None = None
         self._trains = False
         self._change = Change()
         self._thread: threading.Thread | None = None
@@ -137,10 +137,13 @@ class Participant:
     def name(self) -> str:
         return self._membership.me.node
 
-    def next_place(self) -> Place:
-        """Leave the place this node has, and wait for one in a new world; raises `NoPlace`."""
+    def next_place(self) -> Placement:
+        """Leaves the place this node has, and waits for one in a new world; raises
+        `RendezvousRefused`."""
         if self._over.is_set():
-            raise NoPlace("closed", f"{self.name} has left the rendezvous at etcd {self._etcd}")
+            raise RendezvousRefused(
+                "closed", f"{self.name} has left the rendezvous at etcd {self._etcd}"
+            )
         if self._thread is None:
             atexit.register(self.leave)
             self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
@@ -152,7 +155,7 @@ class Participant:
             self._answer.wait_for(lambda: self._found is not None)
             found = self._found
         assert found is not None
-        if isinstance(found, NoPlace):
+        if isinstance(found, RendezvousRefused):
             raise found
         return found
 
@@ -214,9 +217,9 @@ class Participant:
             except Exception as error:  # noqa: BLE001  the top of a thread
                 self._settle(self._broken(error))
 
-    def _broken(self, error: Exception) -> NoPlace:
+    def _broken(self, error: Exception) -> RendezvousRefused:
         log.debug("a turn failed", exc_info=True)
-        return NoPlace(
+        return RendezvousRefused(
             "state",
             f"what stands at etcd {self._etcd} for this rendezvous cannot be used "
             f"({type(error).__name__}: {error}); choose another --rdzv-id",
@@ -237,7 +240,7 @@ class Participant:
             gone = lost(view, now_s, self.limits)
             self._change = Change(tuple(gone), tuple(newcomers(view, gone, self.limits)))
             return
-        turn = decide(view, now_s, self.limits)
+        turn = decide_rendezvous(view, now_s, self.limits)
         self._tell(turn.reason)
         if turn.spare:
             self._asked_s = now_s
@@ -245,11 +248,11 @@ class Participant:
             case Take(world, index):
                 self._placed, self._change = True, Change()
                 first = self._membership.take_store_socket() if index == 0 else None
-                self._settle(Place(world, index, first))
+                self._settle(Placement(world, index, first))
             case Refuse(kind):
                 self._over.set()
                 self._membership.close()
-                self._settle(NoPlace(kind, turn.reason))
+                self._settle(RendezvousRefused(kind, turn.reason))
             case action if now_s >= self._retry_s:
                 self._write(action, asked_s)
 
@@ -275,19 +278,19 @@ class Participant:
         """Write the next world, if it is still what a fresh look at the store leads to."""
         self._observer.put(MEMBERS, self._store.read(MEMBERS))
         now_s = time.monotonic()
-        action = decide(self._view(asked_s, now_s), now_s, self.limits).action
+        action = decide_rendezvous(self._view(asked_s, now_s), now_s, self.limits).action
         if isinstance(action, WriteRound):
             before, revision = self._observer.world()
             check_invariants(before, action.world)
             conditions = [
                 Condition(key=WORLD, mod_revision=revision),
                 Condition(key=DONE, mod_revision=0),
-                self._membership.condition(),
+                self._membership.still_registered(),
             ]
             self._store.write({WORLD: to_bytes(action.world)}, conditions=conditions)
             self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _settle(self, found: Place | NoPlace) -> None:
+    def _settle(self, found: Placement | RendezvousRefused) -> None:
         """Answer who asked."""
         with self._answer:
             if self._asked_s is not None and not self._asked_anew:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
     from elasticzero.launcher.store.etcd.access import Access
-    from elasticzero.launcher.torchrun.node import NoPlace, Participant, Place
+    from elasticzero.launcher.torchrun.node import Placement, RendezvousNode, RendezvousRefused
     from elasticzero.launcher.torchrun.rules import RoundLimits
 else:
     RendezvousHandler = object  # `create` registers the class with torch's
@@ -58,7 +58,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elasticzero.launcher.secrets import forget_secrets
     from elasticzero.launcher.store.etcd.store import EtcdStore
     from elasticzero.launcher.store.membership import reachable_address
-    from elasticzero.launcher.torchrun.node import Participant, rendezvous_prefix
+    from elasticzero.launcher.torchrun.node import RendezvousNode, rendezvous_prefix
 
     api.RendezvousHandler.register(Handler)
     limits = _limits(parameters)
@@ -71,8 +71,8 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     forget_secrets(os.environ)
     host = parameters.local_addr or reachable_address(endpoints[0].rpartition("://")[2])
     say = get_logger(__name__).info
-    participant = Participant(store, ",".join(endpoints), host, limits, say)
-    return Handler(parameters.backend, parameters.run_id, participant)
+    node = RendezvousNode(store, ",".join(endpoints), host, limits, say)
+    return Handler(parameters.backend, parameters.run_id, node)
 
 
 def _endpoints(text: str) -> list[str]:
@@ -125,11 +125,11 @@ def _limits(parameters: RendezvousParameters) -> RoundLimits:
 
 
 class Handler(RendezvousHandler):
-    """torch's `RendezvousHandler` over a `Participant`."""
+    """torch's `RendezvousHandler` over a `RendezvousNode`."""
 
-    def __init__(self, backend: str, run_id: str, participant: Participant) -> None:
+    def __init__(self, backend: str, run_id: str, node: RendezvousNode) -> None:
         self._backend, self._run_id = backend, run_id
-        self._participant = participant
+        self._node = node
         self._store: TCPStore | None = None
         """Of the present world, or of the one before it until there is a next: the workers of
         nodes that have not left that one yet must not lose it."""
@@ -149,20 +149,20 @@ class Handler(RendezvousHandler):
         """This node's rank among the nodes, and a store that all of them have reached."""
         from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-        from elasticzero.launcher.torchrun.node import NoPlace
+        from elasticzero.launcher.torchrun.node import RendezvousRefused
 
         store = None
         while store is None:
             try:
-                place = self._participant.next_place()
-            except NoPlace as error:
+                place = self._node.next_place()
+            except RendezvousRefused as error:
                 raise _torchs(error) from None
-            store = self._meet(place)
-        self._participant.begin()
+            store = self._rendezvous(place)
+        self._node.begin()
         self._store = store
         info = RendezvousStoreInfo(place.host, place.port)
         if not self.use_agent_store:
-            host = self._participant.host
+            host = self._node.host
             info = RendezvousStoreInfo.build(place.index, store, local_addr=host)
         return RendezvousInfo(store, place.index, place.size, info)
 
@@ -172,7 +172,7 @@ class Handler(RendezvousHandler):
         from elasticzero.errors import StoreUnavailable
 
         try:
-            return self._participant.closed()
+            return self._node.closed()
         except StoreUnavailable as error:
             raise RendezvousConnectionError(str(error)) from None
 
@@ -182,14 +182,14 @@ class Handler(RendezvousHandler):
         from elasticzero.errors import StoreUnavailable
 
         try:
-            self._close(f"closed by {self._participant.name}", failed=False)
+            self._close(f"closed by {self._node.name}", failed=False)
         except StoreUnavailable as error:
             raise RendezvousConnectionError(str(error)) from None
 
     def num_nodes_waiting(self) -> int:
         """Above 0, torchrun starts its workers again, without counting that as a restart: when
         somebody waits, and when somebody is lost too."""
-        change = self._participant.change()
+        change = self._node.change()
         return len(change.lost) + len(change.newcomers)
 
     def shutdown(self) -> bool:
@@ -201,27 +201,27 @@ class Handler(RendezvousHandler):
         from elasticzero.errors import StoreUnavailable
 
         error = sys.exc_info()[1]
-        name = self._participant.name
+        name = self._node.name
         reason = f"the workers of {name} finished"
         if error is not None:
             words = str(error).strip().splitlines() or [""]
             reason = f"{name} ended with {type(error).__name__}: {words[0][:200]}"
         closed = True
         try:
-            if self._participant.ends_the_run():
+            if self._node.ends_the_run():
                 self._close(reason, failed=error is not None)
         except StoreUnavailable:
             closed = False
-        self._participant.leave()
+        self._node.leave()
         return closed
 
     def _close(self, reason: str, *, failed: bool) -> None:
         from elasticzero.launcher.protocol.documents import Done
 
         outcome = Done(outcome="failed" if failed else "finished", step=0, reason=reason)
-        self._participant.close_for_all(outcome)
+        self._node.close_for_all(outcome)
 
-    def _meet(self, place: Place) -> TCPStore | None:
+    def _rendezvous(self, place: Placement) -> TCPStore | None:
         """The store of a new world once all its nodes are there; None: the world is no more.
 
         So no worker is started in a world of which a node was lost while it was made.
@@ -244,12 +244,12 @@ class Handler(RendezvousHandler):
             self._wait(lambda: False, place, deadline_s)
         return None
 
-    def _wait(self, so: Callable[[], bool], place: Place, deadline_s: float) -> bool:
+    def _wait(self, so: Callable[[], bool], place: Placement, deadline_s: float) -> bool:
         """Whether it came to be so, before some node of the world was lost."""
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
         while not so():
-            if self._participant.change().lost or self._participant.closed():
+            if self._node.change().lost or self._node.closed():
                 return False
             if time.monotonic() > deadline_s:
                 first = place.world.members[0].node
@@ -263,7 +263,7 @@ class Handler(RendezvousHandler):
         return True
 
 
-def _open(place: Place) -> TCPStore:
+def _open(place: Placement) -> TCPStore:
     """The store of a world: the first node serves it, the others connect to it."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -289,7 +289,7 @@ def _listens(host: str, port: int) -> bool:
         return False
 
 
-def _torchs(error: NoPlace) -> Exception:
+def _torchs(error: RendezvousRefused) -> Exception:
     """The error of torch's that says the same."""
     from torch.distributed.elastic.rendezvous import api
 

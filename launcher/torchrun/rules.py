@@ -146,7 +146,7 @@ class Turn:
     """It waits though nothing is wrong: the time to join has not begun."""
 
 
-def decide(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
+def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     """The next action of this node, by the rules above."""
     if view.asked_s is None:
         return Turn(None, "not asking for a place")

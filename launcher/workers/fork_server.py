@@ -129,8 +129,8 @@ def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
-    """Fork a worker; fds: log, channel, bell, for rank 0 the store's bound socket, and where stdout
-    is apart its file."""
+    """Forks a worker; fds: log, channel, the agent's wake-up pipe, for rank 0 the store's bound
+    socket, and where stdout is apart its file."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -146,7 +146,7 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         sock.close()
         for fd in wake:
             os.close(fd)
-        _become(launch, fds)
+        _run_target(launch, fds)
     except BaseException:  # noqa: BLE001 - the top of a process: print, and never return to serve()
         traceback.print_exc()
     finally:
@@ -160,7 +160,7 @@ def _lead_a_group(pid: int) -> None:
         os.setpgid(pid, 0 if pid == 0 else pid)
 
 
-def _become(launch: Launch, fds: list[int]) -> NoReturn:
+def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     os.dup2(fds[-1] if launch.stdout_apart else fds[0], 1)
     os.dup2(fds[0], 2)
     os.close(fds[0])
@@ -195,10 +195,10 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
     except SystemExit as stop:
         code = _exit_code(stop)
         if code != 0:  # said now: what runs at exit may take its time, and lose the peers first
-            _tell(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
+            _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         traceback.print_exc()
-        _tell(fds[1], fds[2], _failure_of(error))
+        _report_failure(fds[1], fds[2], _failure_of(error))
         code = 1
         left.append(error)  # and with it what the script's frames hold
     with suppress(BaseException):
@@ -206,7 +206,7 @@ def _become(launch: Launch, fds: list[int]) -> NoReturn:
         sys.stderr.flush()
     rank = launch.environment.get("RANK", "0")
     ended = ScriptEnded(exit_code=code)
-    exit_process(code, rank, launch.exit_timeout_s, lambda: _tell(fds[1], fds[2], ended))
+    exit_process(code, rank, launch.exit_timeout_s, lambda: _report_failure(fds[1], fds[2], ended))
 
 
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:
@@ -222,7 +222,7 @@ def _execute(launch: Launch, fds: list[int]) -> NoReturn:
     except OSError as error:
         print(f"{launch.target}: {error.strerror}", file=sys.stderr, flush=True)
         failure = UserError(f"{launch.target} cannot be run: {error.strerror}")
-        _tell(fds[0], fds[1], _failure_of(failure))
+        _report_failure(fds[0], fds[1], _failure_of(failure))
         os._exit(CANNOT_EXECUTE)
 
 
@@ -253,9 +253,9 @@ def _failure_of(error: BaseException, text: str = "") -> Failed:
     )
 
 
-def _tell(channel_fd: int, bell: int, message: Message) -> None:
+def _report_failure(channel_fd: int, wakeup_fd: int, message: Message) -> None:
     with suppress(ChannelClosed, OSError):
-        Channel(socket.socket(fileno=os.dup(channel_fd)), bell).send(message)
+        Channel(socket.socket(fileno=os.dup(channel_fd)), wakeup_fd).send(message)
 
 
 class ForkServer:

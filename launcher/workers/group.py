@@ -1,6 +1,6 @@
 """The workers of one node in one generation: start, ask, stop, reap; what they say.
 
-A `Gang` lives as long as its generation's workers. It turns messages and exits into the
+A `WorkerGroup` lives as long as its generation's workers. It turns messages and exits into the
 `WorkerGroupState` that `decide` sees, and passes on to the agent what metrics and the event log
 want.
 """
@@ -34,8 +34,15 @@ from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import Console
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
-from elasticzero.launcher.workers.process import Logs, Worker, fatal_stack, fork, hand, is_ending
-from elasticzero.launcher.workers.progress_monitor import HangWatch, Pace
+from elasticzero.launcher.workers.process import (
+    Logs,
+    Worker,
+    fatal_stack,
+    fork,
+    is_ending,
+    reassign,
+)
+from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
 
 MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0
@@ -61,18 +68,18 @@ Heard = tuple[Worker, Message | Ended]
 
 
 @dataclass(slots=True)
-class Gang:
+class WorkerGroup:
     """This node's workers of one generation."""
 
     server: ForkServer
     generation: int
-    bell: int
+    wakeup_fd: int
     """Descriptor of a pipe by which workers wake the agent."""
     workers: list[Worker] = field(default_factory=list)
     first_rank: int = 0
     started_s: float = 0.0
     failure: Failure | None = None
-    hangs: HangWatch = field(default_factory=HangWatch)
+    hangs: ProgressMonitor = field(default_factory=ProgressMonitor)
     exit_timeout_s: float = 0.0
     """Limit for a process to end once its script has; 0: none."""
     console: Console = field(default_factory=Console)
@@ -101,20 +108,26 @@ class Gang:
         for assignment in assignments:
             mine = store.fileno() if store is not None and assignment.rank == 0 else None
             old = (kept or {}).get(assignment.local_rank)
-            worker = hand(old, assignment, mine) if old is not None else None
+            worker = reassign(old, assignment, mine) if old is not None else None
             if worker is not None:
                 self.kept += 1
             else:
-                worker = fork(self.server, assignment, launch, logs, self.bell, mine)
+                worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, mine)
             self.workers.append(worker)
-            ask = worker.ask_where
-            self.hangs.add(Pace(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask))
+            ask = worker.request_location
+            self.hangs.add(
+                WorkerProgress(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask)
+            )
         self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
 
     def take_waiting(self) -> dict[int, Worker]:
         """The workers that are ready for another generation, by local rank; they are no more this
         gang's."""
-        ready = {w.local_rank: w for w in self.workers if w.running and w.waiting and not w.deaf}
+        ready = {
+            w.local_rank: w
+            for w in self.workers
+            if w.running and w.waiting and not w.channel_closed
+        }
         self.workers = [worker for worker in self.workers if worker not in ready.values()]
         return ready
 
@@ -140,7 +153,7 @@ class Gang:
             **self.hangs.seen(now_s),
         )
 
-    def watch_for_hangs(self, now_s: float) -> list[Failure]:
+    def poll_stalls(self, now_s: float) -> list[Failure]:
         """Go on with a look at workers that make no step; what it found, when it is over."""
         found = self.hangs.poll(now_s, ending=self._view.aborted_s is not None)
         for failure in found:
@@ -180,19 +193,19 @@ class Gang:
             if worker.at_work and not (spare_saving and worker.stopping):
                 worker.send_signal(signal.SIGKILL)
 
-    def kill_deaf(self) -> None:
+    def kill_unresponsive(self) -> None:
         """SIGKILL to those that, as a look has found, could not obey."""
         for worker in self.workers:
-            if worker.running and worker.rank in self.hangs.deaf:
+            if worker.running and worker.rank in self.hangs.unresponsive:
                 worker.send_signal(signal.SIGKILL)
 
-    def kill_stopped(self) -> None:
+    def kill_suspended(self) -> None:
         """SIGKILL to those that a signal has stopped."""
         for worker in self.workers:
             if worker.at_work and worker.rank in self.hangs.stopped:
                 worker.send_signal(signal.SIGKILL)
 
-    def end_the_deaf(self, now_s: float) -> None:
+    def kill_unresponsive_scripts(self, now_s: float) -> None:
         """SIGKILL to scripts that did not heed SIGTERM in time."""
         told_s = self._view.aborted_s
         if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
@@ -223,7 +236,7 @@ class Gang:
         limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
         return [w for w in self.workers if w.finished and 0 < w.ended_s <= now_s - limit_s]
 
-    def hear(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
+    def poll_messages(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
         """Everything the workers said, and which of them ended, since the last call; does not
         wait."""
         heard, self._early = self._early, []
@@ -235,24 +248,24 @@ class Gang:
                 worker = by_pid[pid]
                 heard += self._receive(worker, now_s)
                 heard.append((worker, Ended(code)))
-                self._take(worker, Ended(code), now_s)
+                self._handle(worker, Ended(code), now_s)
         return heard
 
     def _receive(self, worker: Worker, now_s: float) -> list[Heard]:
         messages = worker.receive()
         for message in messages:
-            self._take(worker, message, now_s)
+            self._handle(worker, message, now_s)
         return [(worker, message) for message in messages]
 
-    def lost(self, message: str) -> None:
+    def fail_all(self, message: str) -> None:
         """The fork server died, and with it every worker."""
         for worker in self.workers:
             if worker.running:
-                self._take(worker, Ended(-signal.SIGKILL), 0.0)
+                self._handle(worker, Ended(-signal.SIGKILL), 0.0)
                 worker.send_signal(signal.SIGKILL)  # what it started must not outlive it
         self._fail(Failure(rank=self.first_rank, blame="environment", message=message))
 
-    def _take(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
+    def _handle(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
         if isinstance(message, Ended):
             self.hangs.gone(worker.rank, now_s)
         else:

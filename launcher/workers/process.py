@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elasticzero.ipc.assignment import Assignment, torchrun_environment
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Failed, Locate, Message, Stopping
 from elasticzero.launcher import secrets as secret
-from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 
-TAIL_BYTES = 1 << 20
 STACK_BYTES = 1 << 16
 """The end of a log in which the stack of a crash is looked for."""
 FATAL = "Fatal Python error: "
@@ -46,7 +44,7 @@ class Worker:
     """Size of the log when this worker began."""
     stdout_log: Path | None = None
     stdout_start: int = 0
-    deaf: bool = False
+    channel_closed: bool = False
     """Its end of the channel is closed, though the process may still run."""
     attached: bool = False
     restored: bool = False
@@ -84,18 +82,18 @@ class Worker:
         with suppress(ChannelClosed):
             self.channel.send(message)
 
-    def ask_where(self) -> None:
+    def request_location(self) -> None:
         """Have it say where its main thread is."""
         self.send(Locate())
 
     def receive(self) -> list[Message]:
         """What it has said since the last call; does not wait."""
-        if not self.running or self.deaf:
+        if not self.running or self.channel_closed:
             return []
         try:
             return self.channel.drain()
         except ChannelClosed:
-            self.deaf = True
+            self.channel_closed = True
             return []
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -118,18 +116,18 @@ def fork(
     assignment: Assignment,
     launch: Launch,
     logs: Logs,
-    bell: int,
+    wakeup_fd: int,
     store_fd: int | None,
 ) -> Worker:
-    """A new process. bell: what it writes to when the agent is to hear it at once; store_fd: rank
-    0's bound socket, for rank 0."""
+    """Starts a new process. wakeup_fd: it writes there to wake the agent; store_fd: the
+    bound socket of rank 0's store, for rank 0."""
     local_rank = assignment.local_rank
     log = logs.directory / f"{local_rank}.log"
     stdout_log = logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.apart else None
     error_file(logs.directory, local_rank).unlink(missing_ok=True)
     mine, theirs = socket.socketpair()
     opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
-    fds = [opened[0], theirs.fileno(), bell]
+    fds = [opened[0], theirs.fileno(), wakeup_fd]
     if store_fd is not None:
         fds.append(store_fd)
     fds += opened[1:]
@@ -158,20 +156,20 @@ def fork(
     return worker
 
 
-def end(workers: Iterable[Worker]) -> None:
+def kill_all(workers: Iterable[Worker]) -> None:
     """SIGKILL to processes that were kept and are not needed."""
     for worker in workers:
         worker.send_signal(signal.SIGKILL)
         worker.channel.close()
 
 
-def hand(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
+def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
     """Give a kept process its place in another generation; None: it cannot be reached, and is
     killed."""
     try:
         old.channel.send_with_fd(assignment, store_fd, HAND_S)
     except ChannelClosed:
-        end([old])
+        kill_all([old])
         return None
     log_start = old.log.stat().st_size
     new = Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
@@ -208,33 +206,3 @@ def fatal_stack(worker: Worker) -> str:
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment as a worker may see it."""
     return {key: value for key, value in environment.items() if key not in secret.VARIABLES}
-
-
-@dataclass(slots=True)
-class LogTail:
-    """Follows the workers' log files and gives whole new lines."""
-
-    write: Callable[[str], object]
-    _offsets: dict[Path, int] = field(default_factory=dict)
-
-    def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
-        """Write what was added to a worker's log since the last call, each line with its `[rank]`;
-        streams: of `console`; last: also a last line without an end."""
-        if streams & OUT and worker.stdout_log is not None:
-            self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
-        if streams & (ERR if worker.stdout_log is not None else ALL):
-            self._follow(worker.rank, worker.log, worker.log_start, last)
-
-    def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
-        offset = self._offsets.setdefault(log, start)
-        try:
-            with log.open("rb") as file:
-                file.seek(offset)
-                data = file.read(TAIL_BYTES)
-        except FileNotFoundError:
-            return
-        whole = last or len(data) == TAIL_BYTES
-        end = len(data) if whole else data.rfind(b"\n") + 1
-        self._offsets[log] = offset + end
-        for line in data[:end].decode(errors="replace").splitlines():
-            self.write(f"[{rank}] {line}\n")

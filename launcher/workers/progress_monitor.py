@@ -27,7 +27,12 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S, blame, due_s
-from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state
+from elasticzero.launcher.workers.stack_dump import (
+    DumpTarget,
+    StackDumper,
+    find_py_spy,
+    process_state,
+)
 
 STEPS_REMEMBERED = 20
 """The longest of so many says how long a step may take."""
@@ -36,7 +41,7 @@ FROZEN_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
-class Pace:
+class WorkerProgress:
     """How one worker gets on."""
 
     rank: int
@@ -85,23 +90,23 @@ class Pace:
 
 
 @dataclass(slots=True)
-class HangWatch:
+class ProgressMonitor:
     """The progress of the workers of one node in one generation."""
 
     guilty: set[int] = field(default_factory=set)
     """Ranks that a look found to blame for a hang."""
-    deaf: set[int] = field(default_factory=set)
+    unresponsive: set[int] = field(default_factory=set)
     """Ranks that could not obey, as a look has found."""
-    _paces: dict[int, Pace] = field(default_factory=dict)
+    _paces: dict[int, WorkerProgress] = field(default_factory=dict)
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
-    _look: StallLook | None = None
+    _look: StackDumper | None = None
     _judged: bool = False
     _limit_s: float | None = None
     """Of the last look."""
     _stalled: Failure | None = None
     _frozen_looked_s: float = 0.0
 
-    def add(self, pace: Pace) -> None:
+    def add(self, pace: WorkerProgress) -> None:
         self._paces[pace.rank] = pace
 
     @property
@@ -170,7 +175,7 @@ class HangWatch:
         pace.end()
         self._moved(pace, now_s)
 
-    def _moved(self, pace: Pace, now_s: float) -> None:
+    def _moved(self, pace: WorkerProgress, now_s: float) -> None:
         """It shows progress, or is at an end: what a look found is so no more."""
         pace.progress_s = max(pace.progress_s, now_s)
         if self._look is not None:
@@ -178,13 +183,13 @@ class HangWatch:
             if self._judged:
                 self._look, self._stalled = None, None
 
-    def look_into(self, limit_s: float | None, now_s: float) -> None:
+    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         """Find out where those are that make no step, and have their stacks dumped.
 
         limit_s: seconds without a step that are too many in the loop; None: none are.
         """
         subjects = [
-            Subject(
+            DumpTarget(
                 rank=pace.rank,
                 pid=pace.pid,
                 log=pace.log,
@@ -198,7 +203,7 @@ class HangWatch:
             if (pace.expected and not pace.busy)
             or ((pace.expected or pace.starting) and pace.frozen_since_s is not None)
         ]
-        self._look, self._judged = StallLook(subjects, now_s, py_spy=find_py_spy()), False
+        self._look, self._judged = StackDumper(subjects, now_s, py_spy=find_py_spy()), False
         self._limit_s = limit_s
 
     @property
@@ -221,7 +226,7 @@ class HangWatch:
             self._look = None  # they come on, so the next that does not is looked at again
             return []
         found = [blame(silence) for silence in silences]
-        self.deaf |= {silence.rank for silence in silences if silence.deaf}
+        self.unresponsive |= {silence.rank for silence in silences if silence.unresponsive}
         self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}
         all_wait = len(found) == sum(pace.expected for pace in self._paces.values())
         found.sort(key=lambda failure: not failure.final)

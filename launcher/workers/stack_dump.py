@@ -75,7 +75,7 @@ def kernel_account(pid: int) -> str:
 
 
 @dataclass(slots=True)
-class Subject:
+class DumpTarget:
     """A worker that is looked at."""
 
     rank: int
@@ -101,11 +101,11 @@ class Subject:
     dumped: bool = False
 
 
-class StallLook:
+class StackDumper:
     """One look at some workers of a node."""
 
     def __init__(
-        self, subjects: Sequence[Subject], now_s: float, *, py_spy: str | None = None
+        self, subjects: Sequence[DumpTarget], now_s: float, *, py_spy: str | None = None
     ) -> None:
         """py_spy: the program; None: it is done without."""
         self.subjects = list(subjects)
@@ -167,7 +167,7 @@ class StallLook:
                 subject.py_spy.kill()
                 subject.py_spy.wait()
 
-    def _begin_dump(self, subject: Subject, now_s: float) -> None:
+    def _begin_dump(self, subject: DumpTarget, now_s: float) -> None:
         subject.state, subject.wait = process_state(subject.pid), kernel_wait(subject.pid)
         runs = subject.state in ("", "Z") or (subject.mute and subject.state != "T")
         if subject.moved or runs:
@@ -186,7 +186,7 @@ class StallLook:
         if subject.py_spy is None:
             self._signal(subject, now_s)
 
-    def _go_on(self, subject: Subject, now_s: float) -> None:
+    def _go_on(self, subject: DumpTarget, now_s: float) -> None:
         program = subject.py_spy
         if program is not None:
             code = program.poll()
@@ -206,7 +206,7 @@ class StallLook:
                 _write(subject.log, kernel_account(subject.pid))
             subject.dumped = True
 
-    def _signal(self, subject: Subject, now_s: float) -> None:
+    def _signal(self, subject: DumpTarget, now_s: float) -> None:
         """Have faulthandler dump, which a stopped process cannot."""
         if subject.state == "T":
             _write(subject.log, kernel_account(subject.pid))
@@ -219,7 +219,7 @@ class StallLook:
             subject.moved = subject.dumped = True
 
 
-def _start_py_spy(program: str, subject: Subject) -> subprocess.Popen[bytes] | None:
+def _start_py_spy(program: str, subject: DumpTarget) -> subprocess.Popen[bytes] | None:
     try:
         with subject.log.open("ab") as log:
             return subprocess.Popen(

@@ -490,8 +490,8 @@ def test_the_protobuf_variable_reaches_nothing_started_later() -> None:
 def test_the_embedded_etcd_dies_with_its_owner() -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.store.etcd.server import EmbeddedEtcd\n"
-        "with EmbeddedEtcd() as etcd:\n"
+        "from elasticzero.launcher.store.etcd.server import EtcdServer\n"
+        "with EtcdServer() as etcd:\n"
         "    print(etcd.pid, flush=True)\n"
         "    time.sleep(60)"
     )

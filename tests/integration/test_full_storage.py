@@ -18,7 +18,8 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
-from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
@@ -174,18 +175,18 @@ def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> Non
         for name, mebibytes in (left | stay).items():
             (disk / name).parent.mkdir(exist_ok=True)
             (disk / name).write_bytes(bytes(mebibytes << 20))
-        saver = Saver(SnapshotStore(memory), str(disk), Keep(), lambda: None)
-        saver.begin(Post(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
+        saver = CheckpointSaver(SnapshotStore(memory), str(disk), Keep(), lambda: None)
+        saver.begin(SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
         saver.save_held([ShardName(2, 9, 0, 1)])
         deadline_s = time.monotonic() + 30.0
         while saver.saving and time.monotonic() < deadline_s:
             time.sleep(0.01)
         saver.close()
-        news = list(saver.news())
+        news = list(saver.events())
         assert not [name for name in left if (disk / name).exists()], news
         assert all((disk / name).exists() for name in stay)
         assert newest(disk) == 9, news
-    (over,) = (told for told in news if isinstance(told, SaveOver))
+    (over,) = (told for told in news if isinstance(told, SaveFinished))
     assert "3 files of saves that failed removed, for want of space" in over.notes
 
 

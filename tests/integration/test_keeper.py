@@ -20,7 +20,8 @@ from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.snapshots.replicator import Charge, Keeper, Post, Step
+from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
+from elasticzero.launcher.snapshots.roles import CapturedStep, ReplicaSource, SnapshotRole
 from tests.lost_hosts import Loss, lost_host
 
 TOKEN = "the job's token"
@@ -62,18 +63,18 @@ def capture(store: SnapshotStore, generation: int, step: int, rank: int) -> None
     SnapshotWriter(store.root, 0).write(manifest, rank, [Piece("w", weights)], set())
 
 
-def captured(generation: int, step: int, owner: str) -> Step:
+def captured(generation: int, step: int, owner: str) -> CapturedStep:
     """This node has rank 0 of two; owner: the address that rank 1's shard is pulled from."""
-    post = Post(
+    post = SnapshotRole(
         generation=generation,
         token=f"g{generation:06d}-x",
         world_size=2,
         ranks=(0,),
-        charge=Charge(address=owner, ranks=(1,)),
+        replica_source=ReplicaSource(address=owner, ranks=(1,)),
         password=TOKEN,
     )
     message = Captured(step=step, generation=generation, rank=0, world_size=2, replicate=True)
-    return Step(post=post, number=step, captured={0: message})
+    return CapturedStep(post=post, number=step, captured={0: message})
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
@@ -82,7 +83,7 @@ def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
 ) -> None:
     address, theirs = buddy
     mine, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[SnapshotHeld]()
-    keeper = Keeper(mine, told.put, silence_s=2 * LONG_S)
+    keeper = SnapshotReplicator(mine, told.put, silence_s=2 * LONG_S)
     with lost_host(loss) as host:
         capture(mine, 1, 5, 0)
         keeper.captured(captured(1, 5, host.address))

@@ -66,7 +66,7 @@ def test_a_running_job_tells_its_state(
         assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in found)
         assert get(port, "/healthz").strip()
         with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
-            token = job_token.of_job(store, None)
+            token = job_token.token_for_operator(store, None)
         assert token is not None
         status = json.loads(get(port, "/status", token.reveal))
         assert (status["job"], status["generation"], status["world_size"]) == (job, 1, 2)

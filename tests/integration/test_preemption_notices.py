@@ -12,7 +12,7 @@ from elasticzero.errors import UserError
 from elasticzero.launcher.preemption import providers as clouds
 from elasticzero.launcher.preemption.metadata import MetadataError, MetadataServer
 from elasticzero.launcher.preemption.providers import Advice, Cloud
-from elasticzero.launcher.preemption.watcher import PreemptionWatch, address_variable
+from elasticzero.launcher.preemption.watcher import PreemptionWatcher, address_variable
 from elasticzero.launcher.protocol.view import PreemptionNotice
 from tests.clouds import PATIENCE_S, Aws, Azure, Gcp, Metadata, Reply, Request
 
@@ -107,19 +107,19 @@ def ears() -> Ears:
     return Ears()
 
 
-def watch(choice: str, ears: Ears, *servers: Metadata) -> PreemptionWatch:
+def watch(choice: str, ears: Ears, *servers: Metadata) -> PreemptionWatcher:
     """A watch that can reach these servers and no others."""
     environment = {address_variable(name): NOBODY for name in clouds.CLOUDS}
     for server in servers:
         environment |= server.environment
-    return PreemptionWatch(choice, ears.leave, ears.tell, environment)
+    return PreemptionWatcher(choice, ears.leave, ears.tell, environment)
 
 
 def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> None:
     cloud = cloud_of(aws)
-    assert cloud.look() is None
+    assert cloud.poll() is None
     aws.interrupt(100)
-    notice = cloud.look()
+    notice = cloud.poll()
     assert 90 <= left_s(notice) <= 101
     assert isinstance(notice, PreemptionNotice) and notice.reason.startswith(
         "AWS spot interruption in "
@@ -129,12 +129,12 @@ def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> Non
 
 def test_aws_tokens_are_renewed_when_they_are_refused_and_when_they_are_old(aws: Aws) -> None:
     cloud = cloud_of(aws)
-    assert cloud.look() is None
+    assert cloud.poll() is None
     aws.tokens.clear()
-    assert cloud.look() is None
+    assert cloud.poll() is None
     assert aws.given == 2
     cloud._renew_s = time.monotonic()
-    assert cloud.look() is None
+    assert cloud.poll() is None
     assert aws.given == 3
 
 
@@ -142,19 +142,19 @@ def test_aws_tokens_are_renewed_when_they_are_refused_and_when_they_are_old(aws:
 def test_the_time_left_is_told_by_the_servers_clock(aws: Aws, ahead_s: float) -> None:
     aws.ahead_s = ahead_s
     aws.interrupt(100)
-    assert 90 <= left_s(cloud_of(aws).look()) <= 101
+    assert 90 <= left_s(cloud_of(aws).poll()) <= 101
 
 
 def test_aws_a_notice_without_a_good_time_is_a_notice(aws: Aws) -> None:
     cloud = cloud_of(aws)
     for moment in (None, "soon", 17, "1990-01-01T00:00:00Z", "2999-01-01T00:00:00"):
         aws.action = {"action": "stop", "time": moment}
-        assert left_s(cloud.look()) in (0, clouds.AWS_NOTICE_S)
+        assert left_s(cloud.poll()) in (0, clouds.AWS_NOTICE_S)
 
 
 def test_aws_a_recommendation_is_only_told(aws: Aws, ears: Ears) -> None:
     aws.recommended = True
-    assert isinstance(cloud_of(aws).look(), Advice)
+    assert isinstance(cloud_of(aws).poll(), Advice)
     with watch("aws", ears, aws):
         ears.wait(lambda: ears.heard("AWS recommends"))
     assert not ears.notices
@@ -178,9 +178,9 @@ def test_azure_hears_of_its_own_machine_only(azure: Azure) -> None:
     cloud = cloud_of(azure)
     azure.schedule("Preempt", 40, "vmss_1", "vmss_33")
     azure.schedule("Freeze", 40)
-    assert cloud.look() is None
+    assert cloud.poll() is None
     azure.schedule("Preempt", 40, "vmss_1", "VMSS_3")
-    notice = cloud.look()
+    notice = cloud.poll()
     assert 30 <= left_s(notice) <= 41
     assert isinstance(notice, PreemptionNotice) and notice.reason.startswith(
         "Azure spot eviction in "
@@ -189,16 +189,16 @@ def test_azure_hears_of_its_own_machine_only(azure: Azure) -> None:
 
 def test_azure_what_has_begun_leaves_no_time(azure: Azure) -> None:
     azure.schedule("Preempt", None, status="Started")
-    assert left_s(cloud_of(azure).look()) == 0
+    assert left_s(cloud_of(azure).poll()) == 0
 
 
 def test_azure_a_reboot_in_three_days_is_heeded_when_it_comes_near(azure: Azure) -> None:
     cloud = cloud_of(azure)
     azure.schedule("Reboot", 3 * 86400)
-    assert isinstance(cloud.look(), Advice)
+    assert isinstance(cloud.poll(), Advice)
     azure.events.clear()
     azure.schedule("Reboot", 60)
-    assert 50 <= left_s(cloud.look()) <= 61
+    assert 50 <= left_s(cloud.poll()) <= 61
 
 
 def test_azure_a_slow_first_answer_is_waited_for(azure: Azure, ears: Ears) -> None:
@@ -216,13 +216,13 @@ def test_no_trouble_is_taken_for_a_notice(played: type[Metadata], trouble: str) 
         cloud = cloud_of(server)
         server.trouble = TROUBLES[trouble]
         with pytest.raises(MetadataError, match=server.url):
-            cloud.look()
+            cloud.poll()
         with pytest.raises(MetadataError, match=server.url):
-            cloud.present()
+            cloud.probe()
         server.trouble = None
-        assert cloud.look() is None
+        assert cloud.poll() is None
         notify(server)
-        assert isinstance(cloud.look(), PreemptionNotice)
+        assert isinstance(cloud.poll(), PreemptionNotice)
 
 
 @pytest.mark.parametrize("played", PLAYED)
@@ -254,7 +254,7 @@ def test_auto_finds_the_cloud(played: type[Metadata], ears: Ears) -> None:
 def test_auto_does_not_take_one_cloud_for_another(ears: Ears) -> None:
     with Azure() as azure:
         everywhere = {address_variable(name): azure.url for name in clouds.CLOUDS}
-        with PreemptionWatch("auto", ears.leave, ears.tell, everywhere):
+        with PreemptionWatcher("auto", ears.leave, ears.tell, everywhere):
             ears.wait(lambda: ears.lines)
     assert ears.lines == ["watching for preemption notices of Azure"]
 
@@ -303,14 +303,14 @@ def test_a_server_that_does_not_answer_holds_up_no_end(played: type[Metadata], e
 def test_a_server_that_is_slow_is_given_up(aws: Aws) -> None:
     aws.reply = lambda request: time.sleep(1.0) or Reply(404)
     with pytest.raises(MetadataError, match="did not answer"):
-        MetadataServer(aws.url).ask("/latest/api/token", {}, timeout_s=0.1)
+        MetadataServer(aws.url).get("/latest/api/token", {}, timeout_s=0.1)
 
 
 def test_proxies_are_passed_over(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, NOBODY)
     aws.interrupt(30)
-    assert isinstance(cloud_of(aws).look(), PreemptionNotice)
+    assert isinstance(cloud_of(aws).poll(), PreemptionNotice)
 
 
 @pytest.mark.parametrize(

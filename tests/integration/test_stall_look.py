@@ -18,8 +18,13 @@ from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.fork_server import ForkServer
-from elasticzero.launcher.workers.group import Gang
-from elasticzero.launcher.workers.stack_dump import StallLook, Subject, find_py_spy, process_state
+from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.stack_dump import (
+    DumpTarget,
+    StackDumper,
+    find_py_spy,
+    process_state,
+)
 from tests.integration.test_workers import Play
 
 PATIENCE_S = 60.0
@@ -60,7 +65,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
     worker = play.gang.workers[0]
     until(lambda: kind != "stop" or process_state(worker.pid) == "T", "it is stopped")
     asked: list[str] = []
-    subject = Subject(
+    subject = DumpTarget(
         rank=0,
         pid=worker.pid,
         log=worker.log,
@@ -69,7 +74,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
         due_s=4.0,
         ask=lambda: asked.append("where are you?"),
     )
-    look = StallLook([subject], time.monotonic(), py_spy=py_spy)
+    look = StackDumper([subject], time.monotonic(), py_spy=py_spy)
     until(lambda: look.poll(time.monotonic()), "the look is over")
     look.close()
     (silence,) = look.findings(time.monotonic())
@@ -90,7 +95,7 @@ def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_p
     worker = play.gang.workers[0]
     false = shutil.which("false")
     assert false is not None
-    subject = Subject(
+    subject = DumpTarget(
         rank=0,
         pid=worker.pid,
         log=worker.log,
@@ -99,7 +104,7 @@ def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_p
         due_s=1.0,
         ask=lambda: None,
     )
-    look = StallLook([subject], time.monotonic(), py_spy=false)
+    look = StackDumper([subject], time.monotonic(), py_spy=false)
     until(lambda: look.poll(time.monotonic()), "the look is over")
     play.gang.kill()
     play.wait_for_end()
@@ -120,7 +125,7 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     assert hangs.seen(now_s)["silent_s"] == 0.0
     hangs.note(0, Busy(doing=None), now_s - 50.0)
     assert hangs.seen(now_s)["silent_s"] == 50.0
-    hangs.look_into(10.0, now_s)
+    hangs.dump_stacks(10.0, now_s)
     assert hangs.seen(now_s)["look"] == "open"
     hangs.note(0, stepped(now_s), now_s)
     until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
@@ -138,7 +143,7 @@ def test_who_is_told_to_stop_and_is_stopped_by_a_signal_is_killed_and_a_slow_one
     slow, stopped = play.gang.workers
 
     def stopped_s() -> float:
-        play.gang.watch_for_hangs(time.monotonic())
+        play.gang.poll_stalls(time.monotonic())
         return play.gang.view(time.monotonic()).stopped_s
 
     play.gang.stop("the generation is over", time.monotonic())
@@ -148,8 +153,8 @@ def test_who_is_told_to_stop_and_is_stopped_by_a_signal_is_killed_and_a_slow_one
     until(lambda: stopped_s() == 0.0, "it goes on")
     os.kill(stopped.pid, signal.SIGSTOP)
     until(lambda: stopped_s() >= STOPPED_S, "it stays stopped")
-    play.gang.kill_stopped()
-    until(lambda: play.gang.hear(time.monotonic(), server.ended()), "its end")
+    play.gang.kill_suspended()
+    until(lambda: play.gang.poll_messages(time.monotonic(), server.ended()), "its end")
     assert (stopped.exit_code, slow.exit_code) == (-signal.SIGKILL, None)
     assert stopped_s() == 0.0
     assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
@@ -185,6 +190,6 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
 
 
 def test_seen_fits_what_decide_sees() -> None:
-    seen = Gang(None, 1, 0).hangs.seen(0.0)  # type: ignore[arg-type]
+    seen = WorkerGroup(None, 1, 0).hangs.seen(0.0)  # type: ignore[arg-type]
     assert WorkerGroupState(**seen) == WorkerGroupState()
     assert JobPolicy(min_nodes=1, max_nodes=1).hang_timeout_s is None

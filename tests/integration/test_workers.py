@@ -16,7 +16,7 @@ import pytest
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
-from elasticzero.launcher.workers.group import Gang, Heard
+from elasticzero.launcher.workers.group import Heard, WorkerGroup
 from elasticzero.launcher.workers.process import is_ending, worker_environment
 from elasticzero.processes import is_alive
 
@@ -66,8 +66,8 @@ class Play:
         )
         self.logs = tmp_path / "logs"
         self.heard: list[Heard] = []
-        self.bell, rings = os.pipe2(os.O_NONBLOCK)
-        self.gang = Gang(server, 3, rings, started_s=time.monotonic())
+        self.wakeup_fd, rings = os.pipe2(os.O_NONBLOCK)
+        self.gang = WorkerGroup(server, 3, rings, started_s=time.monotonic())
         assignments = [assignment(rank, workers) for rank in range(workers)]
         self.gang.start(assignments, launch, self.logs, None)
 
@@ -76,8 +76,8 @@ class Play:
         while not so():
             assert time.monotonic() < deadline_s, self.heard
             now_s = time.monotonic()
-            self.heard += self.gang.hear(now_s, self.gang.server.ended())
-            self.gang.end_the_deaf(now_s)
+            self.heard += self.gang.poll_messages(now_s, self.gang.server.ended())
+            self.gang.kill_unresponsive_scripts(now_s)
             time.sleep(0.01)
 
     def wait_for_end(self) -> list[int]:
@@ -121,18 +121,18 @@ time.sleep(600)
 """
     play = Play(server, tmp_path, code)
     play.wait(lambda: "stepped" in play.log())
-    assert not rings(play.bell)
+    assert not rings(play.wakeup_fd)
     play.gang.ask(1)
     play.wait(lambda: "attached" in play.log())
-    assert rings(play.bell)
+    assert rings(play.wakeup_fd)
     play.wait(lambda: len(play.heard) == 3)
     assert isinstance(play.heard[0][1], Stepped) and play.heard[0][1].at_s == 2.5
     play.gang.kill()
     play.wait_for_end()
 
 
-def rings(bell: int) -> bool:
-    return bool(select.select([bell], [], [], 0)[0])
+def rings(wakeup_fd: int) -> bool:
+    return bool(select.select([wakeup_fd], [], [], 0)[0])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_alive(pid)
-    play.gang.lost("the fork server died")
+    play.gang.fail_all("the fork server died")
     assert play.gang.workers[0].exit_code == -9
     failure = play.gang.view(time.monotonic()).failure
     assert failure is not None

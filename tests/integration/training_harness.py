@@ -30,7 +30,8 @@ from elasticzero.ipc.messages import (
     Stepped,
     Stopping,
 )
-from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 
 PRELOAD = (
@@ -163,10 +164,10 @@ class Running:
     def __init__(self, pool: Pool, workers: list[Worker], assignments: list[Assignment]) -> None:
         self.pool = pool
         self.workers = workers
-        self.overs: list[SaveOver] = []
+        self.overs: list[SaveFinished] = []
         """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
-        self._savers: dict[str, Saver] = {}
+        self._savers: dict[str, CheckpointSaver] = {}
         for given in assignments:
             if given.node not in self._savers:
                 ranks = tuple(a.rank for a in assignments if a.node == given.node)
@@ -211,13 +212,13 @@ class Running:
                 worker.ended_s = time.monotonic()
 
         for node, saver in self._savers.items():
-            for news in saver.news():
+            for news in saver.events():
                 said: Message = (
                     news
                     if isinstance(news, SnapshotHeld)
                     else Saved(step=news.step, generation=news.generation, error=news.error)
                 )
-                self.overs += [news] if isinstance(news, SaveOver) else []
+                self.overs += [news] if isinstance(news, SaveFinished) else []
                 for worker in self.workers:
                     if worker.node == node and worker.exit_code is None:
                         with suppress(ChannelClosed):
@@ -281,14 +282,14 @@ class Running:
         return "\n".join(parts)
 
 
-def _saver(given: Assignment, ranks: tuple[int, ...]) -> Saver:
-    saver = Saver(
+def _saver(given: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
+    saver = CheckpointSaver(
         SnapshotStore(Path(given.snapshot_root)),
         given.checkpoint_dir,
         Keep(),
         lambda: None,
     )
-    post = Post(
+    post = SnapshotRole(
         generation=given.generation,
         token=given.token,
         world_size=given.world_size,

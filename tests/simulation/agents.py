@@ -33,12 +33,12 @@ from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.store.job_token import Agreed, agree
+from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from tests.simulation.connection import SimulatedStore
-from tests.simulation.gang import Gang
+from tests.simulation.gang import WorkerGroup
 from tests.simulation.storage import NodeMemory, SlowLook
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Agent:
         self._notices: list[PreemptionNotice] = []
         self.saves = 0
         """Saves of this node that are not over."""
-        self.gang: Gang | None = None
+        self.gang: WorkerGroup | None = None
         self.exit_code: ExitCode | None = None
         self.reason = ""
         self.began_s = cluster.timeline.now_s
@@ -264,7 +264,7 @@ class Agent:
         while True:
             self._sit_out()
             with suppress(StoreUnavailable):
-                return agree(self.store, TOKEN)
+                return agree_on_token(self.store, TOKEN)
             self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
     def _join(self) -> None:
@@ -334,11 +334,11 @@ class Agent:
             case KillWorkers(spare_saving=spare_saving) if self.gang is not None:
                 self.gang.kill(spare_saving=spare_saving)
             case KillUnresponsive() if self.gang is not None:
-                self.gang.kill_deaf()
+                self.gang.kill_unresponsive()
             case KillSuspended() if self.gang is not None:
-                self.gang.kill_stopped()
+                self.gang.kill_suspended()
             case DumpStacks(limit_s) if self.gang is not None:
-                self.gang.hanging.look_into(limit_s)
+                self.gang.hanging.dump_stacks(limit_s)
             case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
                 self._store_actions.do(action, view, now_s, self.plan.limits)
             case SaveHeldSnapshot():
@@ -356,7 +356,7 @@ class Agent:
         self.host.memory.keep_only({(world.resume.generation, world.resume.step)})
         if index == 0:
             self.membership.take_store_socket()
-        self.gang = Gang(self, world, index)
+        self.gang = WorkerGroup(self, world, index)
         self.cluster.rules.starts(self, world, index)
 
     def seal_all(self) -> None:

@@ -99,7 +99,7 @@ class Link:
 class SimulatedStore(Link):
     """One agent's connection: its methods are called from the agent's task."""
 
-    kept: KeptLease | None = None
+    kept: SimulatedLease | None = None
     """The lease of the agent's registration."""
 
     @property
@@ -134,10 +134,10 @@ class SimulatedStore(Link):
     def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> Watch:
         return Watch(self, prefix, changed)
 
-    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> KeptLease:
+    def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> SimulatedLease:
         sent_s = self.clock()
         lease_id = self._request(lambda: self.etcd.grant(ttl_s))
-        self.kept = KeptLease(self, lease_id, ttl_s, sent_s)
+        self.kept = SimulatedLease(self, lease_id, ttl_s, sent_s)
         return self.kept
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Watch:
         self._bucket.watches.remove(self)
 
 
-class KeptLease:
+class SimulatedLease:
     """A lease that is renewed at a third of its TTL; only etcd's own word makes it lost."""
 
     def __init__(self, link: Link, lease_id: int, ttl_s: int, sent_s: float) -> None:

@@ -30,7 +30,7 @@ WAITS_S = 0.5
 """Without a step for so long workers wait for one; no step takes so long."""
 
 
-class Gang:
+class WorkerGroup:
     """The workers, and what they have told their agent."""
 
     def __init__(self, agent: Agent, world: World, index: int) -> None:
@@ -70,7 +70,7 @@ class Gang:
     # -- the agent's side
 
     def view(self) -> WorkerGroupState:
-        """What `decide` sees: see `launcher.workers.Gang.view`."""
+        """What `decide` sees: see `launcher.workers.WorkerGroup.view`."""
         workers = self.workers
         self._hear_steps()
         running = saving = heard = 0
@@ -163,13 +163,13 @@ class Gang:
             if worker.alive and not (spare_saving and worker.stopping):
                 self.kill_one(worker)
 
-    def kill_deaf(self) -> None:
+    def kill_unresponsive(self) -> None:
         """End the workers that, as a look has found, could not obey."""
         for worker in self.workers:
-            if worker.alive and worker.rank in self.hanging.deaf:
+            if worker.alive and worker.rank in self.hanging.unresponsive:
                 self.kill_one(worker)
 
-    def kill_stopped(self) -> None:
+    def kill_suspended(self) -> None:
         """End the workers that a signal has stopped."""
         for worker in self.workers:
             if worker.alive and self.hanging.frozen_s(worker) >= STOPPED_S:

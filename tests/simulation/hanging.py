@@ -1,4 +1,4 @@
-"""A model of one node's look at workers that make no step: what `HangWatch` is to an agent.
+"""A model of one node's look at workers that make no step: what `ProgressMonitor` is to an agent.
 
 What a look finds is judged by the real rules (`launcher/protocol/hang_rules.py`); that it takes
 time, and what it sees of each kind of hang, is modelled.
@@ -13,7 +13,7 @@ from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.hang_rules import StalledWorker, blame, due_s
 
 if TYPE_CHECKING:
-    from tests.simulation.gang import Gang
+    from tests.simulation.gang import WorkerGroup
     from tests.simulation.training import Worker
 
 Hang = Literal["", "stopped", "locked", "loop"]
@@ -26,12 +26,12 @@ SLOW_LOOK_S = 5.0
 class Hanging:
     """The progress of the workers of one node in one generation, as their agent hears of it."""
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: WorkerGroup) -> None:
         self._gang = gang
         self._look: Literal["none", "open", "over"] = "none"
         self._stalled: Failure | None = None
         self._limit_s: float | None = None
-        self.deaf: set[int] = set()
+        self.unresponsive: set[int] = set()
         """Ranks that could not obey, as a look has found."""
 
     def _progress_s(self, worker: Worker) -> float:
@@ -83,11 +83,11 @@ class Hanging:
         }
 
     def _all_due(self, now_s: float) -> bool:
-        """See `HangWatch._all_due`."""
+        """See `ProgressMonitor._all_due`."""
         limit_s = due_s(self._limit_s, in_loop=self._gang.group.stepped_s is not None)
         return all(now_s - self._progress_s(worker) >= limit_s for worker in self._expected())
 
-    def look_into(self, limit_s: float | None) -> None:
+    def dump_stacks(self, limit_s: float | None) -> None:
         """Find out where those are that make no step."""
         cluster = self._gang.cluster
         expected = self._expected()
@@ -124,8 +124,8 @@ class Hanging:
             )
             if worker not in expected and silence.state != "T":
                 continue
-            if silence.deaf:
-                self.deaf.add(worker.rank)
+            if silence.unresponsive:
+                self.unresponsive.add(worker.rank)
             failure = blame(silence)
             found.append(failure)
             if failure.blame == "hung":

@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant(
         name="a leader writes though its registration is gone",
         file="agent/store_writer.py",
-        right="            self._membership.condition(),\n",
+        right="            self._membership.still_registered(),\n",
         wrong="",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from random import Random
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
-from elasticzero.launcher.snapshots.checkpoint_probe import Seen
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from tests.simulation.timeline import Timeline
 
 State = tuple[int, int]
@@ -131,7 +131,7 @@ class SlowLook:
         self._storage = storage
         self._random = random
         self._wake = wake
-        self._seen: Seen | None = None
+        self._seen: CheckpointState | None = None
         self.told: int | None = None
         """The newest good checkpoint, as it was told last; None: none, or not yet."""
         self._until_s = 0.0
@@ -142,12 +142,12 @@ class SlowLook:
     def possible(self) -> bool:
         return self._storage.possible
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         self._until_s = 0.0
 
-    def ask(self, bad: Mapping[int, str]) -> Seen:
+    def poll(self, bad: Mapping[int, str]) -> CheckpointState:
         if not self._storage.possible:
-            return Seen()
+            return CheckpointState()
         timeline = self._storage.timeline
         fresh = timeline.now_s < self._until_s and bad.keys() <= self._known
         self.told = self._seen.step if fresh and self._seen is not None else None
@@ -158,7 +158,7 @@ class SlowLook:
             slow = self._random.random() < 0.05
             takes_s = self._random.uniform(1.0, 4.0) if slow else self._random.uniform(0.002, 0.05)
             timeline.after(takes_s, self._answer, dict(bad), max(LOOK_FRESH_S, takes_s))
-        return Seen(pending="looking at the checkpoints")
+        return CheckpointState(pending="looking at the checkpoints")
 
     def _answer(self, bad: dict[int, str], lasts_s: float) -> None:
         self._seen = self._look(bad)
@@ -167,12 +167,12 @@ class SlowLook:
         self._looking = False
         self._wake()
 
-    def _look(self, bad: dict[int, str]) -> Seen:
+    def _look(self, bad: dict[int, str]) -> CheckpointState:
         damage = None
         for step in sorted(self._storage.steps, reverse=True):
             checkpoint = self._storage.steps[step]
             why = bad.get(step) or ("" if checkpoint.hidden else checkpoint.damaged)
             if not why:
-                return Seen(step=step, damage=damage)
+                return CheckpointState(step=step, damage=damage)
             damage = damage or DamagedCheckpoint(step, why)
-        return Seen(damage=damage)
+        return CheckpointState(damage=damage)

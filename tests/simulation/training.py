@@ -19,7 +19,7 @@ from tests.simulation.storage import SnapshotName, State
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
-    from tests.simulation.gang import Gang
+    from tests.simulation.gang import WorkerGroup
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """A collective that waits for a silent peer fails then."""
@@ -53,7 +53,7 @@ class Worker:
         "unheard",
     )
 
-    def __init__(self, gang: Gang, group: Group, rank: int) -> None:
+    def __init__(self, gang: WorkerGroup, group: Group, rank: int) -> None:
         self.gang = gang
         self.group = group
         self.rank = rank
@@ -100,7 +100,7 @@ class Group:
         self.world = world
         self.generation = world.generation
         self.size = world.world_size
-        self.gangs: dict[int, Gang] = {}
+        self.gangs: dict[int, WorkerGroup] = {}
         """By index of the member."""
         self.workers: dict[int, Worker] = {}
         """By rank: those that connected."""
@@ -319,7 +319,7 @@ class Group:
                 gang.agent.saves += 1
             self.cluster.later(0.005, 0.1, self._seal, index, gang, name, save)
 
-    def _seal(self, index: int, gang: Gang, name: SnapshotName, save: Save | None) -> None:
+    def _seal(self, index: int, gang: WorkerGroup, name: SnapshotName, save: Save | None) -> None:
         if gang.agent.dead:
             return
         gang.host.memory.seal([name])
@@ -328,7 +328,7 @@ class Group:
         until_s = self.cluster.timeline.now_s + PULL_LIMIT_S
         self.cluster.later(0.005, 0.1, self._pull, index, gang, name, until_s)
 
-    def _pull(self, index: int, gang: Gang, name: SnapshotName, until_s: float) -> None:
+    def _pull(self, index: int, gang: WorkerGroup, name: SnapshotName, until_s: float) -> None:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
         if gang.agent.dead or gang.agent.gang is not gang:
             return
@@ -346,7 +346,7 @@ class Group:
             gang.host.memory.add(name, ranks)
         gang.kept = max(gang.kept, name[1])
 
-    def _persist(self, index: int, gang: Gang, save: Save) -> None:
+    def _persist(self, index: int, gang: WorkerGroup, save: Save) -> None:
         if gang.agent.dead:
             return
         if self.cluster.storage.away:

@@ -12,7 +12,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
-from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import PrefixState
 from elasticzero.launcher.store.membership import Membership, bound_socket
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
@@ -42,7 +42,7 @@ class Node:
         observer = WatchCache(self.store, self._changed.set)
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
-        look = StorageLook(None, self._changed.set)
+        look = CheckpointProbe(None, self._changed.set)
         self.cluster_observer = ClusterObserver(
             self.store, observer, self.membership, Nothing(), look
         )

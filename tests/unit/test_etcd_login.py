@@ -57,9 +57,9 @@ def counted() -> tuple[list[str], TokenCache]:
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused() -> None:
     given, login = counted()
     assert [login.token(), login.token()] == ["token-0", "token-0"]
-    login.forget("token-0")
+    login.invalidate("token-0")
     assert login.token() == "token-1"
-    login.forget("token-0")  # somebody who was slow to hear of it
+    login.invalidate("token-0")  # somebody who was slow to hear of it
     assert login.token() == "token-1"
     assert len(given) == 2
 
@@ -71,7 +71,7 @@ def test_many_who_are_refused_ask_once() -> None:
 
     def refused() -> None:
         start.wait(20)
-        login.forget(first)
+        login.invalidate(first)
         assert login.token() == "token-1"
 
     threads = [threading.Thread(target=refused) for _ in range(8)]

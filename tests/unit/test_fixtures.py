@@ -39,7 +39,7 @@ from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import job_prefix
-from elasticzero.launcher.store.job_token import KEY, Record, of_job
+from elasticzero.launcher.store.job_token import KEY, Record, token_for_operator
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
     CONTROL,
@@ -249,7 +249,7 @@ def test_a_command_reads_a_job_from_start_to_end(job: str, outcome: str) -> None
 def test_an_earlier_token_record_is_accepted(job: str) -> None:
     store = store_of(present(job))
     assert KEY in store.read("").entries
-    assert of_job(store, Secret(TOKEN)) == Secret(TOKEN)
-    assert of_job(store, None) is None
+    assert token_for_operator(store, Secret(TOKEN)) == Secret(TOKEN)
+    assert token_for_operator(store, None) is None
     with pytest.raises(UserError):
-        of_job(store, Secret("another-token-than-that"))
+        token_for_operator(store, Secret("another-token-than-that"))

@@ -31,10 +31,10 @@ def stored(store: MemoryStore) -> dict[str, object]:
 
 def test_the_first_node_makes_it_and_the_others_take_it(server: MemoryServer) -> None:
     first, second = MemoryStore(server), MemoryStore(server)
-    token = job_token.agree(first, None).secret
+    token = job_token.agree_on_token(first, None).secret
     assert len(token.reveal) >= 32
-    assert job_token.agree(second, None).secret == token
-    assert job_token.of_job(second, None) == token
+    assert job_token.agree_on_token(second, None).secret == token
+    assert job_token.token_for_operator(second, None) == token
     assert stored(first)["token"] == token.reveal
 
 
@@ -45,7 +45,7 @@ def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
     def come() -> None:
         store = MemoryStore(server)
         start.wait(20)
-        found.append(job_token.agree(store, None).secret)
+        found.append(job_token.agree_on_token(store, None).secret)
 
     threads = [threading.Thread(target=come) for _ in range(8)]
     for thread in threads:
@@ -57,14 +57,14 @@ def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
 
 def test_of_one_that_is_given_the_store_learns_the_digest_alone(server: MemoryServer) -> None:
     store = MemoryStore(server)
-    assert job_token.agree(store, GIVEN).secret == GIVEN
-    assert job_token.agree(store, GIVEN).secret == GIVEN
+    assert job_token.agree_on_token(store, GIVEN).secret == GIVEN
+    assert job_token.agree_on_token(store, GIVEN).secret == GIVEN
     entry = store.read("token").entries["token"]
     assert GIVEN.reveal.encode() not in entry.value
-    assert job_token.of_job(store, None) is None
-    assert job_token.of_job(store, GIVEN) == GIVEN
+    assert job_token.token_for_operator(store, None) is None
+    assert job_token.token_for_operator(store, GIVEN) == GIVEN
     with pytest.raises(UserError, match="not that of the job's nodes"):
-        job_token.of_job(store, Secret("quite-another-token"))
+        job_token.token_for_operator(store, Secret("quite-another-token"))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_node_with_another_token_does_not_join(
     server: MemoryServer, first: Secret | None, second: Secret | None, text: str
 ) -> None:
     store = MemoryStore(server)
-    job_token.agree(store, first)
+    job_token.agree_on_token(store, first)
     with pytest.raises(UserError, match=text) as caught:
-        job_token.agree(store, second)
+        job_token.agree_on_token(store, second)
     assert "--token-file" in str(caught.value)
     for token in (first, second):
         assert token is None or token.reveal not in str(caught.value)

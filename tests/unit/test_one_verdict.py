@@ -23,7 +23,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import Keep, tidy
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, UserError
-from elasticzero.launcher.snapshots.checkpoint_probe import StorageLook
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.spans import Span
 from tests.unit.damage_cases import signed
 
@@ -163,10 +163,10 @@ def inspected(root: Path, capsys: pytest.CaptureFixture[str]) -> bool:
 
 def looked_at_by_an_agent(root: Path) -> bool:
     seen = threading.Event()
-    look = StorageLook(str(root), seen.set)
-    look.ask({})
+    look = CheckpointProbe(str(root), seen.set)
+    look.poll({})
     assert seen.wait(60)
-    return look.ask({}).step == 20
+    return look.poll({}).step == 20
 
 
 def read_by_a_session(root: Path) -> None:

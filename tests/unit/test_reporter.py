@@ -18,7 +18,7 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.workers.fork_server import Launch
-from elasticzero.launcher.workers.group import Gang
+from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 
 
@@ -58,9 +58,9 @@ def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
     reporter.close(None)
 
 
-def gang_of(log: Path) -> tuple[Gang, Worker]:
+def gang_of(log: Path) -> tuple[WorkerGroup, Worker]:
     worker = Worker(0, 0, 1, None, log, 0)  # type: ignore[arg-type]
-    return Gang(None, 1, 0, workers=[worker]), worker  # type: ignore[arg-type]
+    return WorkerGroup(None, 1, 0, workers=[worker]), worker  # type: ignore[arg-type]
 
 
 def test_a_hang_that_ends_by_itself_is_said(

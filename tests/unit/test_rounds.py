@@ -19,7 +19,7 @@ from elasticzero.launcher.torchrun.rules import (
     RoundView,
     Take,
     WriteRound,
-    decide,
+    decide_rendezvous,
     lost,
     newcomers,
 )
@@ -104,7 +104,7 @@ WAITS = [
 
 @pytest.mark.parametrize(("case", "seen"), WAITS, ids=[case for case, _ in WAITS])
 def test_it_waits(case: str, seen: RoundView) -> None:
-    turn = decide(seen, NOW, LIMITS)
+    turn = decide_rendezvous(seen, NOW, LIMITS)
     assert turn.action is None, case
     assert turn.reason
     assert turn.spare == case.startswith("T5")
@@ -132,28 +132,28 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "kind", "seen"), REFUSED, ids=[r[0] for r in REFUSED])
 def test_it_is_refused(case: str, kind: str, seen: RoundView) -> None:
-    turn = decide(seen, NOW, LIMITS)
+    turn = decide_rendezvous(seen, NOW, LIMITS)
     assert turn.action == Refuse(kind), case
     assert "etcd:2379" in turn.reason
 
 
 def test_a_node_that_does_not_ask_does_nothing() -> None:
-    assert decide(view(A, A, B, asked_s=None), NOW, LIMITS).action is None
+    assert decide_rendezvous(view(A, A, B, asked_s=None), NOW, LIMITS).action is None
 
 
 def test_t2_a_newcomer_opens_a_run_again_when_all_its_nodes_are_gone() -> None:
     seen = view(A, done=FINISHED, newcomer=True, registered=False)
-    assert decide(seen, NOW, LIMITS).action == Reopen()
+    assert decide_rendezvous(seen, NOW, LIMITS).action == Reopen()
 
 
 def test_t3_an_asking_is_registered() -> None:
-    assert decide(view(A, registered=False), NOW, LIMITS).action == Register()
+    assert decide_rendezvous(view(A, registered=False), NOW, LIMITS).action == Register()
 
 
 def test_t4_a_place_is_taken_by_the_registration_that_it_names() -> None:
     seen = view(B, A, B, world=world(A, B))
-    assert decide(seen, NOW, LIMITS).action == Take(world(A, B), 1)
-    assert decide(replace(seen, me=B2), NOW, LIMITS).action is None
+    assert decide_rendezvous(seen, NOW, LIMITS).action == Take(world(A, B), 1)
+    assert decide_rendezvous(replace(seen, me=B2), NOW, LIMITS).action is None
 
 
 WRITTEN = [
@@ -187,7 +187,7 @@ WRITTEN = [
 def test_t11_the_first_of_the_next_world_writes_it(
     case: str, before: World | None, seen: RoundView, lined: tuple[Member, ...]
 ) -> None:
-    action = decide(replace(seen, world=before), NOW, LIMITS).action
+    action = decide_rendezvous(replace(seen, world=before), NOW, LIMITS).action
     assert isinstance(action, WriteRound), case
     assert action.world.members == lined
     assert action.world.token == "new"
@@ -294,7 +294,7 @@ class Game:
             if gone or newcomers(seen, gone, self.limits):
                 self.ask(node, now_s)
             return
-        match decide(seen, now_s, self.limits).action:
+        match decide_rendezvous(seen, now_s, self.limits).action:
             case Register():
                 self.registered.pop(node, None)
                 self.registered[node] = self.alive[node]

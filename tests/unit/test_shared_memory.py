@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.snapshots.shared_memory import PREFIX, Claim, sweep
+from elasticzero.launcher.snapshots.shared_memory import PREFIX, OwnedDirectory, remove_orphans
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from elasticzero.launcher.snapshots.shared_memory import Claim
-claim = Claim(Path(sys.argv[1]))
+from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
+claim = OwnedDirectory(Path(sys.argv[1]))
 (claim.root / "slots").mkdir()
 print("claimed", flush=True)
 time.sleep(60)
@@ -26,10 +26,10 @@ time.sleep(60)
 SWEEPER = """
 import sys
 from pathlib import Path
-from elasticzero.launcher.snapshots.shared_memory import sweep
+from elasticzero.launcher.snapshots.shared_memory import remove_orphans
 print("sweeping", flush=True)
 while True:
-    sweep(Path(sys.argv[1]))
+    remove_orphans(Path(sys.argv[1]))
 """
 
 
@@ -46,17 +46,17 @@ def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
     owners[0].send_signal(signal.SIGKILL)
     owners[0].wait()
     try:
-        assert sweep(tmp_path) == [tmp_path / f"{PREFIX}dead"]
+        assert remove_orphans(tmp_path) == [tmp_path / f"{PREFIX}dead"]
         assert sorted(os.listdir(tmp_path)) == [f"{PREFIX}alive", "other-program"]
         with pytest.raises(UserError, match="give this node another name"):
-            Claim(tmp_path / f"{PREFIX}alive")
+            OwnedDirectory(tmp_path / f"{PREFIX}alive")
     finally:
         owners[1].kill()
         for owner in owners:
             owner.wait()
             assert owner.stdout is not None
             owner.stdout.close()
-    Claim(tmp_path / f"{PREFIX}alive").release()
+    OwnedDirectory(tmp_path / f"{PREFIX}alive").release()
     assert os.listdir(tmp_path) == ["other-program"]
 
 
@@ -67,7 +67,7 @@ def test_agents_that_start_at_once_sweep_and_claim(tmp_path: Path) -> None:
         try:
             assert sweeper.stdout is not None and sweeper.stdout.readline() == b"sweeping\n"
             for turn in range(300):
-                claim = Claim(tmp_path / f"{PREFIX}{turn}")
+                claim = OwnedDirectory(tmp_path / f"{PREFIX}{turn}")
                 assert claim.root.is_dir()
                 claim.release()
         finally:

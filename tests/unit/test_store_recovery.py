@@ -23,7 +23,7 @@ from elasticzero.launcher.protocol.documents import (
     to_bytes,
 )
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.store.job_token import KEY, agree
+from elasticzero.launcher.store.job_token import KEY, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, WatchCache
@@ -39,7 +39,7 @@ class Node:
     def __init__(self, server: MemoryServer, name: str, given: Secret | None = None) -> None:
         self.name = name
         self.store = MemoryStore(server)
-        self.agreed = agree(self.store, given)
+        self.agreed = agree_on_token(self.store, given)
         me = Member(name, name, "localhost", 1, 2, 1)
         self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
         self.membership.join(lambda text: None)
@@ -176,7 +176,7 @@ def test_newcomers_to_the_emptied_store_join_the_old_world(
     new.turns()
     assert new.observer.world()[0] == world(5, "a")
     assert new.observer.done() is None
-    assert agree(new.store, None).secret == a.agreed.secret
+    assert agree_on_token(new.store, None).secret == a.agreed.secret
 
 
 def test_of_two_agents_the_one_that_knows_more_wins(

@@ -68,7 +68,7 @@ class TokenCache:
                 self._since_s = now_s
             return self._token
 
-    def forget(self, token: str) -> None:
+    def invalidate(self, token: str) -> None:
         """etcd refuses this token; a newer one stays."""
         with self._lock:
             if self._token == token:

@@ -150,7 +150,7 @@ class Connection:
                 return self._call(operation, method, request, token, deadline_s)
             except CallFailed as failure:
                 if self._login is not None and is_old_login(failure.detail):
-                    self._login.forget(token)
+                    self._login.invalidate(token)
                     if not last_try:
                         continue  # it was refused at the door: nothing was done, a write neither
                 refused = why_refused(self._where(), self._access, failure.detail)
@@ -253,7 +253,7 @@ class Connection:
             if failure.code in _SILENT:
                 self._fail_over(index, str(failure))
             if self._login is not None and is_old_login(failure.detail):
-                self._login.forget(token)
+                self._login.invalidate(token)
             raise failure from None
         finally:
             over.set()

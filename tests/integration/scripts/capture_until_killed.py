@@ -22,7 +22,8 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import Keep
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Captured, Saved, SnapshotHeld
-from elasticzero.launcher.snapshots.checkpoint_saver import Post, SaveOver, Saver
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.roles import SnapshotRole
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
 
@@ -71,9 +72,9 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
         os.write(wake, b".")
 
     store = SnapshotStore(memory)
-    saver = Saver(store, directory, Keep(last=2), tell)
+    saver = CheckpointSaver(store, directory, Keep(last=2), tell)
     saver.begin(
-        Post(
+        SnapshotRole(
             generation=generation,
             token=token(generation),
             world_size=WORLD_SIZE,
@@ -95,7 +96,7 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
                 for other in channels:
                     with suppress(OSError):
                         other.shutdown(socket.SHUT_WR)
-        for news in saver.news():
+        for news in saver.events():
             for channel in channels.values():
                 with suppress(ChannelClosed):
                     channel.send(_said(news))
@@ -104,11 +105,11 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
         saver.save_held(ShardName(held, step, rank, WORLD_SIZE) for rank in RANKS)
     _wait_for(lambda: not saver.saving)
     saver.close()
-    errors = [news.error for news in saver.news() if news.error is not None]
+    errors = [news.error for news in saver.events() if news.error is not None]
     assert not errors, errors
 
 
-def _said(news: SnapshotHeld | SaveOver) -> SnapshotHeld | Saved:
+def _said(news: SnapshotHeld | SaveFinished) -> SnapshotHeld | Saved:
     if isinstance(news, SnapshotHeld):
         return news
     return Saved(step=news.step, generation=news.generation, error=news.error)
