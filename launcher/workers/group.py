@@ -34,6 +34,7 @@ from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import Console
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.lifecycle import Event
 from elasticzero.launcher.workers.process import (
     Logs,
     Worker,
@@ -126,7 +127,7 @@ class WorkerGroup:
         ready = {
             w.local_rank: w
             for w in self.workers
-            if w.running and w.waiting and not w.channel_closed
+            if w.state.ready_for_another and not w.channel_closed
         }
         self.workers = [worker for worker in self.workers if worker not in ready.values()]
         return ready
@@ -135,18 +136,18 @@ class WorkerGroup:
         """What `decide` sees."""
         workers = self.workers
         late = now_s - self.started_s >= LATE_AFTER_S
-        restored = all(worker.restored for worker in workers)
+        restored = all(worker.state.restored for worker in workers)
         running = sum(worker.at_work for worker in workers)
-        left = all(w.stopping is not None and w.failed is None for w in workers)
+        left = all(w.state.stopping and not w.state.failed for w in workers)
         return replace(
             self._view,
             running=running,
-            attached=all(worker.attached for worker in workers),
+            attached=all(worker.state.attached for worker in workers),
             restored=restored,
-            plain=late and not any(worker.attached for worker in workers),
+            plain=late and not any(worker.state.attached for worker in workers),
             late=late and not restored,
-            saving=sum(w.at_work and w.stopping is not None for w in workers),
-            finished=running == 0 and all(worker.finished for worker in workers),
+            saving=sum(w.at_work and w.state.stopping for w in workers),
+            finished=running == 0 and all(worker.state.finished for worker in workers),
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
             failure=self.failure,
@@ -182,7 +183,7 @@ class WorkerGroup:
         self._view = replace(self._view, aborted_s=now_s)
         self._send_all(Abort(reason=reason))
         for worker in self.workers:
-            if worker.must_be_signalled:
+            if worker.state.needs_signal:
                 worker.send_signal(signal.SIGTERM)
 
     def kill(self, *, spare_saving: bool = False) -> None:
@@ -190,7 +191,7 @@ class WorkerGroup:
         snapshot."""
         self._view = replace(self._view, killed=not spare_saving)
         for worker in self.workers:
-            if worker.at_work and not (spare_saving and worker.stopping):
+            if worker.at_work and not (spare_saving and worker.state.stopping):
                 worker.send_signal(signal.SIGKILL)
 
     def kill_unresponsive(self) -> None:
@@ -210,9 +211,10 @@ class WorkerGroup:
         told_s = self._view.aborted_s
         if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
             for worker in self.workers:
-                ending = worker.failed is not None and not worker.attached and worker.running
+                state = worker.state
+                ending = state.failed and not state.attached and state.running
                 slow = ending and now_s - told_s >= EXIT_FUNCTIONS_S
-                if worker.must_be_signalled or slow:
+                if worker.state.needs_signal or slow:
                     worker.send_signal(signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> list[Worker]:
@@ -234,7 +236,7 @@ class WorkerGroup:
         """The workers that have finished so long ago that it is worth saying, with others of the
         world still running."""
         limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
-        return [w for w in self.workers if w.finished and 0 < w.ended_s <= now_s - limit_s]
+        return [w for w in self.workers if w.state.finished and 0 < w.ended_s <= now_s - limit_s]
 
     def poll_messages(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
         """Everything the workers said, and which of them ended, since the last call; does not
@@ -272,30 +274,30 @@ class WorkerGroup:
             self.hangs.note(worker.rank, message, now_s)
         match message:
             case Attached():
-                worker.attached = True
+                worker.record(Event.ATTACHED)
                 if self._view.asked:
                     worker.send(Request(flags=self._view.asked))
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
             case Restored():
-                worker.restored = True
+                worker.record(Event.RESTORED)
             case Stepped():
                 step = max(self._view.step, message.step)
                 at_s = max(self._view.stepped_s, message.at_s)
                 self._view = replace(self._view, step=step, stepped_s=at_s)
             case Waiting():
-                worker.waiting = True
+                worker.record(Event.WAITING)
             case Finished():
-                worker.finished = True
+                worker.record(Event.FINISHED)
                 step, reason = max(self._view.step, message.step), message.reason
                 self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
-                worker.stopping = message
+                worker.record(Event.STOPPING)
                 wanted = message.clean and not (message.complete and self._complete_given)
                 self._complete_given |= wanted and message.complete
                 worker.send(SaveState(wanted=wanted))
             case Failed():
-                worker.failed = message
+                worker.record(Event.FAILED)
                 self._blame(worker, message)
             case ScriptEnded():
                 worker.script_ended_s = now_s
@@ -304,6 +306,7 @@ class WorkerGroup:
                 said = worker.script_exit_code
                 worker.exit_code = message.exit_code if said is None else said
                 worker.ended_s = now_s
+                worker.record(Event.EXITED)
                 worker.channel.close()
                 self._judge_exit(worker)
             case _:
@@ -313,10 +316,10 @@ class WorkerGroup:
         """An exit that no message explains is a failure of its own, with status 0 too (`os._exit`);
         a plain script says nothing at all."""
         code = worker.exit_code or 0
-        if worker.failed or worker.stopping:
+        if worker.state.failed or worker.state.stopping:
             return
-        if code == 0 and (worker.finished or not worker.attached):
-            worker.finished = True
+        if code == 0 and (worker.state.finished or not worker.state.attached):
+            worker.record(Event.FINISHED)
             return
         asked = self._view.aborted_s is not None
         step = self._view.step
@@ -331,7 +334,7 @@ class WorkerGroup:
 
     def _blame(self, worker: Worker, message: Failed) -> None:
         asked = self._view.aborted_s is not None
-        if asked and (message.blame == "peer" or not worker.attached):
+        if asked and (message.blame == "peer" or not worker.state.attached):
             return  # what a script says that SIGTERM has ended is no failure
         failure = Failure(
             rank=worker.rank,

@@ -7,15 +7,16 @@ import signal
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticzero.ipc.assignment import Assignment, torchrun_environment
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Failed, Locate, Message, Stopping
+from elasticzero.ipc.messages import Locate, Message
 from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.lifecycle import Event, WorkerState
 
 STACK_BYTES = 1 << 16
 """The end of a log in which the stack of a crash is looked for."""
@@ -46,13 +47,7 @@ class Worker:
     stdout_start: int = 0
     channel_closed: bool = False
     """Its end of the channel is closed, though the process may still run."""
-    attached: bool = False
-    restored: bool = False
-    finished: bool = False
-    stopping: Stopping | None = None
-    failed: Failed | None = None
-    waiting: bool = False
-    """At an end with its generation, and ready for another."""
+    state: WorkerState = field(default_factory=WorkerState)
     script_ended_s: float | None = None
     """When its script and the exit functions had ended, though the process may still run."""
     script_exit_code: int | None = None
@@ -64,18 +59,17 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        return self.exit_code is None
+        """Its process exists."""
+        return self.state.running
 
     @property
     def at_work(self) -> bool:
-        """It belongs to its generation still."""
-        return self.running and not self.waiting
+        """Its process works for the generation."""
+        return self.state.at_work
 
-    @property
-    def must_be_signalled(self) -> bool:
-        """It can be asked to stop by a signal alone. A script that has failed ends by itself: its
-        exit functions run."""
-        return self.running and not self.attached and self.failed is None
+    def record(self, event: Event) -> None:
+        """Moves its state on."""
+        self.state = self.state.after(event)
 
     def send(self, message: Message) -> None:
         """A worker that hears no more is passed over: its end is seen elsewhere."""
