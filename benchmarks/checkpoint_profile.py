@@ -19,8 +19,8 @@ from checkpoint_state import STEP
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io import reader
-from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
-from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
+from elasticzero.checkpoint.rewrite.step_copy import CopyOptions
 from elasticzero.checkpoint.storage.base import open_directory
 
 KINDS = {
@@ -98,7 +98,7 @@ def table(found: list[Profile], in_words: Callable[[int], str]) -> str:
 def main() -> None:
     order = start()
     rank = Rank(order)
-    reader.LANES = 1
+    reader.MAX_THREADS = 1
     if order.world == 2:
         _profile(rank, "stall", rank.stall(), "elasticzero")
         _profile(rank, "write", rank.write(), "elasticzero, from shared memory")
@@ -131,7 +131,9 @@ def _offline(rank: Rank) -> None:
     source, target = rank.place / "ours", rank.place / "profiled"
     step = open_directory(source).step(step_directory(STEP))
     found = profiled(
-        lambda: reshard(step, open_directory(target), Shape(world_size=3), Effort(workers=1))
+        lambda: reshard(
+            step, open_directory(target), TargetShape(world_size=3), CopyOptions(workers=1)
+        )
     )
     shutil.rmtree(target)
     name = "elasticzero checkpoint reshard, one worker"

@@ -29,8 +29,8 @@ from elasticzero.checkpoint.format.dtypes import byte_view
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import open_shard
 from elasticzero.checkpoint.io.reader import Target, open_step
-from elasticzero.checkpoint.io.writer import Terms, write_checkpoint
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.io.writer import SaveCoordination, write_checkpoint
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
@@ -294,15 +294,15 @@ class Rank:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
             return int(tensor)
 
-        directory, terms = open_directory(path), Terms(agree=agree)
+        directory, terms = open_directory(path), SaveCoordination(agree=agree)
         state, rank = self.state, self.order.rank
         return lambda: write_checkpoint(directory, state.draft, rank, state.pieces(), terms)
 
     @contextmanager
-    def used_slots(self) -> Iterator[SnapshotWriter]:
+    def used_slots(self) -> Iterator[SharedMemoryStager]:
         """A snapshot writer that has filled each of its slots once, as in a run that goes on."""
         state, rank = self.state, self.order.rank
-        writer, store = SnapshotWriter(self.shared, rank), SnapshotStore(self.shared)
+        writer, store = SharedMemoryStager(self.shared, rank), SnapshotStore(self.shared)
         writer.reserve(state.bytes + (1 << 20))
         for step in (STEP + 1, STEP + 2):
             writer.write(replace(state.draft, step=step), rank, state.pieces(), ())

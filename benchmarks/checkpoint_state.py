@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 
 ROWS, COLUMNS = 4096, 1024
 LAYER_BYTES = 3 * 4 * (ROWS + 1) * COLUMNS
@@ -54,9 +54,9 @@ class State:
         )
         self._mesh = init_device_mesh("cpu", (world,))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorPiece]:
         """For ElasticZero."""
-        return [Piece(name, tensor.reshape(-1)) for name, tensor in self.tensors.items()]
+        return [TensorPiece(name, tensor.reshape(-1)) for name, tensor in self.tensors.items()]
 
     def dtensors(self) -> dict[str, DTensor]:
         """For torch."""

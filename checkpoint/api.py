@@ -17,15 +17,25 @@ import torch
 import torch.distributed as dist
 
 from elasticzero import spans
-from elasticzero.checkpoint.format.dtypes import check_fillable, check_plain, spec_of, torch_dtype
+from elasticzero.checkpoint.format.dtypes import (
+    check_fillable,
+    check_plain,
+    tensor_spec,
+    torch_dtype,
+)
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, check_tensor_names
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.io.reader import Target, open_step
-from elasticzero.checkpoint.io.writer import DEFAULT_WAIT_S, Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.io.writer import (
+    DEFAULT_WAIT_S,
+    SaveCoordination,
+    TensorPiece,
+    write_checkpoint,
+)
 from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.steps.retention import tidy_by_hand
+from elasticzero.checkpoint.steps.retention import clean_up_after_manual_save
 from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import (
     CheckpointDamaged,
@@ -39,7 +49,7 @@ from elasticzero.errors import (
 from elasticzero.nested import encoded_items, flatten, unflatten
 from elasticzero.spans import EMPTY, Rule, Span
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _MOST_WORDS_BYTES = 1000
 """Maximum size of an error's text that a rank tells the others."""
@@ -66,7 +76,7 @@ def save(
     rank, world = (dist.get_rank(), dist.get_world_size()) if _is_together() else (0, 1)
     ready = _on_all(lambda: _prepared(path, tensors, step, state, world))
     storage = ready.directory.step(step_directory(ready.step))
-    stands = _on_all(lambda: rank == 0 and commit.stands(storage))
+    stands = _on_all(lambda: rank == 0 and commit.is_good(storage))
     token = _from_rank_0(0 if stands else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
@@ -80,9 +90,9 @@ def save(
     )
     writer = ready.writers.index(rank) if rank in ready.writers else None
     pieces = () if writer is None else _pieces(ready.layout, writer, ready.named)
-    terms = Terms(agree=_greatest, tell=_first_words, wait_s=wait_s)
+    coordination = SaveCoordination(agree=_greatest, tell=_first_words, wait_s=wait_s)
     try:
-        written = write_checkpoint(ready.directory, draft, writer, pieces, terms)
+        written = write_checkpoint(ready.directory, draft, writer, pieces, coordination)
     except RetryError as error:
         raise StorageError(str(error)) from None
     if not _greatest(int(written.committed)):
@@ -91,7 +101,7 @@ def save(
             "left: save under another step"
         )
     if written.committed:
-        tidy_by_hand(ready.directory, draft)
+        clean_up_after_manual_save(ready.directory, draft)
     return storage.where
 
 
@@ -113,7 +123,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     for name, tensor in given.items():
         check_plain(name, tensor)
         check_fillable(name, _local_part(name, tensor)[1])
-    checkpoint.check({n: spec_of(t, n) for n, t in given.items()}, allow_more=True)
+    checkpoint.check({n: tensor_spec(t, n) for n, t in given.items()}, allow_more=True)
     tensors = dict(given)
 
     def tensor_of(name: str) -> torch.Tensor:
@@ -318,7 +328,7 @@ def _writers(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
 
 def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
     """DTensors by their own rows, everything else dealt evenly, one group for each dtype."""
-    specs = {name: spec_of(tensor, name) for name, tensor in tensors.items()}
+    specs = {name: tensor_spec(tensor, name) for name, tensor in tensors.items()}
     by_kind: dict[tuple[Rule, str], list[str]] = {}
     for name, tensor in tensors.items():
         by_rows = _shard_dim(name, tensor) is not None
@@ -328,16 +338,18 @@ def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
     return Layout(world_size=world_size, tensors=specs, groups=groups)
 
 
-def _pieces(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+def _pieces(
+    layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[TensorPiece]:
     for name, span in layout.spans(rank).items():
         held, local = _local_part(name, tensors[name])
         flat = local.detach().reshape(-1)
-        yield Piece(name, flat[span.start - held.start : span.stop - held.start])
+        yield TensorPiece(name, flat[span.start - held.start : span.stop - held.start])
 
 
-def _on_all(work: Callable[[], T]) -> T:
+def _on_all(work: Callable[[], _T]) -> _T:
     """What `work` gives, on every rank; where it fails on one it fails on all."""
-    result: list[T] = []
+    result: list[_T] = []
     failure: Exception | None = None
     try:
         result.append(work())

@@ -9,13 +9,13 @@ from typing import TypeVar
 THREADS = 4
 """Default number of items that are worked on at a time."""
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def run_parallel(
-    items: Iterable[Item], work: Callable[[Item], Result], *, threads: int = THREADS
-) -> list[Result]:
+    items: Iterable[_Item], work: Callable[[_Item], _Result], *, threads: int = THREADS
+) -> list[_Result]:
     """Calls `work` on every item, up to `threads` at a time; returns the results in order.
 
     After an error no further item is begun; once those under way have ended, the error of the first
@@ -23,7 +23,7 @@ def run_parallel(
     for at exit: one whose storage hangs would keep the agent from ending.
     """
     waiting = list(enumerate(items))
-    results: dict[int, Result] = {}
+    results: dict[int, _Result] = {}
     errors: dict[int, BaseException] = {}
 
     def loop() -> None:

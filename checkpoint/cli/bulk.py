@@ -17,8 +17,8 @@ from typing import TypeVar
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite import reshard, step_copy
-from elasticzero.checkpoint.rewrite.diff import Comparison, compare
-from elasticzero.checkpoint.rewrite.progress import Progress
+from elasticzero.checkpoint.rewrite.diff import CheckpointDiff, compare
+from elasticzero.checkpoint.rewrite.progress import ProgressBar
 from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, unconverted
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
@@ -41,7 +41,7 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
     command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
     command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
     _add_dtype(command)
-    _add_effort(command)
+    _add_copy_options(command)
     command.set_defaults(run_command=_reshard)
 
 
@@ -51,7 +51,7 @@ def _add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model-only", action="store_true", help="compare the model's tensors only"
     )
-    _add_effort(command, workers=False)
+    _add_copy_options(command, workers=False)
     command.set_defaults(run_command=_diff)
 
 
@@ -79,7 +79,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         'state as {"model": ..., "optimizer": ...}',
     )
     _add_dtype(command)
-    _add_effort(command)
+    _add_copy_options(command)
     command.set_defaults(run_command=_export)
 
 
@@ -106,7 +106,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         help="two names of one tensor in the model: keep it under the second",
     )
     _add_dtype(command)
-    _add_effort(command)
+    _add_copy_options(command)
     command.set_defaults(run_command=_import)
 
 
@@ -119,7 +119,7 @@ def _add_dtype(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> None:
+def _add_copy_options(command: argparse.ArgumentParser, *, workers: bool = True) -> None:
     command.add_argument(
         "--buffer-size",
         type=_bytes,
@@ -135,7 +135,7 @@ def _add_effort(command: argparse.ArgumentParser, *, workers: bool = True) -> No
         )
 
 
-ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+BULK_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "reshard": _add_reshard,
     "diff": _add_diff,
     "export": _add_export,
@@ -146,11 +146,13 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 def _reshard(args: argparse.Namespace) -> int:
     source = catalog.resolve(args.path)
-    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+    shape = reshard.TargetShape(
+        world_size=args.world_size, strategy=args.strategy, dtype=args.dtype
+    )
 
-    def work(effort: step_copy.Effort) -> step_copy.Copied:
+    def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:
         _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
-        return reshard.reshard(source, open_directory(args.target), shape, effort)
+        return reshard.reshard(source, open_directory(args.target), shape, copy_options)
 
     hint = "finished rank files stay in {}, and the same command goes on from there"
     return _told_copied(_working(args, work, hint.format(args.target)), args, source.where)
@@ -159,8 +161,8 @@ def _reshard(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     a, b = catalog.resolve(args.a), catalog.resolve(args.b)
 
-    def work(effort: step_copy.Effort) -> Comparison:
-        return compare(a, b, model_only=args.model_only, effort=effort)
+    def work(copy_options: step_copy.CopyOptions) -> CheckpointDiff:
+        return compare(a, b, model_only=args.model_only, copy_options=copy_options)
 
     result = _working(args, work, "the two were not compared to the end")
     if args.json:
@@ -170,7 +172,7 @@ def _diff(args: argparse.Namespace) -> int:
     return 0 if result.same else _DIFFERENT
 
 
-def _comparison_text(result: Comparison, a: str, b: str) -> str:
+def _comparison_text(result: CheckpointDiff, a: str, b: str) -> str:
     if result.same:
         return f"the same: {count_text(result.equal_tensors, 'tensor')}, in {a} and {b}\n"
     kinds = [
@@ -195,19 +197,21 @@ def _comparison_text(result: Comparison, a: str, b: str) -> str:
 def _export(args: argparse.Namespace) -> int:
     source = catalog.resolve(args.path)
 
-    def work(effort: step_copy.Effort) -> huggingface.Exported:
+    def work(copy_options: step_copy.CopyOptions) -> huggingface.ExportResult:
         _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
         if args.format == "dcp":
             _refuse(args, "dcp", "max_shard_size", "config")
-            from elasticzero.checkpoint.convert.dcp_export import Wishes, export_dcp
+            from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
 
-            wanted = Wishes(everything=args.what == "all", dtype=args.dtype)
-            return export_dcp(source, args.target, wanted, effort)
+            dcp_options = DcpExportOptions(everything=args.what == "all", dtype=args.dtype)
+            return export_dcp(source, args.target, dcp_options, copy_options)
         if args.what == "all":
             raise UserError("--what all is not for --format hf, which holds models only")
         most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
-        wishes = huggingface.Wishes(max_shard_bytes=most, dtype=args.dtype, config=args.config)
-        return huggingface.export_hf(source, args.target, wishes, effort)
+        options = huggingface.HfExportOptions(
+            max_shard_bytes=most, dtype=args.dtype, config=args.config
+        )
+        return huggingface.export_hf(source, args.target, options, copy_options)
 
     done = _working(args, work, "nothing of the export is left")
     if args.json:
@@ -230,9 +234,11 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    shape = reshard.Shape(world_size=args.world_size, strategy=args.strategy, dtype=args.dtype)
+    shape = reshard.TargetShape(
+        world_size=args.world_size, strategy=args.strategy, dtype=args.dtype
+    )
 
-    def work(effort: step_copy.Effort) -> step_copy.Copied:
+    def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:
         if args.format == "dcp":
             from elasticzero.checkpoint.convert.dcp_import import open_dcp
 
@@ -240,9 +246,11 @@ def _import(args: argparse.Namespace) -> int:
         else:
             foreign = huggingface.open_hf(args.path)
         if args.alias:
-            foreign = reshard.tied(foreign, dict(args.alias))
+            foreign = reshard.tie_aliases(foreign, dict(args.alias))
         _tell_unconverted(args, foreign.specs)
-        return reshard.adopt(foreign, open_directory(args.target), args.step, shape, effort)
+        return reshard.import_foreign(
+            foreign, open_directory(args.target), args.step, shape, copy_options
+        )
 
     return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
 
@@ -262,14 +270,18 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
         )
 
 
-def _working(args: argparse.Namespace, work: Callable[[step_copy.Effort], _T], left: str) -> _T:
+def _working(
+    args: argparse.Namespace, work: Callable[[step_copy.CopyOptions], _T], left: str
+) -> _T:
     """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
-        with _ended_as_by_ctrl_c(), Progress(stream) as progress:
+        with _ended_as_by_ctrl_c(), ProgressBar(stream) as progress:
             return work(
-                step_copy.Effort(buffer_bytes=args.buffer_size, workers=workers, progress=progress)
+                step_copy.CopyOptions(
+                    buffer_bytes=args.buffer_size, workers=workers, progress=progress
+                )
             )
     except KeyboardInterrupt:
         complain(f"interrupted: {left}")
@@ -289,7 +301,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _told_copied(done: step_copy.Copied, args: argparse.Namespace, source: str) -> int:
+def _told_copied(done: step_copy.CopyResult, args: argparse.Namespace, source: str) -> int:
     if args.json:
         say(json.dumps({**asdict(done), "source": source}))
         return 0

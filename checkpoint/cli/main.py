@@ -63,9 +63,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             command.add_argument("path", help=text)
             command.set_defaults(run_command=_verify)
         case _:
-            from elasticzero.checkpoint.cli.bulk import ADD
+            from elasticzero.checkpoint.cli.bulk import BULK_COMMANDS
 
-            ADD[name](command)
+            BULK_COMMANDS[name](command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = catalog.find(args.path)
-    seen = report.look(storage)
+    seen = report.summarize(storage)
     say(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
     return 0
 
@@ -109,14 +109,14 @@ def _verify(args: argparse.Namespace) -> int:
     found = [info.storage for info in catalog.steps(_existing(args.path))]
     verified = []
     for step in found or [catalog.find(args.path)]:
-        bad = list(verify.faults(step))
+        bad = list(verify.find_corruption(step))
         verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
         say(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
-        for fault in bad:
-            where = "" if fault.start is None else f": bytes {fault.start} to {fault.stop}"
-            say(f"  {fault.file}{where}: {shown(fault.reason)}")
+        for item in bad:
+            where = "" if item.start is None else f": bytes {item.start} to {item.stop}"
+            say(f"  {item.file}{where}: {shown(item.reason)}")
     if args.json:
         say(json.dumps(verified))
     return int(ExitCode.DONE if all(step["good"] for step in verified) else ExitCode.FAILED)

@@ -19,37 +19,37 @@ from elasticzero.text import age_text, count_text, shown, size_text, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class StepSummary:
     """A step at a cheap look: its manifest, and the sizes of its files."""
 
     where: str
     manifest: Manifest
-    fault: str | None
+    error: str | None
     """Why it is not whole; None: it is, by the sizes of its files."""
     unreadable: bool = False
-    """The fault says nothing about the bytes: no permission, or no answer."""
+    """The error says nothing about the bytes: no permission, or no answer."""
     written_s: float | None
     """When the manifest's file was written, by the clock of its file system; None: not known."""
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
-        about: dict[str, Any] = {"path": self.where, "whole": self.fault is None}
-        if self.fault is not None:
-            about["reason"] = self.fault
+        about: dict[str, Any] = {"path": self.where, "whole": self.error is None}
+        if self.error is not None:
+            about["reason"] = self.error
             about["unreadable"] = self.unreadable
         if self.written_s is not None:
             about["written"] = _date(self.written_s)
         return {**about, **encode(self.manifest)}
 
 
-def look(storage: Readable) -> Look:
+def summarize(storage: Readable) -> StepSummary:
     """Look at a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
     manifest = catalog.read_manifest(storage)
-    error = catalog.trouble(storage)
-    return Look(
+    error = catalog.step_error(storage)
+    return StepSummary(
         where=storage.where,
         manifest=manifest,
-        fault=None if error is None else str(error),
+        error=None if error is None else str(error),
         unreadable=error is not None and out_of_reach(error),
         written_s=_written_s(storage),
     )
@@ -60,12 +60,12 @@ def row_of(info: catalog.StepInfo) -> dict[str, Any]:
     storage = info.storage
     row: dict[str, Any] = {"step": info.step, "path": storage.where}
     try:
-        seen = look(storage)
+        seen = summarize(storage)
     except ElasticZeroError as error:
         return row | {"whole": False, "reason": str(error), "unreadable": out_of_reach(error)}
-    row["whole"] = seen.fault is None
-    if seen.fault is not None:
-        row |= {"reason": seen.fault, "unreadable": seen.unreadable}
+    row["whole"] = seen.error is None
+    if seen.error is not None:
+        row |= {"reason": seen.error, "unreadable": seen.unreadable}
     if seen.written_s is not None:
         row["written"] = _date(seen.written_s)
         row["age"] = age_text(time.time() - seen.written_s)
@@ -96,7 +96,7 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
     return text + "".join(left)
 
 
-def step_text(seen: Look) -> str:
+def step_text(seen: StepSummary) -> str:
     """One step, for a person: the whole at a glance, then ranks, kinds of tensors, and each."""
     manifest = seen.manifest
     tensors = manifest.layout.tensors
@@ -110,8 +110,8 @@ def step_text(seen: Look) -> str:
         ("written", _written_text(seen.written_s)),
         (
             "health",
-            _trouble_text(seen.unreadable, seen.fault)
-            if seen.fault
+            _trouble_text(seen.unreadable, seen.error)
+            if seen.error
             else "whole by its files' sizes (`verify` reads the bytes)",
         ),
     ]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from elasticzero.checkpoint.convert.huggingface import (
-    Exported,
+    ExportResult,
     aliases_of,
     check_export_target,
     model_specs,
@@ -29,26 +29,26 @@ from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
     CastSource,
     CheckpointSource,
-    Source,
+    TensorSource,
     cast_specs,
 )
-from elasticzero.checkpoint.rewrite.step_copy import Effort, new_directory, run_jobs
+from elasticzero.checkpoint.rewrite.step_copy import CopyOptions, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, explain
 from elasticzero.errors import ElasticZeroError, StorageError, UserError
 from elasticzero.nested import tensor_names, unflatten
 from elasticzero.spans import Span
 
-MODEL = "model"
-OURS = "elasticzero"
+MODEL_KEY = "model"
+OWN_KEY = "elasticzero"
 """The key under which an export keeps what has no place in a state dict of torch's."""
-OPTIMIZER, GROUPS = "optimizer", "param_groups"
+OPTIMIZER_KEY, GROUPS_KEY = "optimizer", "param_groups"
 _TORCHS_OWN_WRITER = "inline_container.cc"
 """Stands in what torch raises where its file could not be written to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class DcpExportOptions:
     """How to export."""
 
     everything: bool = False
@@ -58,8 +58,11 @@ class Wishes:
 
 
 def export_dcp(
-    source: Readable, target: str, wishes: Wishes | None = None, effort: Effort | None = None
-) -> Exported:
+    source: Readable,
+    target: str,
+    options: DcpExportOptions | None = None,
+    copy_options: CopyOptions | None = None,
+) -> ExportResult:
     """Write a checkpoint as torch.distributed.checkpoint would; memory holds one tensor at a time.
 
     The model alone gives the keys of its own `state_dict()`, aliases included. Everything gives
@@ -67,27 +70,27 @@ def export_dcp(
     "param_groups": ...}, "elasticzero": ...}`, keyed by parameter names. `target`: a new or empty
     local directory. An export that fails leaves it as it was.
     """
-    wishes, effort = wishes or Wishes(), effort or Effort()
+    options, copy_options = options or DcpExportOptions(), copy_options or CopyOptions()
     if "://" in target and not target.startswith("file://"):
         raise UserError(f"{target} is not on this machine's disks: export to a directory and copy")
     check_export_target(target)
     manifest = catalog.read_manifest(source)
-    chosen = manifest.layout.tensors if wishes.everything else model_specs(source, manifest)
-    specs = cast_specs(chosen, wishes.dtype)
+    chosen = manifest.layout.tensors if options.everything else model_specs(source, manifest)
+    specs = cast_specs(chosen, options.dtype)
     placeholders = _Placeholders(specs)
-    build = _everything if wishes.everything else _model
+    build = _everything if options.everything else _model
     state_dict = build(manifest, placeholders)
     total = sum(spec.nbytes for spec in specs.values())
-    effort.progress.expect(total)
+    copy_options.progress.expect(total)
 
-    def open_source(buffer_bytes: int) -> Source:
+    def open_source(buffer_bytes: int) -> TensorSource:
         plain = CheckpointSource(source, manifest, buffer_bytes)
-        return plain if wishes.dtype is None else CastSource(plain, wishes.dtype)
+        return plain if options.dtype is None else CastSource(plain, options.dtype)
 
     with new_directory(target) as storage:
         path = Path(storage.where)
 
-        def job(opened: Source) -> None:
+        def job(opened: TensorSource) -> None:
             planner = _Planner(lambda tensor: _read(opened, placeholders.name_of(tensor)))
             writer = FileSystemWriter(path)
             try:
@@ -96,9 +99,9 @@ def export_dcp(
             except CheckpointException as error:
                 raise _cause(error, path) from None
 
-        run_jobs([job], open_source, effort)
+        run_jobs([job], open_source, copy_options)
         files = tuple(name for name in storage.names() if name.endswith(".distcp"))
-    return Exported(where=storage.where, files=files, tensors=len(specs), bytes=total)
+    return ExportResult(where=storage.where, files=files, tensors=len(specs), bytes=total)
 
 
 def _cause(error: CheckpointException, path: Path) -> BaseException:
@@ -145,7 +148,7 @@ class _Planner(DefaultSavePlanner):
         return self._read(found) if isinstance(found, torch.Tensor) else found
 
 
-def _read(source: Source, name: str) -> torch.Tensor:
+def _read(source: TensorSource, name: str) -> torch.Tensor:
     spec = source.specs[name]
     tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     if spec.numel:
@@ -167,7 +170,7 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
     """All state: nested as it was saved, or as torch's state dicts of model and optimizer are."""
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
-        return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OURS: ours}
+        return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
     model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
@@ -175,16 +178,16 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
         parts = name.split("/")
         if name.startswith(MODEL_PREFIX):
             model[name.removeprefix(MODEL_PREFIX)] = tensor_of(name)
-        elif len(parts) == 3 and parts[0] == OPTIMIZER:
+        elif len(parts) == 3 and parts[0] == OPTIMIZER_KEY:
             states.setdefault(parts[1], {})[parts[2]] = tensor_of(name)
         else:
             others[name] = tensor_of(name)
     for alias, kept in aliases_of(manifest).items():
         model[alias] = tensor_of(MODEL_PREFIX + kept)
-    nested: dict[str, Any] = {MODEL: model} if model else {}
+    nested: dict[str, Any] = {MODEL_KEY: model} if model else {}
     if states:
-        nested[OPTIMIZER] = {"state": states, GROUPS: _param_groups(manifest, tensor_of)}
-    return {**nested, OURS: {**ours, "tensors": others}}
+        nested[OPTIMIZER_KEY] = {"state": states, GROUPS_KEY: _param_groups(manifest, tensor_of)}
+    return {**nested, OWN_KEY: {**ours, "tensors": others}}
 
 
 def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str, Any]]:

@@ -15,21 +15,21 @@ from typing import IO, Any, cast
 
 import torch
 
-from elasticzero.checkpoint.convert.dcp_export import GROUPS, MODEL, OPTIMIZER, OURS
+from elasticzero.checkpoint.convert.dcp_export import GROUPS_KEY, MODEL_KEY, OPTIMIZER_KEY, OWN_KEY
 from elasticzero.checkpoint.convert.dcp_metadata import (
     METADATA_NAME,
     Box,
-    Item,
     KeyPath,
-    Refused,
+    StoredItem,
     StoredTensor,
+    UnpicklingError,
     read_contents,
 )
 from elasticzero.checkpoint.convert.huggingface import check_foreign
-from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
+from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE
-from elasticzero.checkpoint.rewrite.reshard import Foreign
+from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
 from elasticzero.checkpoint.storage.base import Readable, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
@@ -37,7 +37,7 @@ from elasticzero.nested import flatten, unflatten
 from elasticzero.spans import Span
 
 
-def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
+def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     """What a torch.distributed.checkpoint directory holds, under the names that it has here.
 
     What lies under the key "model" is the model; without such a key, the tensors at the root are.
@@ -49,11 +49,11 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
     check_foreign(url)
     storage = open_storage(url)
     contents = read_contents(storage)
-    exported = (OURS, "state") in contents.values
+    exported = (OWN_KEY, "state") in contents.values
     ours: dict[str, Any] = {}
     named: dict[KeyPath, str] = {}
     if exported:
-        ours, named = _our_state(storage, contents.values[OURS, "state"])
+        ours, named = _our_state(storage, contents.values[OWN_KEY, "state"])
     names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
     if exported:
         names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
@@ -71,12 +71,12 @@ def open_dcp(url: str, *, model_only: bool = False) -> Foreign:
         state |= {key: ours[key] for key in ("aliases",) if key in ours}
     tensors = {name: contents.tensors[path] for path, name in names.items()}
     specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    return Foreign(
+    return ForeignCheckpoint(
         specs=specs, state=state, open_source=lambda _: _Directory(storage, tensors, specs)
     )
 
 
-def _our_state(storage: Readable, item: Item) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """(the state of the checkpoint that the directory was exported from, the names of the tensors
     that it nests)."""
     try:
@@ -92,24 +92,24 @@ def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
     """Whether an export put a tensor here that stands elsewhere too: for torch's state dicts."""
     if TREE in ours:
         return False
-    return path[:2] == (OPTIMIZER, GROUPS) or (
-        path[0] == MODEL and "/".join(map(str, path[1:])) in ours.get("aliases", ())
+    return path[:2] == (OPTIMIZER_KEY, GROUPS_KEY) or (
+        path[0] == MODEL_KEY and "/".join(map(str, path[1:])) in ours.get("aliases", ())
     )
 
 
 def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
     """What each tensor is called here."""
-    rooted = not any(path[0] == MODEL for path in tensors)
+    rooted = not any(path[0] == MODEL_KEY for path in tensors)
     names: dict[KeyPath, str] = {}
     for path in tensors:
         match path:
             case (str(key),) if rooted:
                 names[path] = MODEL_PREFIX + key
             case (str(top), "state", str(parameter), str(key)) if (
-                top == OPTIMIZER and not parameter.isdecimal()
+                top == OPTIMIZER_KEY and not parameter.isdecimal()
             ):
                 names[path] = f"{top}/{parameter}/{key}"
-            case (str(top), "tensors", str(name)) if top == OURS:
+            case (str(top), "tensors", str(name)) if top == OWN_KEY:
                 names[path] = name
             case _:
                 names[path] = "/".join(map(str, path))
@@ -152,8 +152,8 @@ def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[
             )
     tree = _nested(leaves)
     state: dict[str, Any] = {TREE: tree}
-    optimizer = tree.get(OPTIMIZER)
-    groups = optimizer.get(GROUPS) if isinstance(optimizer, dict) else None
+    optimizer = tree.get(OPTIMIZER_KEY)
+    groups = optimizer.get(GROUPS_KEY) if isinstance(optimizer, dict) else None
     if isinstance(groups, list) and all(_is_named(group) for group in groups):
         state["groups"] = [
             {
@@ -188,7 +188,7 @@ def _spec(name: str, tensor: StoredTensor) -> TensorSpec:
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{name} has the dtype {tensor.dtype}, which this torch does not know")
-    spec = TensorSpec(spec_of(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
+    spec = TensorSpec(tensor_spec(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
     for box in tensor.boxes:
         if TensorSpec(spec.dtype, box.sizes).nbytes > box.item.bytes:
             raise CheckpointDamaged(
@@ -212,7 +212,7 @@ class _Directory:
         self._tensors = tensors
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `Source.chunks`, the whole span at once."""
+        """As `TensorSource.chunks`, the whole span at once."""
         if not span:
             return
         stored, spec = self._tensors[name], self.specs[name]
@@ -258,7 +258,7 @@ _SPOILED = (
 """What zipfile and torch raise for bytes that are no item."""
 
 
-def _load(storage: Readable, item: Item) -> Any:
+def _load(storage: Readable, item: StoredItem) -> Any:
     """What `torch.save` wrote as an item, its checksum compared, no code run."""
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
     window = _Window(storage, item)
@@ -274,7 +274,7 @@ def _load(storage: Readable, item: Item) -> Any:
         return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{storage.where}/{item.file} is missing") from None
-    except Refused as error:
+    except UnpicklingError as error:
         raise UserError(
             f"{where} asks for code to be run when it is read, so it is not read; `--model-only` "
             f"leaves all but the model's tensors out ({str(error).splitlines()[0]:.150})"
@@ -286,7 +286,7 @@ def _load(storage: Readable, item: Item) -> Any:
 class _Window(io.RawIOBase):
     """The bytes of one item as a file of its own."""
 
-    def __init__(self, storage: Readable, item: Item) -> None:
+    def __init__(self, storage: Readable, item: StoredItem) -> None:
         self._storage = storage
         self._item = item
         self._position = 0

@@ -13,10 +13,16 @@ import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pickle import UnpicklingError as Refused  # noqa: TID251
+from pickle import UnpicklingError  # noqa: TID251
 from typing import Any
 
-from elasticzero.checkpoint.convert.pickle_reader import Mapped, Record, Size, Stand, read_pickle
+from elasticzero.checkpoint.convert.pickle_reader import (
+    InertRecord,
+    Mapped,
+    Size,
+    Stand,
+    read_pickle,
+)
 from elasticzero.checkpoint.format.coverage import check_cover
 from elasticzero.checkpoint.storage.base import Readable, read_small
 from elasticzero.errors import CheckpointDamaged, UserError
@@ -26,14 +32,16 @@ _LIMIT_BYTES = 1 << 28
 _MAX_DIMS = 64
 """Maximum number of dimensions of a tensor, and of keys in a path."""
 
-__all__ = ["Refused"]  # what torch raises for an item that names what `weights_only` forbids
+__all__ = [
+    "UnpicklingError"
+]  # what torch raises for an item that names what `weights_only` forbids
 
 KeyPath = tuple[str | int, ...]
 """Keys from the root of the state dict to a value; numbers are positions in lists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class StoredItem:
     """Something that `torch.save` wrote, within a file."""
 
     file: str
@@ -47,7 +55,7 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    item: Item
+    item: StoredItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Contents:
     """A directory's tensors and other values, by their paths."""
 
     tensors: Mapping[KeyPath, StoredTensor]
-    values: Mapping[KeyPath, Item]
+    values: Mapping[KeyPath, StoredItem]
 
 
 def read_contents(storage: Readable) -> Contents:
@@ -116,11 +124,11 @@ def _shown(value: object) -> str:
     return short.repr(value)[:300]
 
 
-class _Tensor(Record):
+class _Tensor(InertRecord):
     """Stands for `TensorStorageMetadata`."""
 
 
-class _Value(Record):
+class _Value(InertRecord):
     """Stands for `BytesStorageMetadata`."""
 
 
@@ -144,7 +152,7 @@ _RECORDS = {
     ("pathlib._local", "WindowsPath"),
 }
 _TABLE: Mapping[tuple[str, str], Stand] = {
-    **dict.fromkeys(_RECORDS, Record),
+    **dict.fromkeys(_RECORDS, InertRecord),
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Value,
     ("torch", "Size"): Size,
@@ -157,7 +165,7 @@ _DTYPE = re.compile(r"bool|(?:u?int|float|bfloat|complex)\d{1,3}(?:_e\dm\d\w{0,4
 def _contents(metadata: Any) -> Contents:
     described: Mapping[str, Any] = metadata.state_dict_metadata
     paths: Mapping[str, Any] = metadata.planner_data or {}
-    places: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise UserError(
@@ -185,7 +193,7 @@ def _contents(metadata: Any) -> Contents:
     return Contents(tensors=tensors, values=values)
 
 
-def _tensor(name: str, about: Any, places: Mapping[Any, Item]) -> StoredTensor:
+def _tensor(name: str, about: Any, places: Mapping[Any, StoredItem]) -> StoredTensor:
     shape = _whole(about.size)
     properties = about.properties
     dtype = properties.parts[0] if properties.parts else properties.dtype
@@ -208,11 +216,11 @@ def _whole(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _item(info: Any) -> Item:
+def _item(info: Any) -> StoredItem:
     file, (start, size) = info.relative_path, _whole((info.offset, info.length))
     if not isinstance(file, str) or "/" in file or "\0" in file or file in ("", ".", ".."):
         raise ValueError(f"{_shown(file)} is not the name of a file beside it")
-    return Item(file, start, size)
+    return StoredItem(file, start, size)
 
 
 def _path(parts: Any) -> KeyPath:

@@ -16,18 +16,23 @@ from typing import Any
 from elasticzero.checkpoint.format.layout import TensorSpec, check_tensor_names, itemsize
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_of
-from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, Entry, header, parse_header
+from elasticzero.checkpoint.format.shards import (
+    HEADER_LIMIT_BYTES,
+    TensorEntry,
+    header,
+    parse_header,
+)
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
-from elasticzero.checkpoint.rewrite.reshard import Foreign
+from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
     CastSource,
     CheckpointSource,
-    Source,
+    TensorSource,
     cast_specs,
     model_names,
 )
-from elasticzero.checkpoint.rewrite.step_copy import Effort, Job, new_directory, run_jobs
+from elasticzero.checkpoint.rewrite.step_copy import CopyJob, CopyOptions, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import (
     Readable,
@@ -50,7 +55,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class HfExportOptions:
     """How to export."""
 
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
@@ -62,7 +67,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What an export wrote."""
 
     where: str
@@ -73,39 +78,42 @@ class Exported:
 
 
 def export_hf(
-    source: Readable, target: str, wishes: Wishes | None = None, effort: Effort | None = None
-) -> Exported:
+    source: Readable,
+    target: str,
+    options: HfExportOptions | None = None,
+    copy_options: CopyOptions | None = None,
+) -> ExportResult:
     """Write the model's own tensors under their own names.
 
     `target`: a new or empty directory, or a URL. The index, which only several files need, comes
     last. An export that fails leaves `target` as it was.
     """
     check_export_target(target)
-    wishes, effort = wishes or Wishes(), effort or Effort()
+    options, copy_options = options or HfExportOptions(), copy_options or CopyOptions()
     manifest = catalog.read_manifest(source)
     specs = model_specs(source, manifest)
-    config = None if wishes.config is None else _config(wishes.config)
-    parts = _packed(cast_specs(specs, wishes.dtype), wishes.max_shard_bytes)
+    config = None if options.config is None else _config(options.config)
+    parts = _packed(cast_specs(specs, options.dtype), options.max_shard_bytes)
     count = len(parts)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = dict(zip(names if count > 1 else [ONE_FILE], parts, strict=True))
     aliases = aliases_of(manifest)
     _check_exported(specs, aliases)
 
-    def open_source(buffer_bytes: int) -> Source:
+    def open_source(buffer_bytes: int) -> TensorSource:
         plain = CheckpointSource(source, manifest, buffer_bytes)
-        return plain if wishes.dtype is None else CastSource(plain, wishes.dtype)
+        return plain if options.dtype is None else CastSource(plain, options.dtype)
 
     total = sum(spec.nbytes for part in parts for spec in part.values())
-    effort.progress.expect(total)
+    copy_options.progress.expect(total)
     with new_directory(target) as storage:
         jobs = [_file_job(storage, file, part, aliases) for file, part in files.items()]
-        run_jobs(jobs, open_source, effort)
+        run_jobs(jobs, open_source, copy_options)
         if config is not None:
             storage.write("config.json", [config])
         if count > 1:
             storage.write(INDEX_NAME, [_index(files, total)])
-    return Exported(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
+    return ExportResult(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
 
 
 def what_else(where: str, *, has_config: bool) -> str:
@@ -164,7 +172,7 @@ def aliases_of(manifest: Manifest) -> dict[str, str]:
 
 def _file_job(
     storage: Storage, file: str, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
-) -> Job:
+) -> CopyJob:
     """Writes a safetensors file of whole tensors under their names in the model, wide dtypes
     first."""
     ordered = dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
@@ -172,7 +180,7 @@ def _file_job(
     metadata = {alias: kept for alias, kept in aliases.items() if kept in bare}
     metadata |= {"format": "pt"}
 
-    def job(source: Source) -> None:
+    def job(source: TensorSource) -> None:
         data = (
             chunk
             for name, spec in ordered.items()
@@ -214,14 +222,14 @@ def _config(path: Path) -> bytes:
     return data
 
 
-def open_hf(url: str) -> Foreign:
+def open_hf(url: str) -> ForeignCheckpoint:
     """A model in Hugging Face safetensors: one file, or a directory of them.
 
     `url`: the file, or the directory. Raises `UserError` for what is no such model, and
     `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
     """
     storage, files = _located(url)
-    places: dict[str, tuple[str, Entry]] = {}
+    places: dict[str, tuple[str, TensorEntry]] = {}
     aliases: dict[str, str] = {}
     for file, wanted in files.items():
         metadata, entries = _read_header(storage, file)
@@ -240,7 +248,7 @@ def open_hf(url: str) -> Foreign:
     if not places:
         raise UserError(f"{url} holds no tensors")
     aliases = {a: k for a, k in aliases.items() if MODEL_PREFIX + k in places and a != "format"}
-    return Foreign(
+    return ForeignCheckpoint(
         specs={name: TensorSpec(e.dtype, e.shape) for name, (_, e) in places.items()},
         state={"aliases": aliases},
         open_source=lambda buffer_bytes: _Files(storage, places, buffer_bytes),
@@ -251,7 +259,7 @@ class _Files:
     """Tensors in plain safetensors files, which have no checksums."""
 
     def __init__(
-        self, storage: Readable, places: Mapping[str, tuple[str, Entry]], buffer_bytes: int
+        self, storage: Readable, places: Mapping[str, tuple[str, TensorEntry]], buffer_bytes: int
     ) -> None:
         self.specs = {name: TensorSpec(e.dtype, e.shape) for name, (_, e) in places.items()}
         self._storage = storage
@@ -259,7 +267,7 @@ class _Files:
         self._buffer = memoryview(bytearray(min(8 << 20, buffer_bytes)))
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `Source.chunks`."""
+        """As `TensorSource.chunks`."""
         file, entry = self._places[name]
         width = itemsize(entry.dtype)
         position, stop = entry.start + span.start * width, entry.start + span.stop * width
@@ -329,7 +337,7 @@ def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[s
     return by_file
 
 
-def _read_header(storage: Readable, file: str) -> tuple[dict[str, str], dict[str, Entry]]:
+def _read_header(storage: Readable, file: str) -> tuple[dict[str, str], dict[str, TensorEntry]]:
     where = f"{storage.where}/{file}"
     try:
         size = storage.size(file)

@@ -38,7 +38,7 @@ _PUTS = {_BINPUT: 1, _LONG_BINPUT: 4}
 _GETS = {_BINGET: 1, _LONG_BINGET: 4}
 
 
-class Record:
+class InertRecord:
     """Stands for an object: keeps what it was made of and does nothing."""
 
     parts: tuple[Any, ...] = ()
@@ -58,7 +58,7 @@ class Mapped:
     """Stands for a class of dicts: becomes a dict."""
 
 
-Stand = type[Record] | type[Size] | type[Mapped] | str
+Stand = type[InertRecord] | type[Size] | type[Mapped] | str
 """What a name becomes."""
 
 
@@ -234,7 +234,7 @@ class _Machine:
             if given:
                 raise ValueError("a dict that is made of something")
             self._make({})
-        elif isinstance(stand, type) and issubclass(stand, Record):
+        elif isinstance(stand, type) and issubclass(stand, InertRecord):
             record = stand()
             record.parts = given
             self._make(record)
@@ -243,6 +243,6 @@ class _Machine:
 
     def _build(self) -> None:
         state, record = self._stack.pop(), self._stack[-1]
-        if not isinstance(record, Record):
+        if not isinstance(record, InertRecord):
             raise TypeError("only records have a state")
         record.__setstate__(state)

@@ -115,7 +115,7 @@ def _finished(
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class BlockChecksums:
     """The contents of a checksum file."""
 
     block_bytes: int
@@ -128,7 +128,7 @@ class Sums:
     """Of the checksum file itself."""
 
 
-def missing(storage: Readable, name: str) -> CheckpointDamaged:
+def missing_file_error(storage: Readable, name: str) -> CheckpointDamaged:
     """The error for a file of a step that is not there: damage, unless the whole step has gone."""
     where = f"{storage.where}/{name}"
     try:
@@ -143,18 +143,18 @@ def missing(storage: Readable, name: str) -> CheckpointDamaged:
     return CheckpointDamaged(f"{where} is missing; use another step")
 
 
-def read_sums(storage: Readable, shard_name: str) -> Sums:
+def read_sums(storage: Readable, shard_name: str) -> BlockChecksums:
     """The checksums of a shard; `CheckpointDamaged` if they are missing or make no sense."""
     name = shard_name + SUMS_SUFFIX
     where = f"{storage.where}/{name}"
     try:
         data = read_small(storage, name, SUMS_LIMIT_BYTES)
     except FileNotFoundError:
-        raise missing(storage, name) from None
+        raise missing_file_error(storage, name) from None
     return parse_sums(data, where)
 
 
-def parse_sums(data: bytes, where: str) -> Sums:
+def parse_sums(data: bytes, where: str) -> BlockChecksums:
     """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with it."""
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes; use another step")
@@ -172,7 +172,7 @@ def parse_sums(data: bytes, where: str) -> Sums:
     blocks = array.array("Q", data[_SUMS_HEADER.size :])
     if sys.byteorder == "big":
         blocks.byteswap()
-    return Sums(block_bytes, size, layout.hex(), blocks, xxhash.xxh3_128_hexdigest(data))
+    return BlockChecksums(block_bytes, size, layout.hex(), blocks, xxhash.xxh3_128_hexdigest(data))
 
 
 class BlockReader:
@@ -313,7 +313,7 @@ class BlockReader:
         try:
             return self._storage.read_into(self._name, start, *views) == size
         except FileNotFoundError:
-            raise missing(self._storage, self._name) from None
+            raise missing_file_error(self._storage, self._name) from None
         except StorageError as error:
             stop = start + size
             raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error

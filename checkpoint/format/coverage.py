@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) of a part."""
 _MOST_UNSORTED = 1000
 """Maximum number of parts that no straight cut divides, which are compared pair by pair."""
@@ -16,7 +16,7 @@ _MOST_CUTS = 200
 """Maximum number of times that parts are cut again along another dimension."""
 
 
-def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> None:
     """Raise `ValueError` unless the boxes make up the whole tensor, each element once.
 
     Takes as long as sorting the boxes, for every division into rows, columns or tiles.
@@ -41,9 +41,9 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None
         waiting += [(part, cuts + 1, vain) for part in parts]
 
 
-def _divided(boxes: list[Box], dim: int) -> list[list[Box]]:
+def _divided(boxes: list[_Box], dim: int) -> list[list[_Box]]:
     """The boxes in groups between which a cut along `dim` divides no box."""
-    groups: list[list[Box]] = []
+    groups: list[list[_Box]] = []
     reached = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):
         if not groups or box[0][dim] >= reached:
@@ -53,7 +53,7 @@ def _divided(boxes: list[Box], dim: int) -> list[list[Box]]:
     return groups
 
 
-def _check_pairs(name: str, boxes: list[Box]) -> None:
+def _check_pairs(name: str, boxes: list[_Box]) -> None:
     if len(boxes) > _MOST_UNSORTED:
         raise ValueError(f"{len(boxes)} parts of {name!r} overlap, or lie without any order")
     for index, (starts, sizes) in enumerate(boxes):

@@ -45,7 +45,7 @@ def spelling_of(dtype: torch.dtype) -> str:
     return _SPELLINGS[dtype]
 
 
-def spec_of(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
+def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
     """A tensor's description (a DTensor's: of the whole); `UserError` that begins with `name` for a
     dtype or a shape that no checkpoint can hold."""
     try:

@@ -19,7 +19,7 @@ _EXPONENTS = {
 }
 """How such numbers look as integers, and the bits that are all set in NaN and infinity alone."""
 CHECKED_DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
-LISTED = 3
+TENSORS_SHOWN = 3
 """Maximum number of tensors that a message names."""
 
 
@@ -33,17 +33,17 @@ class Range:
     stop: int
 
 
-def check(data: memoryview, ranges: Iterable[Range], where: str) -> None:
+def check_finite(data: memoryview, ranges: Iterable[Range], where: str) -> None:
     """Raise `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
     bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
     if bad:
-        raise not_finite(where, bad)
+        raise not_finite_error(where, bad)
 
 
-def not_finite(where: str, names: list[str]) -> NotFinite:
+def not_finite_error(where: str, names: list[str]) -> NotFinite:
     """The error for tensors of these names."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    listed = ", ".join(map(repr, names[:LISTED])) + more
+    more = f" and {len(names) - TENSORS_SHOWN} more" if len(names) > TENSORS_SHOWN else ""
+    listed = ", ".join(map(repr, names[:TENSORS_SHOWN])) + more
     return NotFinite(f"the training state of {where} holds NaN or infinity in {listed}")
 
 

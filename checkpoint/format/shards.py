@@ -29,7 +29,7 @@ HEADER_LIMIT_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in a shard file."""
 
     dtype: str
@@ -165,7 +165,7 @@ def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
     return shard
 
 
-def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, Entry]]:
+def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, TensorEntry]]:
     if blocks.size < 8:
         raise CheckpointDamaged(f"{blocks.where} is too short for a safetensors file")
     prefix = bytearray(8)
@@ -183,7 +183,7 @@ def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, Entry]]
 
 def parse_header(
     text: bytes, file_bytes: int, where: str
-) -> tuple[dict[str, str], dict[str, Entry]]:
+) -> tuple[dict[str, str], dict[str, TensorEntry]]:
     """(metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not one."""
     base = 8 + len(text)
     try:
@@ -196,7 +196,7 @@ def parse_header(
             start, stop = (base + _whole(offset) for offset in value["data_offsets"])
             if stop - start != spec.nbytes or start < base:
                 raise ValueError(f"tensor {name!r} has {stop - start} bytes, not {spec.nbytes}")
-            entries[name] = Entry(spec.dtype, spec.shape, start, stop)
+            entries[name] = TensorEntry(spec.dtype, spec.shape, start, stop)
         ends = base
         for name, entry in sorted(entries.items(), key=lambda e: (e[1].start, e[1].stop)):
             if entry.start != ends:

@@ -14,7 +14,7 @@ from elasticzero.serialization import RecordError
 
 MEMORY_LIMIT_BYTES = 1 << 30
 """Maximum memory that the values of one text may take, by an estimate from its punctuation."""
-MAX_DEPTH = 200
+MAX_JSON_DEPTH = 200
 """Maximum number of arrays and objects within each other in a manifest's state."""
 _OBJECT_BYTES, _ARRAY_BYTES, _VALUE_BYTES = 240, 64, 48
 """What Python takes for an object with its first key, an array, and each further value."""
@@ -44,9 +44,9 @@ def check_memory(data: bytes) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raises `RecordError` where arrays and objects lie more than `MAX_DEPTH` within each other."""
+    """Raises `RecordError` where arrays and objects are nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_JSON_DEPTH + 1):
         level = [
             item
             for each in level
@@ -56,7 +56,7 @@ def check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise RecordError(f"it is nested more than {MAX_DEPTH} deep")
+    raise RecordError(f"it is nested more than {MAX_JSON_DEPTH} deep")
 
 
 def reason(error: BaseException) -> str:

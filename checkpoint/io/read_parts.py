@@ -15,9 +15,9 @@ from elasticzero.checkpoint.format.plan import Copy
 from elasticzero.checkpoint.format.shards import ShardReader
 from elasticzero.spans import Span
 
-PART_BYTES = 16 << 20
+READ_PART_BYTES = 16 << 20
 """About what is read in one go."""
-STAGING_BYTES = 8 << 20
+READ_STAGING_BYTES = 8 << 20
 """Size of a thread's buffer, through which tensors that are not plain host memory are filled."""
 
 Fill = tuple[Copy, torch.Tensor]
@@ -31,7 +31,7 @@ class Part:
     fills: list[Fill]
 
 
-class Lane:
+class ReaderState:
     """What one thread keeps from part to part."""
 
     def __init__(self) -> None:
@@ -40,20 +40,20 @@ class Lane:
         self._twin: ShardReader | None = None
 
     def own(self, shard: ShardReader) -> ShardReader:
-        """A reader of the shard that only this lane uses."""
+        """A reader of the shard that only this thread uses."""
         if self._twin is None or self._shard is not shard:
             self._shard, self._twin = shard, shard.twin()
         return self._twin
 
     def staging(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory, at most `STAGING_BYTES`."""
+        """`size` bytes of host memory, at most `READ_STAGING_BYTES`."""
         if self._buffer is None:
-            self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            self._buffer = torch.empty(READ_STAGING_BYTES, dtype=torch.uint8)
         return self._buffer[:size]
 
 
-def cut(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
-    """Parts of about `PART_BYTES` in the file's order, cut where a checksum block ends."""
+def split_reads(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
+    """Parts of about `READ_PART_BYTES` in the file's order, cut where a checksum block ends."""
     part: list[Fill] = []
     size = 0
     limit = sys.maxsize
@@ -62,8 +62,8 @@ def cut(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
         while rest.span_in_shard:
             start = _first_byte(shard, rest)
             stop = start + len(rest.span_in_shard) * width
-            if limit == sys.maxsize and size + stop - start > PART_BYTES:
-                limit = -(-(start + PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
+            if limit == sys.maxsize and size + stop - start > READ_PART_BYTES:
+                limit = -(-(start + READ_PART_BYTES - size) // BLOCK_BYTES) * BLOCK_BYTES
             if stop <= limit:
                 part.append((rest, tensor))
                 size += stop - start
@@ -94,7 +94,7 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
     return head, rest
 
 
-def fill_all(shard: ShardReader, fills: list[Fill], lane: Lane) -> int:
+def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
     """Put every copy's elements in their place; returns their bytes."""
     straight = []
     size = 0
@@ -105,19 +105,19 @@ def fill_all(shard: ShardReader, fills: list[Fill], lane: Lane) -> int:
             part = tensor.detach().reshape(-1)[start : start + count]
             straight.append((copy.name, copy.span_in_shard, byte_view(part)))
         else:
-            _fill_staged(shard, copy, tensor, lane)
+            _fill_staged(shard, copy, tensor, state)
     shard.fill(straight)
     return size
 
 
-def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, lane: Lane) -> None:
+def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, state: ReaderState) -> None:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
     width = tensor.element_size()
-    size = STAGING_BYTES // width
+    size = READ_STAGING_BYTES // width
     start, count = copy.offset_in_wanted, len(copy.span_in_shard)
     for done in range(0, count, size):
         step = min(size, count - done)
-        staged = lane.staging(step * width)
+        staged = state.staging(step * width)
         at = copy.span_in_shard.start + done
         shard.read_into(copy.name, Span(at, at + step), byte_view(staged))
         values = staged.view(tensor.dtype)

@@ -1,4 +1,5 @@
-"""A load's threads: as many as have a core, and more while they wait for a disk or a network."""
+"""Reads parts by several threads: one for each spare core, and more while they wait for a disk or a
+network."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-LANES = 4
+MAX_THREADS = 4
 """Parts read at the same time at most, each by a thread."""
 _WAITING = 0.5
-"""The part of its time that a lane spends waiting for the bytes when one more is worth it."""
+"""The part of its time that a thread waits for bytes, above which one more thread is started."""
 
 P = TypeVar("P")
 
@@ -34,11 +35,11 @@ def _busy_s() -> float:
     return (int(ran_ns) + int(queued_ns)) / 1e9
 
 
-def read_all(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
+def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
     """Read every part once.
 
-    `begin`: called once in each lane; gives what that lane does with a part. `most`: lanes at most.
-    The first error ends all lanes at their next part, and is raised.
+    `begin`: called once in each thread; returns the function that reads a part there. `most`:
+    maximum number of threads. The first error stops every thread at its next part, and is raised.
     """
     if most <= 1:
         read = begin()
@@ -46,17 +47,17 @@ def read_all(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most:
             read(part)
         return
     with ThreadPoolExecutor(most, thread_name_prefix="checkpoint-read") as pool:
-        lanes = _Lanes(parts, begin, most, pool)
+        readers = _Pool(parts, begin, most, pool)
         try:
             for _ in range(min(most, spare_cores())):
-                lanes.more()
-            for lane in lanes.running:  # which grows meanwhile
-                lane.result()
+                readers.more()
+            for reader in readers.running:  # which grows meanwhile
+                reader.result()
         finally:
-            lanes.stop()
+            readers.stop()
 
 
-class _Lanes(Generic[P]):
+class _Pool(Generic[P]):
     def __init__(
         self,
         parts: Iterator[P],
@@ -73,7 +74,7 @@ class _Lanes(Generic[P]):
         self._stopped = False
 
     def more(self) -> None:
-        """One more lane, if that may be."""
+        """Starts one more thread, unless `most` are running or the pool is stopped."""
         with self._lock:
             if len(self.running) < self._most and not self._stopped:
                 self.running.append(self._pool.submit(self._run))
@@ -83,7 +84,7 @@ class _Lanes(Generic[P]):
             self._stopped = True
 
     def _run(self) -> None:
-        """Part after part until none is left or another lane has failed."""
+        """Part after part until none is left or another thread has failed."""
         try:
             read = self._begin()
             while (part := self._take()) is not None:

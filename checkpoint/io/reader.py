@@ -15,8 +15,15 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import ShardReader, open_shard
-from elasticzero.checkpoint.io.read_parts import PART_BYTES, Fill, Lane, Part, cut, fill_all
-from elasticzero.checkpoint.io.read_pool import LANES, read_all
+from elasticzero.checkpoint.io.read_parts import (
+    READ_PART_BYTES,
+    Fill,
+    Part,
+    ReaderState,
+    fill_all,
+    split_reads,
+)
+from elasticzero.checkpoint.io.read_pool import MAX_THREADS, run_adaptive
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError
@@ -74,7 +81,7 @@ class Checkpoint:
         self.load([Target(name, span, out)])
 
     def load(self, targets: Iterable[Target]) -> None:
-        """Fill every target: each shard front to back, up to `LANES` parts of them at a time.
+        """Fill every target: each shard front to back, up to `MAX_THREADS` parts of them at a time.
 
         A part that one source of its shard cannot give comes from the next source. Raises
         `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
@@ -87,8 +94,8 @@ class Checkpoint:
             size += len(target.span) * target.tensor.element_size()
             for copy in plan(self.manifest.layout, {target.name: target.span}):
                 by_rank.setdefault(copy.rank, []).append((copy, target.tensor))
-        lanes = min(LANES, -(-size // PART_BYTES))
-        read_all(self._parts(by_rank), lambda: partial(self._read_part, Lane()), lanes)
+        threads = min(MAX_THREADS, -(-size // READ_PART_BYTES))
+        run_adaptive(self._parts(by_rank), lambda: partial(self._read_part, ReaderState()), threads)
 
     def _fits(self, target: Target) -> None:
         spec = self.manifest.layout.tensors.get(target.name)
@@ -109,15 +116,15 @@ class Checkpoint:
 
     def _parts(self, by_rank: Mapping[int, list[Fill]]) -> Iterator[Part]:
         for rank in sorted(by_rank):
-            for fills in cut(self._shard(rank), by_rank[rank]):
+            for fills in split_reads(self._shard(rank), by_rank[rank]):
                 yield Part(rank, fills)
 
-    def _read_part(self, lane: Lane, part: Part) -> None:
+    def _read_part(self, state: ReaderState, part: Part) -> None:
         """Fill from one rank's shard; from its next source when one fails on the way."""
         while True:
             shard = self._shard(part.rank)
             try:
-                count = fill_all(lane.own(shard), part.fills, lane)
+                count = fill_all(state.own(shard), part.fills, state)
             except (StorageError, CheckpointDamaged):
                 if not self._give_up(part.rank, shard):
                     raise

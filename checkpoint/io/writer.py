@@ -18,7 +18,7 @@ from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.base import Bytes, Directory, Storage, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError, one_line
 
-STAGING_BYTES = 32 << 20
+WRITE_STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
 DEFAULT_WAIT_S = 600.0
 _GO, _STANDS, _REPLACE, _FAILED = range(4)
@@ -26,7 +26,7 @@ _GO, _STANDS, _REPLACE, _FAILED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """What this rank holds of one tensor."""
 
     name: str
@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WriteResult:
     """What one rank wrote."""
 
     bytes: int
@@ -53,7 +53,7 @@ def _own_words(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SaveCoordination:
     """How the ranks save together."""
 
     tell: Callable[[str], str] = _own_words
@@ -73,29 +73,30 @@ def write_checkpoint(
     directory: Directory,
     draft: Manifest,
     rank: int | None,
-    pieces: Iterable[Piece],
-    terms: Terms | None = None,
-) -> Written:
+    pieces: Iterable[TensorPiece],
+    coordination: SaveCoordination | None = None,
+) -> WriteResult:
     """Write this rank's part of a checkpoint; rank 0 then commits it.
 
     `draft`: the same on every rank, with `files` left empty. `rank`: in
     `draft.layout`; None: this process writes nothing, and only takes part in what the ranks agree
     on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that stands
     already is left alone (bytes 0).
-    A save that fails on any rank fails on all and leaves nothing behind: it raises what it failed
-    with, and `RetryError` with the words of `terms.tell` where only another rank failed. A save
-    that fails because another one of the same step came first is not committed, as if that one had
-    stood before.
+
+    A save that fails on any rank fails on all and leaves nothing behind. A rank that failed raises
+    its own error, any other a `RetryError` with the words of `coordination.tell`. A save that fails
+    because another one of the same step came first is not committed, as if that one had been there
+    before.
     """
-    terms = terms or Terms()
+    coordination = coordination or SaveCoordination()
     started = time.monotonic()
     storage = directory.step(step_directory(draft.step))
     file = ShardFile("", 0, None)
 
     def look() -> int:
-        if terms.replacing:
+        if coordination.replacing:
             return _REPLACE
-        return _STANDS if commit.stands(storage) else _GO
+        return _STANDS if commit.is_good(storage) else _GO
 
     def write() -> int:
         nonlocal file
@@ -107,7 +108,7 @@ def write_checkpoint(
 
     def finish() -> int:
         again = verdict == _REPLACE
-        if rank == 0 and commit.commit(storage, draft, wait_s=terms.wait_s, replacing=again):
+        if rank == 0 and commit.commit(storage, draft, wait_s=coordination.wait_s, replacing=again):
             return _GO
         return _STANDS if rank == 0 else _GO
 
@@ -115,15 +116,15 @@ def write_checkpoint(
         if verdict == _REPLACE:
             return False
         with suppress(ElasticZeroError, OSError):
-            return catalog.read_manifest(storage).token != draft.token and commit.stands(storage)
+            return catalog.read_manifest(storage).token != draft.token and commit.is_good(storage)
         return False
 
-    verdict = _together(storage, terms, look)
+    verdict = _together(storage, coordination, look)
     if verdict == _STANDS:
-        return Written(bytes=0, seconds=time.monotonic() - started, committed=False)
+        return WriteResult(bytes=0, seconds=time.monotonic() - started, committed=False)
     try:
-        late = _together(storage, terms, write, came_first) == _STANDS
-        late = late or _together(storage, terms, finish, came_first) == _STANDS
+        late = _together(storage, coordination, write, came_first) == _STANDS
+        late = late or _together(storage, coordination, finish, came_first) == _STANDS
     except BaseException:
         if rank is not None:
             commit.discard(directory, draft, rank)
@@ -131,12 +132,12 @@ def write_checkpoint(
     if late and rank is not None:
         commit.discard(directory, draft, rank)
     committed = rank == 0 and not late
-    return Written(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
+    return WriteResult(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
 
 
 def _together(
     storage: Storage,
-    terms: Terms,
+    coordination: SaveCoordination,
     work: Callable[[], int],
     came_first: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -150,17 +151,17 @@ def _together(
         failure = error
         if isinstance(error, (ElasticZeroError, OSError)) and came_first():
             result, failure = _STANDS, None
-    agreed = terms.agree(result)
+    agreed = coordination.agree(result)
     if agreed != _FAILED:
         return agreed
-    said = terms.tell("" if failure is None else one_line(failure))
+    said = coordination.tell("" if failure is None else one_line(failure))
     if isinstance(failure, OSError):
         raise StorageError(f"{storage.where}: {explain(failure)}") from failure
     raise failure or RetryError(f"{storage.where} is not saved: {said}")
 
 
-def in_order(
-    draft: Manifest, rank: int, pieces: Iterable[Piece]
+def ordered_pieces(
+    draft: Manifest, rank: int, pieces: Iterable[TensorPiece]
 ) -> list[tuple[TensorSpec, torch.Tensor]]:
     """A rank's pieces in the order of its shard file; `ValueError` if they are not the layout's."""
     by_name = {piece.name: piece.data for piece in pieces}
@@ -177,9 +178,9 @@ def in_order(
     return [(spec, by_name[name].detach()) for name, spec in specs.items()]
 
 
-def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[Piece]) -> Iterator[Bytes]:
+def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[TensorPiece]) -> Iterator[Bytes]:
     """The bytes of a rank's pieces, in the order of its shard file."""
-    return _stream(data for _, data in in_order(draft, rank, pieces))
+    return _stream(data for _, data in ordered_pieces(draft, rank, pieces))
 
 
 def _stream(tensors: Iterator[torch.Tensor]) -> Iterator[Bytes]:
@@ -190,10 +191,10 @@ def _stream(tensors: Iterator[torch.Tensor]) -> Iterator[Bytes]:
             yield byte_view(tensor.contiguous())
             continue
         if staging is None:
-            staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            staging = torch.empty(WRITE_STAGING_BYTES, dtype=torch.uint8)
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), STAGING_BYTES):
-            part = flat[start : start + STAGING_BYTES]
+        for start in range(0, flat.numel(), WRITE_STAGING_BYTES):
+            part = flat[start : start + WRITE_STAGING_BYTES]
             staged = staging[: part.numel()]
             staged.copy_(part)
             yield byte_view(staged)

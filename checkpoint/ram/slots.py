@@ -15,8 +15,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from elasticzero.checkpoint.storage.base import explain
-from elasticzero.checkpoint.storage.disk import complaining
+from elasticzero.checkpoint.storage.base import as_storage_error, explain
 from elasticzero.errors import StorageError
 
 SLOTS = "slots"
@@ -34,7 +33,7 @@ class SlotsInUse(StorageError):
     """What both slots hold is still read, or must stay."""
 
 
-class Slot:
+class MemorySlot:
     """One file, mapped; the mapping stays while the file is resized within it."""
 
     def __init__(self, path: Path) -> None:
@@ -103,9 +102,9 @@ class Slots:
         directory on a disk, for slots that find no room in `root`."""
         self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._name = name
-        self._slots: list[Slot] = []
+        self._slots: list[MemorySlot] = []
 
-    def reserve(self, size: int) -> list[Slot]:
+    def reserve(self, size: int) -> list[MemorySlot]:
         """Allocate and map the free ones of both slots for shards of `size` bytes, and give them.
 
         Raises `StorageError` when the memory is not there.
@@ -115,7 +114,7 @@ class Slots:
         free = [number for number in range(2) if self._slots[number].free()]
         return [self._resized(number, size) for number in free]
 
-    def take(self, size: int, *, extra: bool = False) -> Slot:
+    def take(self, size: int, *, extra: bool = False) -> MemorySlot:
         """A free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is free.
 
         Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
@@ -143,20 +142,20 @@ class Slots:
             slot.close()
         self._slots.clear()
 
-    def _open(self, number: int) -> Slot:
+    def _open(self, number: int) -> MemorySlot:
         """Where it lies already, or else in shared memory."""
         there = [root for root in self._roots if self._path(number, root).exists()]
         return self._open_in(there[0] if there else self._roots[0], number)
 
-    def _open_in(self, root: Path, number: int) -> Slot:
-        with complaining(f"cannot make a slot in {root / SLOTS}", or_missing=True):
+    def _open_in(self, root: Path, number: int) -> MemorySlot:
+        with as_storage_error(f"cannot make a slot in {root / SLOTS}", or_missing=True):
             (root / SLOTS).mkdir(parents=True, exist_ok=True)
-            return Slot(self._path(number, root))
+            return MemorySlot(self._path(number, root))
 
     def _path(self, number: int, root: Path) -> Path:
         return root / SLOTS / f"{self._name}-{number}"
 
-    def _resized(self, number: int, size: int) -> Slot:
+    def _resized(self, number: int, size: int) -> MemorySlot:
         """A free slot with `size` bytes: on the disk where shared memory has no room for it."""
         slot = self._slots[number]
         movable = len(self._roots) > 1 and slot.root == self._roots[0]
@@ -189,7 +188,7 @@ def allocated_bytes(root: Path) -> int:
     return 0
 
 
-def _short(slot: Slot, size: int, error: OSError) -> StorageError:
+def _short(slot: MemorySlot, size: int, error: OSError) -> StorageError:
     return StorageError(
         f"{(size >> 20) + 1} MiB for a snapshot cannot be had in {slot.path.parent}: "
         f"{explain(error)}"

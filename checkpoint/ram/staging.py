@@ -17,18 +17,18 @@ import torch
 from elasticzero.checkpoint.format.finite import CHECKED_DTYPES, Range
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs
-from elasticzero.checkpoint.io.writer import Piece, in_order
-from elasticzero.checkpoint.ram.slots import Slot, Slots
+from elasticzero.checkpoint.io.writer import TensorPiece, ordered_pieces
+from elasticzero.checkpoint.ram.slots import MemorySlot, Slots
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.storage.disk import complaining
+from elasticzero.checkpoint.storage.base import as_storage_error
 from elasticzero.errors import StorageError
 
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
-    """How a shard is written."""
+class _StagingOptions:
+    """How a shard is staged."""
 
     extra: bool
     trained: Collection[str]
@@ -44,14 +44,14 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
     return found
 
 
-class SnapshotWriter:
+class SharedMemoryStager:
     """Writes the shards of one worker, each into a slot of its own; for one thread."""
 
     def __init__(self, root: Path, local_rank: int, overflow: Path | None = None) -> None:
         """`root`: of the node's snapshots. `overflow`: on a disk, for what does not fit there."""
         self._store = SnapshotStore(root, overflow)
         self._slots = Slots(root, f"worker-{local_rank}", overflow)
-        self._memory: dict[Slot, torch.Tensor] = {}
+        self._memory: dict[MemorySlot, torch.Tensor] = {}
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         """The worker's own; another thread's is the first of the machine until it says so."""
         self._stream: torch.cuda.Stream | None = None
@@ -65,7 +65,7 @@ class SnapshotWriter:
         self,
         draft: Manifest,
         rank: int,
-        pieces: Iterable[Piece],
+        pieces: Iterable[TensorPiece],
         keep: Collection[tuple[int, int]],
         *,
         extra: bool = False,
@@ -78,16 +78,16 @@ class SnapshotWriter:
         slot if need be. `trained`: what is not sealed unless it is finite. When this returns the
         pieces may change. Raises `StorageError`.
         """
-        with complaining(f"cannot write a snapshot in {self._store.root}", or_missing=True):
-            return self._write(draft, rank, pieces, keep, _Terms(extra, trained))
+        with as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True):
+            return self._write(draft, rank, pieces, keep, _StagingOptions(extra, trained))
 
     def _write(
         self,
         draft: Manifest,
         rank: int,
-        pieces: Iterable[Piece],
+        pieces: Iterable[TensorPiece],
         keep: Collection[tuple[int, int]],
-        terms: _Terms,
+        options: _StagingOptions,
     ) -> int:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         self._store.keep_only({*keep, (draft.generation, draft.step)})
@@ -96,14 +96,14 @@ class SnapshotWriter:
             if (self._store.path_of(shard) / draft.file_name(rank)).exists():
                 return size
             self._store.drop(shard)  # another run's, of the same number
-        slot = self._slots.take(size, extra=terms.extra)
+        slot = self._slots.take(size, extra=options.extra)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._copy(draft, rank, pieces, memory[len(head) : size])
         path = self._store.path(draft.generation, draft.step, slot.root)
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
-        ranges = _ranges(draft, rank, len(head), terms.trained)
+        ranges = _ranges(draft, rank, len(head), options.trained)
         try:
             self._store.write_draft(draft, rank, ranges, slot.root)
         except StorageError:
@@ -118,11 +118,11 @@ class SnapshotWriter:
         self._slots.close()
 
     def _copy(
-        self, draft: Manifest, rank: int, pieces: Iterable[Piece], memory: torch.Tensor
+        self, draft: Manifest, rank: int, pieces: Iterable[TensorPiece], memory: torch.Tensor
     ) -> None:
         start = 0
         on_gpu = False
-        for spec, data in in_order(draft, rank, pieces):
+        for spec, data in ordered_pieces(draft, rank, pieces):
             stop = start + spec.nbytes
             if spec.nbytes:
                 place = memory[start:stop].view(data.dtype)
@@ -136,7 +136,7 @@ class SnapshotWriter:
         if on_gpu:
             self._side_stream().synchronize()
 
-    def _bytes_of(self, slot: Slot) -> torch.Tensor:
+    def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
         """The slot's memory as a tensor; pinned where there is a GPU, and the system lets it be."""
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:

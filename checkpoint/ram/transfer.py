@@ -46,7 +46,7 @@ def persist(
             return own, 0
     with store.holding(shard, name) as held:
         storage = commit.prepare(directory, shard.step)
-        size = len(held.data) if replacing or not commit.stands(storage) else 0
+        size = len(held.data) if replacing or not commit.is_good(storage) else 0
         if size and again and not replacing:
             for own_file in (name + SUMS_SUFFIX, name):
                 storage.remove(own_file)  # not whole, and there may be no room for two
@@ -93,7 +93,7 @@ def _stands(storage: Storage, token: str) -> bool:
         manifest = catalog.read_manifest(storage)
     except CheckpointDamaged:
         return False
-    return manifest.token == token or commit.stands(storage)
+    return manifest.token == token or commit.is_good(storage)
 
 
 def pull(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticzero.checkpoint.format.layout import TensorSpec, itemsize
-from elasticzero.checkpoint.rewrite.progress import Progress
-from elasticzero.checkpoint.rewrite.sources import CheckpointSource, Source, model_names
-from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.rewrite.progress import ProgressBar
+from elasticzero.checkpoint.rewrite.sources import CheckpointSource, TensorSource, model_names
+from elasticzero.checkpoint.rewrite.step_copy import CopyOptions
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.spans import Span
@@ -28,7 +28,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class CheckpointDiff:
     """What two checkpoints, A and B, do not have in common."""
 
     only_a: tuple[str, ...]
@@ -46,26 +46,26 @@ class Comparison:
 
 
 def compare(
-    a: Readable, b: Readable, *, model_only: bool = False, effort: Effort | None = None
-) -> Comparison:
+    a: Readable, b: Readable, *, model_only: bool = False, copy_options: CopyOptions | None = None
+) -> CheckpointDiff:
     """Compare every tensor by its bits, both sides verified, and all other state.
 
     `model_only`: nothing but the model's own tensors.
     """
-    effort = effort or Effort()
+    copy_options = copy_options or CopyOptions()
     manifests = catalog.read_manifest(a), catalog.read_manifest(b)
     left, right = (_chosen(m.layout.tensors, model_only) for m in manifests)
     alike = [name for name in left if left[name] == right.get(name)]
     unlike = [name for name in left if name in right and left[name] != right[name]]
-    effort.progress.expect(sum(left[name].nbytes for name in alike))
-    half = effort.buffer_bytes // 2
+    copy_options.progress.expect(sum(left[name].nbytes for name in alike))
+    half = copy_options.buffer_bytes // 2
     sources = CheckpointSource(a, manifests[0], half), CheckpointSource(b, manifests[1], half)
     found = []
     for name in alike:
-        difference = _difference(*sources, name, effort.progress)
+        difference = _difference(*sources, name, copy_options.progress)
         if difference is not None:
             found.append(difference)
-    return Comparison(
+    return CheckpointDiff(
         only_a=tuple(name for name in left if name not in right),
         only_b=tuple(name for name in right if name not in left),
         specs=tuple((name, str(left[name]), str(right[name])) for name in unlike),
@@ -80,7 +80,9 @@ def _chosen(tensors: Mapping[str, TensorSpec], model_only: bool) -> dict[str, Te
     return {name: spec for name, spec in tensors.items() if name in names}
 
 
-def _difference(a: Source, b: Source, name: str, progress: Progress) -> Difference | None:
+def _difference(
+    a: TensorSource, b: TensorSource, name: str, progress: ProgressBar
+) -> Difference | None:
     spec = a.specs[name]
     first, count = -1, 0
     for position, left, right in _paired(a, b, name, spec):
@@ -94,7 +96,7 @@ def _difference(a: Source, b: Source, name: str, progress: Progress) -> Differen
 
 
 def _paired(
-    a: Source, b: Source, name: str, spec: TensorSpec
+    a: TensorSource, b: TensorSource, name: str, spec: TensorSpec
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
     """(index of the first element, the same elements of both) until the tensor ends."""
     width, position = itemsize(spec.dtype), 0

@@ -13,7 +13,7 @@ _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.2, 10.0
 _BAR_CELLS = 24
 
 
-class Progress:
+class ProgressBar:
     """Counts bytes from any thread and shows them; a context manager, which clears the line."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Progress:
         self._started = self._shown = clock()
         self._wide = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exc: object) -> None:

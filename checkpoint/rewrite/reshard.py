@@ -18,10 +18,15 @@ from elasticzero.checkpoint.rewrite.sources import (
     CastSource,
     CheckpointSource,
     OpenSource,
-    Source,
+    TensorSource,
     cast_specs,
 )
-from elasticzero.checkpoint.rewrite.step_copy import LEAST_BUFFER_BYTES, Copied, Effort, write_step
+from elasticzero.checkpoint.rewrite.step_copy import (
+    LEAST_BUFFER_BYTES,
+    CopyOptions,
+    CopyResult,
+    write_step,
+)
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Directory, Readable
 from elasticzero.errors import UserError
@@ -32,7 +37,7 @@ _TOKEN_VERSION = b"reshard 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class TargetShape:
     """What a checkpoint shall become."""
 
     world_size: int
@@ -55,7 +60,7 @@ def rule_of(strategy: str) -> Rule:
     return "fsdp_rows" if strategy == "zero3" else "even"
 
 
-def reshaped(layout: Layout, shape: Shape) -> Layout:
+def reshape_layout(layout: Layout, shape: TargetShape) -> Layout:
     """The same tensors dealt to another world.
 
     Tensors that lie whole with ranks beyond the new world move to rank modulo its size.
@@ -72,8 +77,11 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def reshard(
-    source: Readable, directory: Directory, shape: Shape, effort: Effort | None = None
-) -> Copied:
+    source: Readable,
+    directory: Directory,
+    shape: TargetShape,
+    copy_options: CopyOptions | None = None,
+) -> CopyResult:
     """Write the step in `source` again, into `directory`, as a world of another shape would have.
 
     The same source and shape give the same file names, so a run that was interrupted goes on where
@@ -84,7 +92,7 @@ def reshard(
     target = directory.step(step_directory(old.step))
     if target.where == source.where:
         raise UserError(f"{source.where} cannot be resharded into its own directory: give another")
-    layout = reshaped(old.layout, shape)
+    layout = reshape_layout(old.layout, shape)
     draft = replace(
         old,
         token=_token(old, layout, shape),
@@ -93,22 +101,22 @@ def reshard(
         files=(),
     )
 
-    def open_source(buffer_bytes: int) -> Source:
+    def open_source(buffer_bytes: int) -> TensorSource:
         plain = CheckpointSource(source, old, buffer_bytes)
         return plain if shape.dtype is None else CastSource(plain, shape.dtype)
 
-    return write_step(directory, draft, open_source, effort or Effort(), resumable=True)
+    return write_step(directory, draft, open_source, copy_options or CopyOptions(), resumable=True)
 
 
-def _token(old: Manifest, layout: Layout, shape: Shape) -> str:
+def _token(old: Manifest, layout: Layout, shape: TargetShape) -> str:
     """Follows from all that the new files' bytes depend on: the old manifest vouches, through the
     digests in it, for every byte of the old ones."""
-    wishes = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
-    return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), wishes]))
+    target = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
+    return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), target]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ForeignCheckpoint:
     """What another program saved, ready to be read."""
 
     specs: Mapping[str, TensorSpec]
@@ -118,7 +126,7 @@ class Foreign:
     open_source: OpenSource
 
 
-def tied(foreign: Foreign, aliases: Mapping[str, str]) -> Foreign:
+def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> ForeignCheckpoint:
     """The same with tensors that stand under two names kept under one.
 
     `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
@@ -150,7 +158,7 @@ def _renamed(json: Any, names: Mapping[str, str]) -> Any:
     return {key: _renamed(item, names) for key, item in json.items()}
 
 
-def _sum(source: Source, name: str) -> str:
+def _sum(source: TensorSource, name: str) -> str:
     """xxh3_128 of a tensor's elements."""
     found = xxhash.xxh3_128()
     for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
@@ -158,9 +166,13 @@ def _sum(source: Source, name: str) -> str:
     return found.hexdigest()
 
 
-def adopt(
-    foreign: Foreign, directory: Directory, step: int, shape: Shape, effort: Effort | None = None
-) -> Copied:
+def import_foreign(
+    foreign: ForeignCheckpoint,
+    directory: Directory,
+    step: int,
+    shape: TargetShape,
+    copy_options: CopyOptions | None = None,
+) -> CopyResult:
     """Write what another program saved as a checkpoint; raises `UserError` if `directory` has one
     of that step."""
     step = checked_step(step)
@@ -174,18 +186,18 @@ def adopt(
         generation=0,
         token=secrets.token_hex(8),
         strategy=shape.strategy or "imported",
-        layout=dealt(specs, shape),
+        layout=new_layout(specs, shape),
         state=foreign.state,
     )
 
-    def open_source(buffer_bytes: int) -> Source:
+    def open_source(buffer_bytes: int) -> TensorSource:
         plain = foreign.open_source(buffer_bytes)
         return plain if shape.dtype is None else CastSource(plain, shape.dtype)
 
-    return write_step(directory, draft, open_source, effort or Effort())
+    return write_step(directory, draft, open_source, copy_options or CopyOptions())
 
 
-def dealt(specs: Mapping[str, TensorSpec], shape: Shape) -> Layout:
+def new_layout(specs: Mapping[str, TensorSpec], shape: TargetShape) -> Layout:
     """Tensors that nobody has dealt yet, as a strategy deals them; one group for each dtype."""
     by_dtype: dict[str, list[str]] = {}
     for name, spec in specs.items():

@@ -35,7 +35,7 @@ def model_names(names: Iterable[str]) -> set[str]:
     return prefixed or {name for name in given if "/" not in name}
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Named tensors, read by one thread."""
 
     @property
@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
 
-OpenSource = Callable[[int], Source]
+OpenSource = Callable[[int], TensorSource]
 """Opens a source for one more thread; takes the bytes that its buffers may have."""
 
 
@@ -110,13 +110,13 @@ def unconverted(specs: Mapping[str, TensorSpec]) -> list[str]:
 class CastSource:
     """Another source's tensors, some of them converted."""
 
-    def __init__(self, inner: Source, dtype: str) -> None:
+    def __init__(self, inner: TensorSource, dtype: str) -> None:
         """`dtype`: a key of `CAST_DTYPES`."""
         self._inner = inner
         self.specs: Mapping[str, TensorSpec] = cast_specs(inner.specs, dtype)
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `Source.chunks`."""
+        """As `TensorSource.chunks`."""
         old, new = self._inner.specs[name].dtype, self.specs[name].dtype
         if old == new:
             yield from self._inner.chunks(name, span)

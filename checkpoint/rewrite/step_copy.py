@@ -20,10 +20,10 @@ from elasticzero.checkpoint.format.names import SUMS_SUFFIX, is_own_partial
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.format.strict_json import check_depth
 from elasticzero.checkpoint.format.validation import check_nesting
-from elasticzero.checkpoint.rewrite.progress import Progress
-from elasticzero.checkpoint.rewrite.sources import OpenSource, Source
+from elasticzero.checkpoint.rewrite.progress import ProgressBar
+from elasticzero.checkpoint.rewrite.sources import OpenSource, TensorSource
 from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.steps.retention import tidy_by_hand
+from elasticzero.checkpoint.steps.retention import clean_up_after_manual_save
 from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 from elasticzero.spans import Span
@@ -36,19 +36,19 @@ _WORKERS_PER_CORE = 2
 """A rank's file is one job: with as many workers as cores, all but one core would often be idle
 while the last file is written; and on a disk a worker waits most of the time."""
 
-Job = Callable[[Source], None]
+CopyJob = Callable[[TensorSource], None]
 """Reads what it needs from a source of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class CopyOptions:
     """How much of this machine a copy may take."""
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """For all workers together."""
     workers: int | None = None
     """Threads; None: two for each core, at most 8."""
-    progress: Progress = field(default_factory=Progress)
+    progress: ProgressBar = field(default_factory=ProgressBar)
 
     def __post_init__(self) -> None:
         if self.buffer_bytes < LEAST_BUFFER_BYTES:
@@ -58,7 +58,7 @@ class Effort:
         if self.workers is not None and self.workers < 1:
             raise UserError(f"{self.workers} workers: give 1 or more")
 
-    def lanes(self, jobs: int) -> int:
+    def threads(self, jobs: int) -> int:
         """How many threads to use for so many jobs."""
         cores = len(os.sched_getaffinity(0))
         wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
@@ -72,7 +72,7 @@ class _Stopped(Exception):
 class _Watched:
     """A source whose reading is counted and can be stopped."""
 
-    def __init__(self, inner: Source, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, inner: TensorSource, progress: ProgressBar, stop: threading.Event) -> None:
         self._inner = inner
         self._progress = progress
         self._stop = stop
@@ -89,20 +89,22 @@ class _Watched:
             self._progress.add(len(chunk))
 
 
-def run_jobs(jobs: Sequence[Job], open_source: OpenSource, effort: Effort) -> None:
+def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: CopyOptions) -> None:
     """Run the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
     chunk and the failure is raised."""
-    lanes = effort.lanes(len(jobs))
+    threads = copy_options.threads(len(jobs))
     stop = threading.Event()
 
-    def run(job: Job) -> None:
-        job(_Watched(open_source(effort.buffer_bytes // lanes), effort.progress, stop))
+    def run(job: CopyJob) -> None:
+        job(
+            _Watched(open_source(copy_options.buffer_bytes // threads), copy_options.progress, stop)
+        )
 
-    if lanes == 1:
+    if threads == 1:
         for job in jobs:
             run(job)
         return
-    with ThreadPoolExecutor(lanes, thread_name_prefix="checkpoint-copy") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy") as pool:
         running = [pool.submit(run, job) for job in jobs]
         try:
             for done in as_completed(running):
@@ -144,7 +146,7 @@ def new_directory(url: str) -> Iterator[Storage]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopyResult:
     """A step that stands now."""
 
     where: str
@@ -162,10 +164,10 @@ def write_step(
     directory: Directory,
     draft: Manifest,
     open_source: OpenSource,
-    effort: Effort,
+    copy_options: CopyOptions,
     *,
     resumable: bool = False,
-) -> Copied:
+) -> CopyResult:
     """Write every rank's file of a step from a source, then commit it.
 
     `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: its token
@@ -181,19 +183,19 @@ def write_step(
             f"step {draft.step} cannot be written to {directory.where}: {error}"
         ) from None
     storage = commit.prepare(directory, draft.step)
-    if commit.stands(storage):
+    if commit.is_good(storage):
         return _standing(storage, draft)
     digest = draft.layout.digest()
     world = draft.layout.world_size
     names = set(storage.names())
     missing = [rank for rank in range(world) if not _finished(storage, names, draft, rank, digest)]
     kept = set(range(world)).difference(missing)
-    effort.progress.expect(
+    copy_options.progress.expect(
         sum(spec.nbytes for spec in draft.layout.tensors.values())
         - sum(spec.nbytes for rank in kept for spec in shard_specs(draft, rank).values())
     )
     try:
-        run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, effort)
+        run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, copy_options)
         if not commit.commit(storage, draft, wait_s=0.0):
             return _standing(storage, draft)
     except BaseException as error:
@@ -202,13 +204,13 @@ def write_step(
                 if not commit.discard(directory, draft, rank):
                     break  # storage that does not answer is not asked once for each rank
         raise
-    _tidy(storage, draft)
-    tidy_by_hand(directory, draft)
+    _remove_partials(storage, draft)
+    clean_up_after_manual_save(directory, draft)
     return _copied(storage, kept=len(kept))
 
 
-def _rank_job(storage: Storage, draft: Manifest, rank: int) -> Job:
-    def job(source: Source) -> None:
+def _rank_job(storage: Storage, draft: Manifest, rank: int) -> CopyJob:
+    def job(source: TensorSource) -> None:
         spans = draft.layout.spans(rank)
         names = shard_specs(draft, rank)
         chunks = (chunk for name in names for chunk in source.chunks(name, spans[name]))
@@ -232,18 +234,18 @@ def _finished(
     return sums.layout_digest == layout_digest and sums.size == expected == storage.size(name)
 
 
-def _standing(storage: Storage, draft: Manifest) -> Copied:
+def _standing(storage: Storage, draft: Manifest) -> CopyResult:
     """The step that stands already, if it is the draft's; else `UserError`."""
     if catalog.read_manifest(storage).token != draft.token:
         raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
     return _copied(storage, already=True)
 
 
-def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied:
-    if (error := catalog.trouble(storage)) is not None:
+def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyResult:
+    if (error := catalog.step_error(storage)) is not None:
         raise error
     manifest = catalog.read_manifest(storage)
-    return Copied(
+    return CopyResult(
         where=storage.where,
         step=manifest.step,
         world_size=manifest.layout.world_size,
@@ -253,7 +255,7 @@ def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> Copied
     )
 
 
-def _tidy(storage: Storage, draft: Manifest) -> None:
+def _remove_partials(storage: Storage, draft: Manifest) -> None:
     """Remove what runs of this token that were killed left half-written, as far as possible."""
     files = {draft.file_name(rank) for rank in range(draft.layout.world_size)}
     with suppress(ElasticZeroError, OSError):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.format.checksums import missing
+from elasticzero.checkpoint.format.checksums import missing_file_error
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_of
 from elasticzero.checkpoint.format.strict_json import reason
@@ -65,7 +65,7 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
     return manifest
 
 
-def trouble(storage: Readable) -> ElasticZeroError | None:
+def step_error(storage: Readable) -> ElasticZeroError | None:
     """Why a step is not good, or None: the manifest makes sense, and its files are there and have
     exactly their size.
 
@@ -84,13 +84,13 @@ def trouble(storage: Readable) -> ElasticZeroError | None:
     return None if reason is None else CheckpointDamaged(reason)
 
 
-def fault(storage: Readable) -> str | None:
-    """`trouble` in words."""
-    error = trouble(storage)
+def step_error_text(storage: Readable) -> str | None:
+    """`step_error` in words."""
+    error = step_error(storage)
     return None if error is None else str(error)
 
 
-def in_words(error: ElasticZeroError) -> str:
+def describe_step_error(error: ElasticZeroError) -> str:
     """What is the matter with a step: that it is damaged, or only cannot be read, and why."""
     return f"{'cannot be read' if out_of_reach(error) else 'is damaged'} ({error})"
 
@@ -100,7 +100,7 @@ def _file_fault(storage: Readable, file: ShardFile) -> str | None:
         try:
             size = storage.size(name)
         except FileNotFoundError:
-            return str(missing(storage, name))
+            return str(missing_file_error(storage, name))
         if name == file.name and size != file.bytes:
             return f"{storage.where}/{name} has {size} bytes, not {file.bytes}"
     return None
@@ -129,7 +129,7 @@ def every_step(directory: Directory) -> list[StepInfo]:
 def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
     """The newest committed step that is good at a cheap look, or None."""
     for info in every_step(directory):
-        if info.step not in excluding and fault(info.storage) is None:
+        if info.step not in excluding and step_error_text(info.storage) is None:
             return info.step
     return None
 
@@ -146,7 +146,7 @@ def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) 
     cannot be read.
     """
     storage, known_good = _find(url, tell)
-    if not known_good and (error := trouble(storage)) is not None:
+    if not known_good and (error := step_error(storage)) is not None:
         raise error
     return storage
 
@@ -165,10 +165,12 @@ def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[S
         return open_storage(url), False
     passed_over: list[tuple[int, ElasticZeroError]] = []
     for info in every_step(directory):
-        error = trouble(info.storage)
+        error = step_error(info.storage)
         if error is None:
             if passed_over:
-                said = "; ".join(f"step {step} {in_words(why)}" for step, why in passed_over)
+                said = "; ".join(
+                    f"step {step} {describe_step_error(why)}" for step, why in passed_over
+                )
                 tell(f"{said}; step {info.step} is used")
             return info.storage, True
         if _has_manifest(info.storage):

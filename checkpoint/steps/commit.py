@@ -20,8 +20,8 @@ from elasticzero.checkpoint.format.strict_json import check_memory
 from elasticzero.checkpoint.steps.catalog import (
     FILES_AT_ONCE,
     MANIFEST_LIMIT_BYTES,
-    fault,
     read_manifest,
+    step_error_text,
 )
 from elasticzero.checkpoint.storage.base import Directory, Storage
 from elasticzero.concurrency import run_parallel
@@ -37,9 +37,9 @@ def prepare(directory: Directory, step: int) -> Storage:
     return directory.make(step_directory(step))
 
 
-def stands(storage: Storage) -> bool:
+def is_good(storage: Storage) -> bool:
     """Whether the step is committed and, at a cheap look, good: then nobody writes it again."""
-    return MANIFEST_NAME in storage.names() and fault(storage) is None
+    return MANIFEST_NAME in storage.names() and step_error_text(storage) is None
 
 
 def _never() -> None:
@@ -71,7 +71,7 @@ def commit(
         missing = [r for r in range(world) if draft.file_name(r) + SUMS_SUFFIX not in names]
         if not missing:
             break
-        if not replacing and MANIFEST_NAME in names and fault(storage) is None:
+        if not replacing and MANIFEST_NAME in names and step_error_text(storage) is None:
             return False
         if reason := give_up():
             raise StorageError(
@@ -97,7 +97,7 @@ def commit(
     if not replacing:
         if storage.create_exclusive(MANIFEST_NAME, data):
             return True
-        if fault(storage) is None:
+        if step_error_text(storage) is None:
             return False
     _replace(storage, data, {file.name for file in files})
     return True

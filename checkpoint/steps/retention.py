@@ -21,7 +21,7 @@ from elasticzero.checkpoint.format.names import (
     token_generation,
     token_of_file,
 )
-from elasticzero.checkpoint.steps.catalog import fault, read_manifest
+from elasticzero.checkpoint.steps.catalog import read_manifest, step_error_text
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 
@@ -30,7 +30,7 @@ DAY_S = 24 * HOUR_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class RetentionPolicy:
     """Which committed steps stay; by default all."""
 
     last: int | None = None
@@ -48,7 +48,7 @@ class Keep:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tidied:
+class CleanupResult:
     """What was removed, and what could not be."""
 
     steps: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Tidied:
     """Errors in words; the next call tries again."""
 
 
-class Save(Protocol):
+class SaveIdentity(Protocol):
     """A save, as the names of its files tell it apart from others. A manifest is one."""
 
     @property
@@ -72,7 +72,7 @@ class Save(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveName:
+class PendingSave:
     """A save of which there is no manifest yet."""
 
     step: int
@@ -80,59 +80,68 @@ class SaveName:
     token: str
 
 
-def tidy(
-    directory: Directory, committed: Manifest, keep: Keep, *, bad_steps: Collection[int] = ()
-) -> Tidied:
+def apply_retention(
+    directory: Directory,
+    committed: Manifest,
+    keep: RetentionPolicy,
+    *,
+    bad_steps: Collection[int] = (),
+) -> CleanupResult:
     """Remove the steps that need not stay and the leftovers of failed saves; never raises.
 
     `committed`: what the caller has just written, with checksums, and committed: the newest
     checkpoint that is known to be right in every byte. Nothing goes unless it stands, and it stays.
     `bad_steps`: known to be damaged though their sizes are right; they do not count as good.
     """
-    broom = _Broom(directory, committed)
-    with broom.noting():
+    cleaner = _Cleaner(directory, committed)
+    with cleaner.noting():
         files = directory.files()
         now_s = files.get(step_directory(committed.step), {}).get(MANIFEST_NAME)
         if now_s is None or not _stands(directory, committed):
-            return broom.tidied
-        broom.now_s = now_s
+            return cleaner.result
+        cleaner.now_s = now_s
         stay = _staying(directory, committed, keep, files, bad_steps)
         for name, times in files.items():
             step = step_of(name)
             if step is not None and MANIFEST_NAME in times and step not in stay:
-                broom.remove_step(name, step, times)
+                cleaner.remove_step(name, step, times)
             elif step is not None:
-                broom.remove_leftovers(name, step, times)
-    return broom.tidied
+                cleaner.remove_leftovers(name, step, times)
+    return cleaner.result
 
 
-def tidy_by_hand(directory: Directory, committed: Manifest) -> Tidied:
-    """`tidy` after a save that no job made: every step stays, and a job's files until they are a
-    day old. Its number of a generation, if it has one, is the one that was copied."""
-    return tidy(directory, replace(committed, generation=0), Keep())
+def clean_up_after_manual_save(directory: Directory, committed: Manifest) -> CleanupResult:
+    """Removes leftovers after a save that no job made; see `apply_retention`.
+
+    Every step stays, and so do a job's files until they are a day old. The generation in
+    `committed` is the one that was copied, so it is not compared.
+    """
+    return apply_retention(directory, replace(committed, generation=0), RetentionPolicy())
 
 
-def make_room(directory: Directory, save: Save) -> Tidied:
+def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
     """Remove the leftovers of failed saves where `save`, not committed yet, finds no space.
 
     What any save that goes on may still need stays: all files of this one's step, and what is of a
     newer generation, or was saved by hand within the hour. Never raises.
     """
-    broom = _Broom(directory, save, committed=False)
-    with broom.noting():
+    cleaner = _Cleaner(directory, save, committed=False)
+    with cleaner.noting():
         files = directory.files()
-        broom.now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
+        cleaner.now_s = max(
+            (at_s for times in files.values() for at_s in times.values()), default=0
+        )
         for name, times in files.items():
             if (step := step_of(name)) is not None:
-                broom.remove_leftovers(name, step, times)
-    return broom.tidied
+                cleaner.remove_leftovers(name, step, times)
+    return cleaner.result
 
 
-class _Broom:
+class _Cleaner:
     """Removes what one save may remove."""
 
-    def __init__(self, directory: Directory, save: Save, *, committed: bool = True) -> None:
-        self.tidied = Tidied()
+    def __init__(self, directory: Directory, save: SaveIdentity, *, committed: bool = True) -> None:
+        self.result = CleanupResult()
         self.now_s = 0.0
         """When the committed manifest was written; before there is one, when the newest file
         was."""
@@ -148,7 +157,7 @@ class _Broom:
             if self._is_newer(named, times[MANIFEST_NAME]):
                 return
             storage.remove(MANIFEST_NAME)
-            self.tidied.steps.append(step)
+            self.result.steps.append(step)
             rest = times.keys() - {MANIFEST_NAME}
             for file in sorted(rest) if named is not None else ():
                 if token_of_file(file) == named:
@@ -177,7 +186,7 @@ class _Broom:
             dead += [file for file in times if is_partial(file) and file not in tokens and alone]
             for file in dead:
                 storage.remove(file)
-                self.tidied.files.append(f"{name}/{file}")
+                self.result.files.append(f"{name}/{file}")
             # By hand, several steps may be begun at once: an empty directory may be such a one.
             begun_before = self._committed.generation > 0 and step < self._committed.step
             if len(dead) == len(times) and (dead or begun_before):
@@ -189,9 +198,9 @@ class _Broom:
         try:
             yield
         except ElasticZeroError as error:
-            self.tidied.problems.append(str(error))
+            self.result.problems.append(str(error))
         except OSError as error:
-            self.tidied.problems.append(f"{self._directory.where}: {explain(error)}")
+            self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
     def _is_dead(self, step: int, token: str, written_s: float) -> bool:
         """Whether a file of this token belongs to a save that is over."""
@@ -212,13 +221,13 @@ class _Broom:
 
 def _stands(directory: Directory, committed: Manifest) -> bool:
     storage = directory.step(step_directory(committed.step))
-    return read_manifest(storage).token == committed.token and fault(storage) is None
+    return read_manifest(storage).token == committed.token and step_error_text(storage) is None
 
 
 def _staying(
     directory: Directory,
     committed: Manifest,
-    keep: Keep,
+    keep: RetentionPolicy,
     files: Mapping[str, Mapping[str, float]],
     bad_steps: Collection[int],
 ) -> set[int]:
@@ -238,7 +247,7 @@ def _staying(
         if good < keep.last or (keep.every is not None and step % keep.every == 0):
             stay.add(step)
         if step not in bad_steps and good < keep.last:
-            good += fault(directory.step(names[step])) is None
+            good += step_error_text(directory.step(names[step])) is None
     return stay if good == keep.last else set(names)
 
 

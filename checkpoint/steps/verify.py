@@ -9,13 +9,13 @@ from elasticzero.checkpoint.format.checksums import BlockReader
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.format.shards import HEADER_LIMIT_BYTES, open_shard, parse_header
-from elasticzero.checkpoint.steps.catalog import read_manifest, trouble
+from elasticzero.checkpoint.steps.catalog import read_manifest, step_error
 from elasticzero.checkpoint.storage.base import Readable, out_of_reach
 from elasticzero.errors import ElasticZeroError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Corruption:
     """One thing wrong with a step."""
 
     file: str
@@ -25,7 +25,7 @@ class Fault:
     reason: str
 
 
-def faults(storage: Readable) -> Iterator[Fault]:
+def find_corruption(storage: Readable) -> Iterator[Corruption]:
     """Everything wrong with a step: its manifest, and every block of every file it names.
 
     Of a file that says itself that it is another, the reason tells which. Raises `StorageError`
@@ -43,32 +43,32 @@ def faults(storage: Readable) -> Iterator[Fault]:
         for fault in found:
             good = False
             yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
-    if good and (seen_at_a_look := trouble(storage)) is not None:
+    if good and (seen_at_a_look := step_error(storage)) is not None:
         yield _fault(MANIFEST_NAME, seen_at_a_look)
 
 
-def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Fault]:
+def _block_faults(storage: Readable, file: ShardFile) -> Iterator[Corruption]:
     try:
         for start, stop in BlockReader(storage, file).bad_ranges():
             past = start >= file.bytes
             reason = "more bytes than were written" if past else "not what was written, or missing"
-            yield Fault(file=file.name, start=start, stop=stop, reason=reason)
+            yield Corruption(file=file.name, start=start, stop=stop, reason=reason)
     except ElasticZeroError as error:
         yield _fault(file.name, error)
 
 
-def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterator[Fault]:
+def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterator[Corruption]:
     try:
         open_shard(storage, manifest, rank)
     except ElasticZeroError as error:
         yield _fault(manifest.files[rank].name, error)
 
 
-def _fault(name: str, error: ElasticZeroError) -> Fault:
+def _fault(name: str, error: ElasticZeroError) -> Corruption:
     """An error as a fault of a file; raised anew where it says nothing about the file's bytes."""
     if out_of_reach(error):
         raise error
-    return Fault(file=name, reason=str(error))
+    return Corruption(file=name, reason=str(error))
 
 
 def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:

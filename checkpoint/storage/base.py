@@ -11,13 +11,14 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from elasticzero.errors import StorageError, UserError
+from elasticzero.errors import ElasticZeroError, StorageError, UserError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Bytes = bytes | bytearray | memoryview
 
@@ -228,10 +229,10 @@ def out_of_reach(error: BaseException) -> bool:
     )
 
 
-def within(limit_s: float, where: str, work: Callable[[], T]) -> T:
+def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
     """What `work` returns; `StorageError` where storage has not answered within `limit_s`: an open
     on a network's file system may block for good. The thread that waits there is then left."""
-    results: list[T] = []
+    results: list[_T] = []
     errors: list[BaseException] = []
 
     def body() -> None:
@@ -257,6 +258,36 @@ def out_of_space(error: BaseException) -> bool:
         return out_of_space(cause)
     full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, StorageError) and full
+
+
+def partial_name(name: str) -> str:
+    """A new name for a file until it is whole, of this writer alone."""
+    return f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
+
+
+@contextmanager
+def as_storage_error(
+    what: str, *, or_missing: bool = False, foreign: bool = False
+) -> Iterator[None]:
+    """Raises the system's errors anew as `StorageError`, with `what` failed in front.
+
+    `or_missing`: also `FileNotFoundError`. `foreign`: also the exceptions that packages define;
+    Python's own, except `OSError`, come from mistakes in code and stay as they are.
+    """
+    try:
+        yield
+    except ElasticZeroError:
+        raise
+    except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            converted = or_missing
+        elif isinstance(error, OSError):
+            converted = True
+        else:
+            converted = foreign and type(error).__module__ != "builtins"
+        if not converted:
+            raise
+        raise StorageError(f"{what}: {explain(error)}") from error
 
 
 def explain(error: BaseException) -> str:

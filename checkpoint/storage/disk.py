@@ -10,9 +10,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticzero.checkpoint.storage.base import Bytes, Views, explain, holds
+from elasticzero.checkpoint.storage.base import (
+    Bytes,
+    Views,
+    as_storage_error,
+    explain,
+    holds,
+    partial_name,
+)
 from elasticzero.checkpoint.storage.linux import (
-    NOT_TO_BE_HAD,
+    UNSUPPORTED,
     rename_new,
     reserve,
     set_direct,
@@ -61,11 +68,11 @@ class DiskStorage:
         return str(self.path)
 
     def size(self, name: str) -> int:
-        with self._complaining("look at", name):
+        with self._as_storage_error("look at", name):
             return _regular(os.stat(self.path / name), self.path / name).st_size
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        with self._complaining("read", name):
+        with self._as_storage_error("read", name):
             fd = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 _regular(os.fstat(fd), self.path / name)
@@ -83,7 +90,7 @@ class DiskStorage:
     def write(
         self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
     ) -> None:
-        with self._complaining("write", name), self._staged(name) as staged:
+        with self._as_storage_error("write", name), self._staged(name) as staged:
             self._write_file(staged, chunks, size, cached=cached)
             os.replace(staged, self.path / name)
             self._sync_directory()
@@ -93,27 +100,27 @@ class DiskStorage:
         system that has neither, by a look and a rename under a lock file. A process killed while
         it has that lock leaves it behind: the error then names it.
         """
-        with self._complaining("create", name), self._staged(name) as staged:
+        with self._as_storage_error("create", name), self._staged(name) as staged:
             self._write_file(staged, [data], len(data))
             created = _name_new(staged, self.path / name)
             self._sync_directory()
         return created or holds(self, name, data)
 
     def names(self) -> list[str]:
-        with self._complaining("list", "its files"):
+        with self._as_storage_error("list", "its files"):
             try:
                 return sorted(os.listdir(self.path))
             except FileNotFoundError:
                 return []
 
     def remove(self, name: str) -> None:
-        with self._complaining("remove", name), suppress(FileNotFoundError):
+        with self._as_storage_error("remove", name), suppress(FileNotFoundError):
             os.unlink(self.path / name)
 
     @contextmanager
     def _staged(self, name: str) -> Iterator[Path]:
         """A name of this writer alone, gone afterwards."""
-        staged = self.path / f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
+        staged = self.path / partial_name(name)
         try:
             yield staged
         finally:
@@ -149,8 +156,8 @@ class DiskStorage:
             sync_directory(self.path)
 
     @contextmanager
-    def _complaining(self, verb: str, name: str) -> Iterator[None]:
-        with complaining(f"cannot {verb} {name} in {self.where}"):
+    def _as_storage_error(self, verb: str, name: str) -> Iterator[None]:
+        with as_storage_error(f"cannot {verb} {name} in {self.where}"):
             yield
 
 
@@ -165,7 +172,7 @@ class DiskDirectory:
         return str(self.path)
 
     def names(self) -> list[str]:
-        with complaining(f"cannot list {self.path}"), suppress(FileNotFoundError):
+        with as_storage_error(f"cannot list {self.path}"), suppress(FileNotFoundError):
             return sorted(os.listdir(self.path))
         return []
 
@@ -178,7 +185,7 @@ class DiskDirectory:
 
     def make(self, name: str) -> DiskStorage:
         path = self.path / name
-        with complaining(f"cannot make the directory {path}", or_missing=True):
+        with as_storage_error(f"cannot make the directory {path}", or_missing=True):
             _make_directories(path)
         return DiskStorage(path)
 
@@ -281,7 +288,7 @@ def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -
         else:
             list(pool.map(write, range(0, len(view), _DIRECT_BYTES)))
     except OSError as error:
-        if error.errno not in NOT_TO_BE_HAD:
+        if error.errno not in UNSUPPORTED:
             raise
         return False
     return True
@@ -295,7 +302,7 @@ def _name_new(staged: Path, target: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in NOT_TO_BE_HAD:
+        if error.errno not in UNSUPPORTED:
             raise
     try:
         rename_new(staged, target)
@@ -303,7 +310,7 @@ def _name_new(staged: Path, target: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in NOT_TO_BE_HAD:
+        if error.errno not in UNSUPPORTED:
             raise
     return _rename_locked(staged, target)
 
@@ -331,7 +338,7 @@ def _rename_locked(staged: Path, target: Path) -> bool:
 def _times(path: Path) -> dict[str, float] | None:
     """When each file in a directory was last written; None where it is none."""
     found = {}
-    with complaining(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
+    with as_storage_error(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
             with suppress(FileNotFoundError):
                 status = os.lstat(path / name)
@@ -359,14 +366,3 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-@contextmanager
-def complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
-    """Errors of the system as `StorageError`; `or_missing`: what is not there is one too."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and not or_missing:
-            raise
-        raise StorageError(f"{what}: {explain(error)}") from error

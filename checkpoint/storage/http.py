@@ -35,8 +35,8 @@ class HttpStorage:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._abandoned = False
-        self._busy: set[_Line] = set()
-        self._idle: list[_Line] = []
+        self._busy: set[_CancellableConnection] = set()
+        self._idle: list[_CancellableConnection] = []
 
     def size(self, name: str) -> int:
         with self._connected() as connection:
@@ -78,15 +78,15 @@ class HttpStorage:
             self._abandoned = True
             busy = list(self._busy)
         for connection in busy:
-            connection.cut()
+            connection.cancel()
 
     @contextmanager
-    def _connected(self) -> Iterator[_Line]:
+    def _connected(self) -> Iterator[_CancellableConnection]:
         """A connection for one request; kept for the next if all goes well."""
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = _Line(*self._server, self._timeout_s)
+            connection = _CancellableConnection(*self._server, self._timeout_s)
         try:
             with self._lock:
                 if self._abandoned:
@@ -103,7 +103,7 @@ class HttpStorage:
 
     def _request(
         self,
-        connection: _Line,
+        connection: _CancellableConnection,
         method: str,
         name: str,
         headers: dict[str, str],
@@ -147,22 +147,22 @@ class HttpStorage:
         )
 
 
-class _Line(http.client.HTTPConnection):
-    """A connection that another thread can cut at any moment, also while it is being set up."""
+class _CancellableConnection(http.client.HTTPConnection):
+    """A connection that another thread can cancel at any moment, also while it is being set up."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._is_cut = False
+        self._is_cancelled = False
         self._end: socket.socket | None = None
-        """A descriptor for `cut` alone: the connection's own may be closed at any moment, and its
-        number be another file's by then."""
+        """A descriptor for `cancel` alone: the connection's own may be closed at any moment, and
+        its number may then belong to another file."""
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Have whatever waits for this connection fail at once, and never connect again."""
         with self._lock:
-            self._is_cut = True
+            self._is_cancelled = True
             if self._end is not None:
                 with suppress(OSError):
                     self._end.shutdown(socket.SHUT_RDWR)
@@ -185,10 +185,10 @@ class _Line(http.client.HTTPConnection):
         raise lost
 
     def _dial(self, sock: socket.socket, address: Any) -> None:
-        """Connect; from the moment on that this may wait, `cut` ends it."""
+        """Connect; from the moment on that this may wait, `cancel` ends it."""
         sock.setblocking(False)
         with self._lock:
-            if self._is_cut:
+            if self._is_cancelled:
                 raise ConnectionAbortedError(errno.ECONNABORTED, _GIVEN_UP)
             self._drop_end()
             self._end = sock.dup()

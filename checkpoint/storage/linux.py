@@ -18,7 +18,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 _TMPFS_MAGIC = 0x01021994
 _STATFS_BYTES = 256
 """More than the structure has; its first word is the kind of file system."""
-NOT_TO_BE_HAD = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)
 """What a kernel or a file system says of a call that it does not have."""
 
 
@@ -64,7 +64,7 @@ def set_direct(fd: int, direct: bool) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
     except OSError as error:
-        if error.errno not in NOT_TO_BE_HAD:
+        if error.errno not in UNSUPPORTED:
             raise
         return False
     return True
@@ -81,7 +81,7 @@ def _try(name: str, *arguments: object) -> None:
     try:
         _call(name, *arguments)
     except OSError as error:
-        if error.errno not in (*NOT_TO_BE_HAD, errno.ESPIPE, errno.ENODEV):
+        if error.errno not in (*UNSUPPORTED, errno.ESPIPE, errno.ENODEV):
             raise
 
 

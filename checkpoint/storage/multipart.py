@@ -15,7 +15,7 @@ from tenacity import Retrying, stop_after_attempt
 from elasticzero.checkpoint.storage.base import Bytes
 from elasticzero.errors import StorageError
 
-PART_BYTES = 16 << 20
+UPLOAD_PART_BYTES = 16 << 20
 PARTS_IN_FLIGHT = 4
 PART_S = 60.0
 """How long sending one part may take."""
@@ -31,7 +31,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
     upload that fails is aborted. That of a killed process stays in the bucket, unseen, until the
     bucket's own rule removes it (`AbortIncompleteMultipartUpload`).
     """
-    part_bytes = max(PART_BYTES, -(-(size or 0) // _MOST_PARTS))
+    part_bytes = max(UPLOAD_PART_BYTES, -(-(size or 0) // _MOST_PARTS))
     parts = _cut(chunks, part_bytes)
     first = next(parts, b"")
     bucket, key, _ = fs.split_path(path)

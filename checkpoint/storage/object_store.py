@@ -25,8 +25,14 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from elasticzero.checkpoint.storage import multipart
-from elasticzero.checkpoint.storage.base import Bytes, Views, explain, holds
-from elasticzero.errors import ElasticZeroError, StorageError, UserError
+from elasticzero.checkpoint.storage.base import (
+    Bytes,
+    Views,
+    as_storage_error,
+    holds,
+    partial_name,
+)
+from elasticzero.errors import UserError
 
 _READ_BYTES = 16 << 20
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
@@ -109,7 +115,7 @@ class ObjectStorage:
         self._root = root
 
     def size(self, name: str) -> int:
-        with self._complaining("look at", name):
+        with self._as_storage_error("look at", name):
             found = self._remote.call("info", self._path(name))
         if found["type"] != "file":
             raise FileNotFoundError(f"{self.where}/{name}")
@@ -133,13 +139,13 @@ class ObjectStorage:
         self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
     ) -> None:
         remote, path = self._remote, self._path(name)
-        with self._complaining("write", name, or_missing=True):
+        with self._as_storage_error("write", name, or_missing=True):
             if remote.speaks(frozenset({"s3", "s3a"})):
                 multipart.upload(remote.fs, path, chunks, size, remote.retry)
             elif remote.speaks(_WHOLE_AT_CLOSE):
                 self._stream(path, chunks)
             else:
-                staged = self._path(f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial")
+                staged = self._path(partial_name(name))
                 try:
                     self._stream(staged, chunks)
                     remote.fs.mv(staged, path)
@@ -162,7 +168,7 @@ class ObjectStorage:
                 raise FileExistsError(path)
             remote.fs.pipe_file(path, data, mode="create", **remote.limit("pipe_file"))
 
-        with self._complaining("create", name, or_missing=True):
+        with self._as_storage_error("create", name, or_missing=True):
             try:
                 self._remote.retry(create)
                 return True
@@ -174,18 +180,18 @@ class ObjectStorage:
         return holds(self, name, data)
 
     def names(self) -> list[str]:
-        with self._complaining("list", "its files"):
+        with self._as_storage_error("list", "its files"):
             return _listed(self._remote, self._root, ("file",))
 
     def remove(self, name: str) -> None:
-        with self._complaining("remove", name), suppress(FileNotFoundError):
+        with self._as_storage_error("remove", name), suppress(FileNotFoundError):
             self._remote.call("rm_file", self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _range(self, name: str, start: int, stop: int) -> bytes:
-        with self._complaining("read", name):
+        with self._as_storage_error("read", name):
             try:
                 data: bytes = self._remote.call("cat_file", self._path(name), start=start, end=stop)
             except Exception as error:
@@ -195,7 +201,7 @@ class ObjectStorage:
         return data
 
     def _stream(self, path: str, chunks: Iterable[Bytes]) -> None:
-        file = self._remote.fs.open(path, "wb", block_size=multipart.PART_BYTES)
+        file = self._remote.fs.open(path, "wb", block_size=multipart.UPLOAD_PART_BYTES)
         try:
             for chunk in chunks:
                 file.write(chunk)
@@ -207,8 +213,12 @@ class ObjectStorage:
         file.close()
 
     @contextmanager
-    def _complaining(self, verb: str, name: str, *, or_missing: bool = False) -> Iterator[None]:
-        with _complaining(f"cannot {verb} {name} in {self.where}", or_missing=or_missing):
+    def _as_storage_error(
+        self, verb: str, name: str, *, or_missing: bool = False
+    ) -> Iterator[None]:
+        with as_storage_error(
+            f"cannot {verb} {name} in {self.where}", or_missing=or_missing, foreign=True
+        ):
             yield
 
 
@@ -222,12 +232,15 @@ class ObjectDirectory:
         self._root = root
 
     def names(self) -> list[str]:
-        with _complaining(f"cannot list {self.where}"):
+        with as_storage_error(f"cannot list {self.where}", foreign=True):
             return _listed(self._remote, self._root, ("file", "directory"))
 
     def files(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
-        with _complaining(f"cannot list {self.where}"), suppress(FileNotFoundError):
+        with (
+            as_storage_error(f"cannot list {self.where}", foreign=True),
+            suppress(FileNotFoundError),
+        ):
             for path, entry in self._remote.call("find", self._root, detail=True).items():
                 step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
                 if slash and "/" not in name:
@@ -239,7 +252,7 @@ class ObjectDirectory:
 
     def make(self, name: str) -> ObjectStorage:
         if not self._remote.speaks(_FLAT):
-            with _complaining(f"cannot make the directory {self.where}/{name}"):
+            with as_storage_error(f"cannot make the directory {self.where}/{name}", foreign=True):
                 self._remote.call("makedirs", f"{self._root}/{name}", exist_ok=True)
         return self.step(name)
 
@@ -251,7 +264,7 @@ class ObjectDirectory:
     def check_writable(self) -> None:
         probe = f"{self._root}/.writable-{os.getpid()}-{os.urandom(4).hex()}"
         problem = f"the checkpoint directory {self.where} cannot be written"
-        with _complaining(problem, or_missing=True):
+        with as_storage_error(problem, or_missing=True, foreign=True):
             if not self._remote.speaks(_FLAT):
                 self._remote.call("makedirs", self._root, exist_ok=True)
             self._remote.call("pipe_file", probe, b"-")
@@ -325,24 +338,3 @@ def _status(error: BaseException) -> int | None:
             if isinstance(value := getattr(link, name, None), int):
                 return value
     return None
-
-
-@contextmanager
-def _complaining(what: str, *, or_missing: bool = False) -> Iterator[None]:
-    """Errors of the system and of the packages as `StorageError`.
-
-    Python's own, but for `OSError`, are somebody's mistake and stay. `or_missing`: what is not
-    there is a `StorageError` too.
-    """
-    try:
-        yield
-    except ElasticZeroError:
-        raise
-    except FileNotFoundError as error:
-        if not or_missing:
-            raise
-        raise StorageError(f"{what}: {explain(error)}") from error
-    except Exception as error:
-        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-            raise
-        raise StorageError(f"{what}: {explain(error)}") from error

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from elasticzero.checkpoint.format.finite import not_finite
+from elasticzero.checkpoint.format.finite import not_finite_error
 from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_file
 from elasticzero.checkpoint.format.shards import write_shard
-from elasticzero.checkpoint.io.writer import Piece, shard_bytes
+from elasticzero.checkpoint.io.writer import TensorPiece, shard_bytes
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import make_room
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
@@ -25,7 +25,7 @@ def write_directly(
     directory: Directory,
     assignment: Assignment,
     manifest: Manifest,
-    pieces: list[Piece],
+    pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> str:
     """Write this rank's shard to storage; returns the shard's own manifest, which the agent of rank
@@ -53,14 +53,14 @@ def write_directly(
 def check_finite(
     assignment: Assignment,
     manifest: Manifest,
-    pieces: list[Piece],
+    pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> None:
     """Raise `NotFinite` where what is trained is not: no agent looks at these pieces."""
     checked = (piece for piece in pieces if piece.name in trained)
     bad = [piece.name for piece in checked if not bool(torch.isfinite(piece.data).all())]
     if bad:
-        found = not_finite(f"step {manifest.step} on rank {assignment.rank}", bad)
+        found = not_finite_error(f"step {manifest.step} on rank {assignment.rank}", bad)
         raise NotFinite(f"{found}; {newest_good_checkpoint(assignment.checkpoint_dir)}")
 
 

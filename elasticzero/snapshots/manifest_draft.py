@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elasticzero.checkpoint.format.dtypes import spelling_of
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
@@ -40,7 +40,7 @@ class WriterInfo:
 
 def draft(
     share: RankState, copy: BoundaryCopy, writer: WriterInfo, before: Layout | None = None
-) -> tuple[Manifest, list[Piece]]:
+) -> tuple[Manifest, list[TensorPiece]]:
     """The manifest of the state at a boundary and this rank's pieces of it.
 
     before: a layout that is likely to be this one's too, and then serves again.
@@ -77,11 +77,11 @@ def draft(
     return manifest, list(_pieces(layout.spans(rank), share))
 
 
-def _pieces(spans: Mapping[str, Span], share: RankState) -> Iterator[Piece]:
+def _pieces(spans: Mapping[str, Span], share: RankState) -> Iterator[TensorPiece]:
     for name, span in spans.items():
         held = share.held[name]
         flat = held.tensor.reshape(-1)
-        yield Piece(name, flat[span.start - held.start : span.stop - held.start])
+        yield TensorPiece(name, flat[span.start - held.start : span.stop - held.start])
 
 
 def stored(spec: Spec) -> TensorSpec:

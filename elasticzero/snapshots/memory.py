@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticzero.checkpoint.ram.slots import allocated_bytes, free_bytes
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import MemoryShort
@@ -51,7 +51,7 @@ def memory_shortage(
 class Reservation:
     """Memory for captures, which a thread allocates and maps while training goes on."""
 
-    def __init__(self, writer: SnapshotWriter, say: Callable[[str], None]) -> None:
+    def __init__(self, writer: SharedMemoryStager, say: Callable[[str], None]) -> None:
         """say: tells people, from the thread, that there is no memory."""
         self._writer = writer
         self._say = say

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from elasticzero.checkpoint.format.dtypes import spec_of as stored_spec_of
+from elasticzero.checkpoint.format.dtypes import tensor_spec as stored_spec_of
 from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step

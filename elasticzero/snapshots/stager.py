@@ -16,9 +16,9 @@ from typing import Literal
 from elasticzero.checkpoint.format.layout import Layout
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.slots import SlotsInUse
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.comm.control import ControlWord
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
@@ -54,7 +54,7 @@ class StateStager:
         *,
         replicated: bool,
         saving: bool,
-        save: Callable[[Manifest, list[Piece]], None] | None = None,
+        save: Callable[[Manifest, list[TensorPiece]], None] | None = None,
     ) -> None:
         """replicated: each rank alone holds the whole state. saving: checkpoints are written.
         save: without an agent: writes one, at once; raises `ElasticZeroError`."""
@@ -66,7 +66,7 @@ class StateStager:
         self._replicated = replicated
         self._saving = saving and a.checkpoint_dir is not None
         overflow = Path(a.overflow_root) if a.overflow_root else None
-        self._writer = SnapshotWriter(Path(a.snapshot_root), a.local_rank, overflow)
+        self._writer = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
         self._takes_snapshots = (
             not link.standalone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
         )
@@ -96,7 +96,7 @@ class StateStager:
         if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
             self._reserve(copy)
 
-    def _draft(self, copy: BoundaryCopy, writer: WriterInfo) -> tuple[Manifest, list[Piece]]:
+    def _draft(self, copy: BoundaryCopy, writer: WriterInfo) -> tuple[Manifest, list[TensorPiece]]:
         share = self._share()
         self._trained = share.trained()
         manifest, pieces = draft(share, copy, writer, self._layout)
@@ -311,7 +311,7 @@ class StateStager:
         self._link.send(message)
 
     def _save_at_once(
-        self, save: Callable[[Manifest, list[Piece]], None], copy: BoundaryCopy
+        self, save: Callable[[Manifest, list[TensorPiece]], None], copy: BoundaryCopy
     ) -> None:
         """Write a checkpoint in this process; where that fails, say so and go on."""
         manifest, pieces = self._draft(copy, self._writer_info(complete=False))
@@ -324,7 +324,7 @@ class StateStager:
         else:
             self._saved_step = copy.step
 
-    def _write_directly(self, manifest: Manifest, pieces: list[Piece]) -> str | None:
+    def _write_directly(self, manifest: Manifest, pieces: list[TensorPiece]) -> str | None:
         """Without memory for a snapshot: write the shard to storage while training waits.
 
         Returns its own manifest, which rank 0's agent commits by; None where it failed.

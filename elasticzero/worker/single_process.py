@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.io.writer import Piece, write_checkpoint
-from elasticzero.checkpoint.steps.catalog import check_writable, fault, steps
-from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.io.writer import TensorPiece, write_checkpoint
+from elasticzero.checkpoint.steps.catalog import check_writable, step_error_text, steps
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
@@ -53,7 +53,7 @@ class Settings:
     strategy: str = "ddp"
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
-    keep: Keep = field(default_factory=Keep)
+    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     strict: bool = False
     """Do not go on behind a damaged checkpoint."""
 
@@ -81,7 +81,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         strategy=one_of("STRATEGY", STRATEGIES, "ddp"),
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
-        keep=Keep(last=whole("KEEP"), every=whole("KEEP_EVERY")),
+        keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
         strict=strict in _YES,
     )
 
@@ -172,7 +172,9 @@ class LocalLink(AgentClient):
         """
         where, damage = self._settings.checkpoint_dir, ""
         for info in steps(open_directory(where)) if where is not None else []:
-            why = "it was found damaged" if info.step in self._bad else fault(info.storage)
+            why = (
+                "it was found damaged" if info.step in self._bad else step_error_text(info.storage)
+            )
             if why is not None:
                 damage = damage or f"the checkpoint of step {info.step} is damaged: {why}"
                 continue
@@ -199,7 +201,7 @@ class LocalLink(AgentClient):
         self._bad.add(resume.step)
         self.assignment = replace(self.assignment, resume=self._newest_good())
 
-    def save(self, manifest: Manifest, pieces: list[Piece]) -> None:
+    def save(self, manifest: Manifest, pieces: list[TensorPiece]) -> None:
         """Write a checkpoint, while training waits; raises `ElasticZeroError`."""
         assert self._settings.checkpoint_dir is not None
         directory = open_directory(self._settings.checkpoint_dir)
@@ -208,7 +210,7 @@ class LocalLink(AgentClient):
             return
         text = f"checkpoint of step {manifest.step} written in {written.seconds:.2f} s"
         self.console.say(text)
-        tidied = tidy(directory, manifest, self._settings.keep, bad_steps=self._bad)
+        tidied = apply_retention(directory, manifest, self._settings.keep, bad_steps=self._bad)
         for problem in tidied.problems[:3]:
             self.console.say(f"not removed: {problem}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticzero.checkpoint.steps.catalog import check_writable
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
 from elasticzero.ipc.assignment import WorkerSettings
@@ -57,7 +57,7 @@ class AgentOptions:
     """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
     verify_every: int | None = None
     """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
-    keep: Keep = field(default_factory=Keep)
+    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     """Which checkpoints stay."""
     grace_s: float = 25.0
     """From SIGTERM on this node has so long."""

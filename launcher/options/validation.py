@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
@@ -181,7 +181,7 @@ class ParsedOptions:
     agent: Mapping[str, Any]
     """Fields of `AgentOptions` itself."""
     limits: Mapping[str, Any]
-    keep: Keep
+    keep: RetentionPolicy
 
 
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
@@ -196,7 +196,7 @@ def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
         if option.field:
             group, _, name = option.field.rpartition(".")
             fields[group or "agent"][name] = value
-    keep = Keep(**fields["keep"])
+    keep = RetentionPolicy(**fields["keep"])
     if args.checkpoint_dir is None:
         idle = {
             "--checkpoint-every": args.checkpoint_every > 0,

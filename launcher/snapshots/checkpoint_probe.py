@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.steps.catalog import fault, steps
+from elasticzero.checkpoint.steps.catalog import step_error_text, steps
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
@@ -93,7 +93,7 @@ class CheckpointProbe:
         assert self._directory is not None
         damage: DamagedCheckpoint | None = None
         for info in steps(open_directory(self._directory)):
-            why = bad[info.step] if info.step in bad else fault(info.storage)
+            why = bad[info.step] if info.step in bad else step_error_text(info.storage)
             if why is None:
                 return CheckpointState(step=info.step, damage=damage)
             damage = damage or DamagedCheckpoint(info.step, why)

@@ -26,7 +26,13 @@ from elasticzero.checkpoint.format.names import step_directory, token_of_file
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import await_commit, persist
 from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.steps.retention import Keep, SaveName, Tidied, make_room, tidy
+from elasticzero.checkpoint.steps.retention import (
+    CleanupResult,
+    PendingSave,
+    RetentionPolicy,
+    apply_retention,
+    make_room,
+)
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
@@ -106,7 +112,7 @@ class CheckpointSaver:
         self,
         snapshots: SnapshotStore,
         checkpoint_dir: str | None,
-        keep: Keep,
+        keep: RetentionPolicy,
         wake: Callable[[], None],
     ) -> None:
         """`keep`: which checkpoints stay after a commit. `wake`: called when there is news."""
@@ -259,7 +265,7 @@ class CheckpointSaver:
         for shard in job.shards:
             with suppress(FileNotFoundError):
                 token = token_of_file(self._snapshots.file_of(shard)) or ""
-                save = SaveName(step=shard.step, generation=shard.generation, token=token)
+                save = PendingSave(step=shard.step, generation=shard.generation, token=token)
                 done = make_room(open_directory(self._checkpoint_dir), save)
                 if done.files:
                     job.notes.append(f"{_removed(done)}, for want of space")
@@ -330,7 +336,7 @@ class CheckpointSaver:
 
     def _tidy(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
         """Remove what need not stay; what is to be said of that."""
-        done = tidy(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
+        done = apply_retention(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:
             notes.append(_removed(done))
@@ -357,7 +363,7 @@ class CheckpointSaver:
         return "its generation ended before all parts were written" if superseded and late else None
 
 
-def _removed(done: Tidied) -> str:
+def _removed(done: CleanupResult) -> str:
     count = len(done.files)
     return f"{count} file{'s' * (count > 1)} of saves that failed removed"
 

@@ -32,7 +32,7 @@ FIRST_RANGE = re.compile(r"GET .*/file")
 @pytest.fixture
 def directory(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> Directory:
     """Gives up after three tries, without waiting."""
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(multipart, "UPLOAD_PART_BYTES", 5 << 20)
     retry = RETRY.copy(wait=wait_none(), stop=stop_after_attempt(3))
     return ObjectDirectory(*file_system(URL, retry), URL)
 
@@ -200,7 +200,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_step_before(
     writer.wait()
     s3.harm = lambda _: None
     assert catalog.newest_good(directory) == 7
-    assert list(verify.faults(catalog.resolve(URL))) == []
+    assert list(verify.find_corruption(catalog.resolve(URL))) == []
     whole_step(directory, 8)
     assert catalog.newest_good(directory) == 8
-    assert list(verify.faults(catalog.resolve(URL))) == []
+    assert list(verify.find_corruption(catalog.resolve(URL))) == []

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.steps import catalog, commit, verify
-from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import (
     Directory,
@@ -37,7 +37,7 @@ _memories = itertools.count()
 def directory(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Directory:
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(multipart, "UPLOAD_PART_BYTES", 5 << 20)
     if request.param == "disk":
         return open_directory(tmp_path / "run")
     if request.param == "memory":
@@ -219,13 +219,13 @@ def test_a_checkpoint_is_written_found_verified_and_tidied(directory: Directory)
     newest = catalog.resolve(directory.where)
     assert newest.where == f"{directory.where}/{step_directory(3)}"
     assert catalog.resolve(newest.where).where == newest.where
-    assert list(verify.faults(newest)) == []
-    tidied = tidy(directory, draft, Keep())
+    assert list(verify.find_corruption(newest)) == []
+    tidied = apply_retention(directory, draft, RetentionPolicy())
     assert (len(tidied.files), tidied.steps, tidied.problems) == (4, [], [])
     newest.remove(draft.file_name(1))
     assert catalog.newest_good(directory) == 2
     draft = write_step(directory, 4)
-    tidied = tidy(directory, draft, Keep(last=1))
+    tidied = apply_retention(directory, draft, RetentionPolicy(last=1))
     assert (sorted(tidied.steps), tidied.files, tidied.problems) == ([1, 2, 3], [], [])
     assert directory.names() == [step_directory(4)]
 
@@ -242,7 +242,7 @@ def test_the_first_whole_save_of_a_step_wins_and_a_damaged_one_is_replaced(
     storage.remove(first.file_name(0))
     assert commit.commit(storage, second, wait_s=0.0)
     assert catalog.read_manifest(storage).token == "second"
-    assert list(verify.faults(storage)) == []
+    assert list(verify.find_corruption(storage)) == []
     assert len(storage.names()) == 5 and MANIFEST_NAME in storage.names()
 
 

@@ -82,7 +82,7 @@ def kill_soon(dice: random.Random, processes: Sequence[int], within_s: float) ->
 
 def assert_right(storage: Storage) -> int:
     """A step is whole, and bit for bit what the generation that its manifest names had; which."""
-    assert list(verify.faults(storage)) == []
+    assert list(verify.find_corruption(storage)) == []
     return assert_bits(open_step(storage))
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
@@ -159,7 +159,7 @@ def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> Non
     """12 of 20 MB were parts of saves that had failed: every later one failed for want of room."""
     draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)
     memory = tmp_path / "memory"
-    write_snapshot(memory, draft, 0, [Piece("a", torch.arange(NUMEL, dtype=torch.float32))])
+    write_snapshot(memory, draft, 0, [TensorPiece("a", torch.arange(NUMEL, dtype=torch.float32))])
     news: list[object] = []
     with small_disk(tmp_path / "disk", 20) as disk:
         left = {
@@ -175,7 +175,7 @@ def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> Non
         for name, mebibytes in (left | stay).items():
             (disk / name).parent.mkdir(exist_ok=True)
             (disk / name).write_bytes(bytes(mebibytes << 20))
-        saver = CheckpointSaver(SnapshotStore(memory), str(disk), Keep(), lambda: None)
+        saver = CheckpointSaver(SnapshotStore(memory), str(disk), RetentionPolicy(), lambda: None)
         saver.begin(SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
         saver.save_held([ShardName(2, 9, 0, 1)])
         deadline_s = time.monotonic() + 30.0
@@ -194,7 +194,7 @@ def test_a_save_tried_again_does_not_copy_its_parts_twice(tmp_path: Path) -> Non
     """A disk that had room for one copy of a part had none for a second beside it."""
     draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)
     memory = tmp_path / "memory"
-    write_snapshot(memory, draft, 0, [Piece("a", torch.arange(NUMEL, dtype=torch.float32))])
+    write_snapshot(memory, draft, 0, [TensorPiece("a", torch.arange(NUMEL, dtype=torch.float32))])
     store, shard = SnapshotStore(memory), ShardName(2, 9, 0, 1)
     with small_disk(tmp_path / "disk", 12) as disk:
         seal = store.read_seal(shard)

@@ -13,8 +13,8 @@ import torch
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.http.server import AgentServer
@@ -60,7 +60,7 @@ def capture(store: SnapshotStore, generation: int, step: int, rank: int) -> None
     )
     span = LAYOUT.spans(rank)["w"]
     weights = torch.arange(1000, dtype=torch.float64)[span.start : span.stop]
-    SnapshotWriter(store.root, 0).write(manifest, rank, [Piece("w", weights)], set())
+    SharedMemoryStager(store.root, 0).write(manifest, rank, [TensorPiece("w", weights)], set())
 
 
 def captured(generation: int, step: int, owner: str) -> CapturedStep:

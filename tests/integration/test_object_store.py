@@ -47,7 +47,7 @@ def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None) -> N
     directory = open_directory(URL)
     steps = catalog.steps(directory)
     assert len(steps) == 2 and steps[0].step == 34
-    assert [list(verify.faults(info.storage)) for info in steps] == [[], []]
+    assert [list(verify.find_corruption(info.storage)) for info in steps] == [[], []]
     assert sum(len(files) for files in directory.files().values()) == 2 * 5
     told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
     assert "step 34 from" in told

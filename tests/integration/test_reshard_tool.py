@@ -100,7 +100,7 @@ def test_stopped_on_the_way_and_run_again(space: Path, number: signal.Signals) -
     assert (again.returncode, told) == (0, "")
     assert f"({done} rank" in out and "written before)" in out
     (step,) = catalog.steps(directory)
-    assert list(verify.faults(step.storage)) == []
+    assert list(verify.find_corruption(step.storage)) == []
     assert len(step.storage.names()) == 2 * WORLD + 1
     compared = started("diff", str(space / "old"), str(space / "new"))
     assert compared.communicate(timeout=60)[1] == ""

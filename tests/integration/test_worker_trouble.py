@@ -128,7 +128,7 @@ def test_snapshots_become_a_checkpoint_though_their_workers_are_gone(
     assert steps_in(directory) == []
     running.save_held()
     assert steps_in(directory) == [step_directory(step)]
-    assert not list(verify.faults(DiskStorage(directory / step_directory(step))))
+    assert not list(verify.find_corruption(DiskStorage(directory / step_directory(step))))
     assert_close(directory, plain(step, weighted=False))
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    assert catalog.fault(newest) is None
+    assert catalog.step_error_text(newest) is None
     resume = Resume(tier="storage", step=10)
     second = start(pool, tmp_path, 2, told, generation=2, resume=resume, **given)
     second.until(second.ended)
@@ -152,7 +152,7 @@ def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path
     third = start(pool, tmp_path, 2, told, generation=3, resume=resume, **given)
     assert third.finish() == 10
     assert 10 in {over.step for over in third.overs if over.committed}
-    assert not list(verify.faults(newest))
+    assert not list(verify.find_corruption(newest))
     assert not [name for name in newest.names() if shard.name in name]
     assert_close(directory, plain(10, weighted=False))
 

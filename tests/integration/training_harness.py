@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import (
@@ -286,7 +286,7 @@ def _saver(given: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
     saver = CheckpointSaver(
         SnapshotStore(Path(given.snapshot_root)),
         given.checkpoint_dir,
-        Keep(),
+        RetentionPolicy(),
         lambda: None,
     )
     post = SnapshotRole(

@@ -12,8 +12,8 @@ from elasticzero.checkpoint.format.layout import ITEM_BYTES, Group, Layout, Tens
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
-from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.commit import commit
 from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -107,13 +107,13 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def write_snapshot(root: Path, draft: Manifest, rank: int, pieces: Iterable[Piece]) -> None:
+def write_snapshot(root: Path, draft: Manifest, rank: int, pieces: Iterable[TensorPiece]) -> None:
     """One rank's sealed part of a snapshot."""
     store = SnapshotStore(root)
     states = {(held.generation, held.step) for held in store.held()}
     shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
     store.drop(shard)
-    writer = SnapshotWriter(root, 1000 * draft.step + rank)
+    writer = SharedMemoryStager(root, 1000 * draft.step + rank)
     writer.write(draft, rank, pieces, states, extra=True)
     writer.close()
     store.seal(shard)

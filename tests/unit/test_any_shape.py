@@ -16,7 +16,7 @@ from elasticzero.checkpoint.format.layout import Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Target, open_step
-from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.unit.checkpoint_cases import draft_of, elements, layouts
 
@@ -32,21 +32,24 @@ def tensors_of(specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def write(directory: DiskDirectory, draft: Manifest, parts: list[list[Piece]]) -> None:
+def write(directory: DiskDirectory, draft: Manifest, parts: list[list[TensorPiece]]) -> None:
     """Every rank its part; rank 0 last, which commits."""
     for rank in reversed(range(draft.layout.world_size)):
-        write_checkpoint(directory, draft, rank, parts[rank], Terms(wait_s=0.0))
+        write_checkpoint(directory, draft, rank, parts[rank], SaveCoordination(wait_s=0.0))
 
 
-def cut(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[Piece]]:
+def cut(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[TensorPiece]]:
     """What each rank holds: the dumb way, by slices of whole tensors."""
     return [
-        [Piece(n, whole[n].reshape(-1)[s.start : s.stop]) for n, s in layout.spans(rank).items()]
+        [
+            TensorPiece(n, whole[n].reshape(-1)[s.start : s.stop])
+            for n, s in layout.spans(rank).items()
+        ]
         for rank in range(layout.world_size)
     ]
 
 
-def load(directory: DiskDirectory, step: int, layout: Layout) -> list[list[Piece]]:
+def load(directory: DiskDirectory, step: int, layout: Layout) -> list[list[TensorPiece]]:
     """What each rank of a new world reads of a step."""
     parts = []
     for rank in range(layout.world_size):
@@ -54,14 +57,14 @@ def load(directory: DiskDirectory, step: int, layout: Layout) -> list[list[Piece
         pieces, targets = [], []
         for name, span in layout.spans(rank).items():
             dtype = torch_dtype(layout.tensors[name].dtype)
-            pieces.append(Piece(name, torch.empty(len(span), dtype=dtype)))
+            pieces.append(TensorPiece(name, torch.empty(len(span), dtype=dtype)))
             targets.append(Target(name, span, pieces[-1].data))
         checkpoint.load(targets)
         parts.append(pieces)
     return parts
 
 
-def as_bytes(parts: list[list[Piece]]) -> list[dict[str, bytes]]:
+def as_bytes(parts: list[list[TensorPiece]]) -> list[dict[str, bytes]]:
     return [{piece.name: bytes(byte_view(piece.data)) for piece in pieces} for pieces in parts]
 
 

@@ -14,9 +14,9 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.io.reader import open_snapshot
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.slots import SLOTS, Slots
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import await_commit, persist, pull
 from elasticzero.checkpoint.steps import catalog, commit, verify
@@ -46,16 +46,16 @@ def draft(step: int, world_size: int = 1, generation: int = 1) -> Manifest:
     )
 
 
-def pieces(of: Manifest, rank: int = 0) -> list[Piece]:
+def pieces(of: Manifest, rank: int = 0) -> list[TensorPiece]:
     flat = {name: tensor.reshape(-1) for name, tensor in TENSORS.items()}
     return [
-        Piece(name, flat[name][span.start : span.stop])
+        TensorPiece(name, flat[name][span.start : span.stop])
         for name, span in of.layout.spans(rank).items()
     ]
 
 
 def captured(
-    writer: SnapshotWriter, step: int, keep: set[tuple[int, int]] | None = None
+    writer: SharedMemoryStager, step: int, keep: set[tuple[int, int]] | None = None
 ) -> ShardName:
     manifest = draft(step)
     writer.write(manifest, 0, pieces(manifest), keep or set())
@@ -75,7 +75,7 @@ def read_draft(store: SnapshotStore, step: int) -> torch.Tensor:
 
 
 def test_a_capture_counts_once_it_is_sealed(tmp_path: Path) -> None:
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     shard = captured(writer, 5)
     assert store.held() == [] and store.drafts() == [shard]
     store.seal(shard)
@@ -86,10 +86,10 @@ def test_a_capture_counts_once_it_is_sealed(tmp_path: Path) -> None:
 
 
 def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     state = TENSORS["a"].clone()
     manifest = draft(5)
-    own = [Piece("a", state), *pieces(manifest)[1:]]
+    own = [TensorPiece("a", state), *pieces(manifest)[1:]]
     writer.write(manifest, 0, own, set())
     state.zero_()
     store.seal(ShardName(1, 5, 0, 1))
@@ -97,7 +97,7 @@ def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
 
 
 def test_two_slots_serve_any_number_of_captures_and_what_is_kept_stays(tmp_path: Path) -> None:
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     store.seal(captured(writer, 1))
     for step in range(2, 20):
         store.seal(captured(writer, step, {(1, step - 1)}))
@@ -107,7 +107,7 @@ def test_two_slots_serve_any_number_of_captures_and_what_is_kept_stays(tmp_path:
 
 
 def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -> None:
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     captured(writer, 1)
     captured(writer, 2, {(1, 1)})
     with pytest.raises(StorageError, match="both slots of worker-0"):
@@ -117,12 +117,12 @@ def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -
     writer.write(manifest, 0, pieces(manifest), {(1, 1), (1, 2)}, extra=True)
     assert len(list((tmp_path / SLOTS).iterdir())) == 3
     assert torch.equal(read_draft(store, 3), TENSORS["a"])
-    captured(SnapshotWriter(tmp_path, 0), 4, {(1, 2)})
+    captured(SharedMemoryStager(tmp_path, 0), 4, {(1, 2)})
     assert len(list((tmp_path / SLOTS).iterdir())) == 2
 
 
 def test_a_slot_is_not_written_while_somebody_reads_it(tmp_path: Path) -> None:
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     shard = captured(writer, 1)
     with store.holding(shard, draft(1).file_name(0)) as held:
         before = b"".join(map(bytes, held.parts(sealed=False)))
@@ -136,12 +136,12 @@ def test_a_slot_is_not_written_while_somebody_reads_it(tmp_path: Path) -> None:
 
 def test_a_capture_cut_short_at_any_call_leaves_what_was_held(tmp_path: Path) -> None:
     """The writer dies before its draft stands: nobody takes the shard for whole."""
-    store, writer = SnapshotStore(tmp_path), SnapshotWriter(tmp_path, 0)
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     store.seal(captured(writer, 1))
     captured(writer, 2, {(1, 1)})
     store.drop_draft(ShardName(1, 2, 0, 1))
     assert [h.step for h in store.held()] == [1] and store.drafts() == []
-    store.seal(captured(SnapshotWriter(tmp_path, 0), 3, {(1, 1)}))
+    store.seal(captured(SharedMemoryStager(tmp_path, 0), 3, {(1, 1)}))
     assert [h.step for h in store.held()] == [1, 3]
 
 
@@ -149,9 +149,9 @@ def test_another_run_s_snapshot_of_the_same_number_is_not_taken_for_this_one(
     tmp_path: Path,
 ) -> None:
     store = SnapshotStore(tmp_path)
-    store.seal(captured(SnapshotWriter(tmp_path, 0), 5))
+    store.seal(captured(SharedMemoryStager(tmp_path, 0), 5))
     manifest = replace(draft(5), token="g000001-y")
-    SnapshotWriter(tmp_path, 1).write(manifest, 0, pieces(manifest), set())
+    SharedMemoryStager(tmp_path, 1).write(manifest, 0, pieces(manifest), set())
     assert store.held() == []
     store.seal(ShardName(1, 5, 0, 1))
     name = snapshot_manifest_name(0, 1)
@@ -187,7 +187,7 @@ def test_ranks_of_one_node_do_not_take_each_other_s_third_slot(tmp_path: Path) -
         shards = [ShardName(1, step, rank, 2) for rank in range(2)]
 
         def stop(local_rank: int, step: int = step) -> None:
-            writer = SnapshotWriter(tmp_path, local_rank)
+            writer = SharedMemoryStager(tmp_path, local_rank)
             manifest = draft(step, world_size=2)
             writer.write(manifest, local_rank, pieces(manifest, local_rank), {(1, 1)}, extra=True)
 
@@ -204,7 +204,7 @@ def test_ranks_of_one_node_do_not_take_each_other_s_third_slot(tmp_path: Path) -
 
 def test_a_replica_is_seen_only_when_all_of_it_is_here(tmp_path: Path) -> None:
     owner, buddy = SnapshotStore(tmp_path / "owner"), SnapshotStore(tmp_path / "buddy")
-    shard = captured(SnapshotWriter(owner.root, 0), 5)
+    shard = captured(SharedMemoryStager(owner.root, 0), 5)
     slots = Slots(buddy.root, "replica-0")
     with pytest.raises(FileNotFoundError):
         pull(owner.open(1, 5), buddy, slots, shard)
@@ -219,7 +219,7 @@ def test_a_replica_is_seen_only_when_all_of_it_is_here(tmp_path: Path) -> None:
 
 def test_a_replica_of_damaged_memory_is_refused(tmp_path: Path) -> None:
     owner, buddy = SnapshotStore(tmp_path / "owner"), SnapshotStore(tmp_path / "buddy")
-    shard = captured(SnapshotWriter(owner.root, 0), 5)
+    shard = captured(SharedMemoryStager(owner.root, 0), 5)
     owner.seal(shard)
     path = owner.path(1, 5) / draft(5).file_name(0)
     with path.open("r+b") as file:
@@ -236,7 +236,7 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     shards = [ShardName(1, 5, rank, 2) for rank in range(2)]
     manifest = draft(5, world_size=2)
     for rank, store in enumerate(stores):
-        SnapshotWriter(store.root, 0).write(manifest, rank, pieces(manifest, rank), set())
+        SharedMemoryStager(store.root, 0).write(manifest, rank, pieces(manifest, rank), set())
         seal = store.seal(shards[rank])
         assert seal is not None and seal == store.read_seal(shards[rank])
 
@@ -254,8 +254,8 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     waiter.start()
     assert commit.commit(storage, manifest, wait_s=1.0)
     waiter.join(20.0)
-    assert not waiter.is_alive() and not list(verify.faults(storage))
-    again = SnapshotWriter(stores[0].root, 0)
+    assert not waiter.is_alive() and not list(verify.find_corruption(storage))
+    again = SharedMemoryStager(stores[0].root, 0)
     again.write(manifest, 0, pieces(manifest), set())
     stores[0].seal(shards[0])
     own, size = persist(stores[0], shards[0], directory, lambda: stores[0].read_seal(shards[0]))
@@ -272,7 +272,7 @@ def test_a_wait_for_a_commit_ends_with_the_reason_to_give_up(tmp_path: Path) -> 
 
 def test_only_a_snapshot_s_own_files_are_served(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
-    shard = captured(SnapshotWriter(tmp_path, 0), 5)
+    shard = captured(SharedMemoryStager(tmp_path, 0), 5)
     store.seal(shard)
     with store.open_file(1, 5, snapshot_manifest_name(0, 1)) as file:
         assert os.fstat(file.fileno()).st_size > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.cli.main import build_parser, main, parse
@@ -275,7 +275,7 @@ def test_no_checkpoints_at_all_is_fine() -> None:
 
 
 def test_each_field_of_the_table_exists() -> None:
-    homes = {"": AgentOptions, "limits": JobPolicy, "keep": Keep}
+    homes = {"": AgentOptions, "limits": JobPolicy, "keep": RetentionPolicy}
     for option in RUN_OPTIONS:
         if option.field:
             home, _, name = option.field.rpartition(".")

@@ -52,8 +52,8 @@ def test_the_manifest_names_what_was_written(tmp_path: Path) -> None:
     assert [file.bytes for file in manifest.files] == [
         storage.size(file.name) for file in manifest.files
     ]
-    assert catalog.fault(storage) is None
-    assert commit.stands(storage)
+    assert catalog.step_error_text(storage) is None
+    assert commit.is_good(storage)
 
 
 def test_prepare_makes_the_step_s_directory(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         commit.commit(storage, draft, wait_s=0.0)
     with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2"):
         commit.commit(storage, replace(draft, token="other"), wait_s=0.0)
-    assert not commit.stands(storage)
+    assert not commit.is_good(storage)
 
 
 def test_ranks_that_disagree_about_the_layout_commit_nothing(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_ranks_that_disagree_about_the_layout_commit_nothing(tmp_path: Path) -> 
     draft = draft_of(replace(LAYOUT, groups=(swapped, scalar)), step=1)
     with pytest.raises(CheckpointMismatch, match="the ranks must save the same tensors"):
         commit.commit(storage, draft, wait_s=0.0)
-    assert not commit.stands(storage)
+    assert not commit.is_good(storage)
 
 
 def test_a_shard_cut_short_after_its_checksums_is_not_committed(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_shard_cut_short_after_its_checksums_is_not_committed(tmp_path: Path) 
     os.truncate(storage.path / draft.file_name(1), 100)
     with pytest.raises(CheckpointDamaged, match=r"has 100 bytes, not"):
         commit.commit(storage, draft, wait_s=0.0)
-    assert not commit.stands(storage)
+    assert not commit.is_good(storage)
 
 
 def test_the_first_whole_save_of_a_step_wins(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_save_that_waits_gives_way_to_one_that_stands(tmp_path: Path) -> None:
 def test_a_damaged_step_is_replaced_by_a_whole_save(tmp_path: Path) -> None:
     storage = write(tmp_path, 1, "first")
     storage.remove(draft_of(LAYOUT, token="first").file_name(0))
-    assert not commit.stands(storage)
+    assert not commit.is_good(storage)
     shards(tmp_path, 1, "second")
     assert commit.commit(storage, draft_of(LAYOUT, step=1, token="second"), wait_s=0.0)
     assert catalog.read_manifest(storage).token == "second"
-    assert commit.stands(storage)
+    assert commit.is_good(storage)
 
 
 def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
@@ -136,7 +136,7 @@ def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
         assert commit.commit(storage, second, wait_s=0.0, replacing=True)
     assert not missing
     assert catalog.read_manifest(storage).token == "second"
-    assert commit.stands(storage)
+    assert commit.is_good(storage)
     assert not [name for name in storage.names() if "first" in name]
 
 
@@ -167,7 +167,7 @@ def test_a_failed_save_is_discarded_unless_its_manifest_stands(tmp_path: Path) -
     for token in ("failed", "token"):
         for rank in (0, 1):
             commit.discard(DiskDirectory(tmp_path), draft_of(LAYOUT, step=3, token=token), rank)
-    assert commit.stands(good) and not [name for name in good.names() if "failed" in name]
+    assert commit.is_good(good) and not [name for name in good.names() if "failed" in name]
 
 
 def test_steps_are_listed_newest_first_and_only_when_committed(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_newest_good_step_is_chosen(
     assert catalog.newest_good(DiskDirectory(tmp_path)) == 3
     assert catalog.newest_good(DiskDirectory(tmp_path), excluding={3}) == 2
     damage(storages[3])  # type: ignore[operator]
-    assert catalog.fault(storages[3]) is not None
+    assert catalog.step_error_text(storages[3]) is not None
     assert catalog.newest_good(DiskDirectory(tmp_path)) == 2
     assert catalog.newest_good(DiskDirectory(tmp_path), excluding=(2,)) == 1
     assert catalog.newest_good(DiskDirectory(tmp_path), excluding=(1, 2)) is None
@@ -249,7 +249,7 @@ def test_a_step_that_may_not_be_read_is_not_called_damaged(
     text = report.steps_text("there", found, [])
     assert "UNREADABLE: " in text and "DAMAGED" not in text
     with pytest.raises(StorageError, match="Permission denied"):
-        list(verify.faults(storages[1]))
+        list(verify.find_corruption(storages[1]))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

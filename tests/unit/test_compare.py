@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.rewrite.diff import Difference, compare
-from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
-from elasticzero.checkpoint.rewrite.step_copy import Effort
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
+from elasticzero.checkpoint.rewrite.step_copy import CopyOptions
 from elasticzero.checkpoint.storage.base import open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged
@@ -35,7 +35,7 @@ def test_a_resharded_checkpoint_is_the_same_until_a_bit_is_not(
     contents = elements(layout.tensors)
     with tempfile.TemporaryDirectory() as directory:
         a = write_step(Path(directory) / "a", draft_of(layout), contents)
-        shape = Shape(world_size=world, strategy=strategy)
+        shape = TargetShape(world_size=world, strategy=strategy)
         done = reshard(a, DiskDirectory(Path(directory) / "b"), shape)
         result = compare(a, open_storage(done.where))
         assert result.same and result.equal_tensors == len(contents)
@@ -64,8 +64,8 @@ def test_elements_are_counted_across_chunks_of_any_length(tmp_path: Path) -> Non
     for index in (1_000_001, 1_500_000, 2_999_999):
         data[2 * index] = data[2 * index + 1] = 1
     b = write_step(tmp_path / "b", draft_of(layouts_of[1]), {"t": bytes(data)})
-    small = Effort(buffer_bytes=4 << 20)
-    assert compare(a, b, effort=small).tensors == (
+    small = CopyOptions(buffer_bytes=4 << 20)
+    assert compare(a, b, copy_options=small).tensors == (
         Difference(name="t", first=1_000_001, count=3, of=3_000_000),
     )
 

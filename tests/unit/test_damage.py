@@ -333,13 +333,13 @@ def test_damage_is_found_named_and_passed_over(place: Place, name: str) -> None:
     harm, named, complaint = (CASES | CHEAP)[name]
     harm(place)
     storage = DiskStorage(place.step)
-    found = catalog.fault(storage)
+    found = catalog.step_error_text(storage)
     if name in CASES:
         assert found is None, "not seen at a cheap look"
         found = failed_load(place.step)
     assert found is not None and re.search(complaint, found), found
     assert "\n" not in found and found.isprintable() and len(found) < 1000
-    faults = list(verify.faults(storage))
+    faults = list(verify.find_corruption(storage))
     assert named in [fault.file for fault in faults], faults
     assert any(fault.file in found for fault in faults)
     if complaint.startswith("bytes 0 to "):
@@ -348,7 +348,7 @@ def test_damage_is_found_named_and_passed_over(place: Place, name: str) -> None:
     directory = DiskDirectory(place.root)
     assert catalog.newest_good(directory) == (NEW if name in CASES else OLD)
     assert catalog.newest_good(directory, excluding={NEW}) == OLD
-    assert catalog.fault(DiskStorage(place.old)) is None
+    assert catalog.step_error_text(DiskStorage(place.old)) is None
 
 
 def failed_load(step: Path) -> str:
@@ -372,7 +372,7 @@ def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None
     for position in (BLOCK + 5, 2 * BLOCK, 4 * BLOCK - 1):
         flip(first, position)
     os.truncate(second, 2 * BLOCK + 100)
-    found = [(fault.file, fault.start, fault.stop) for fault in verify.faults(storage)]
+    found = [(fault.file, fault.start, fault.stop) for fault in verify.find_corruption(storage)]
     assert found == [
         (first.name, BLOCK, 4 * BLOCK),
         (second.name, 2 * BLOCK, size_of(storage, second.name)),
@@ -403,7 +403,7 @@ def test_an_io_error_is_told_with_its_bytes_and_passed_over(
     monkeypatch.setattr(os, "preadv", preadv)
     text = failed_load(place.step)
     assert SHARD in text and "Input/output error (bytes 0 to " in text
-    (fault,) = verify.faults(DiskStorage(place.step))
+    (fault,) = verify.find_corruption(DiskStorage(place.step))
     assert fault.file == SHARD and "Input/output error (bytes 0 to " in fault.reason
     assert catalog.newest_good(DiskDirectory(place.root), excluding={NEW}) == OLD
     assert len(checkpoint.load(place.old)) == len(LAYOUT.tensors)
@@ -427,7 +427,7 @@ def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
             each["bytes"] = 1 << 60
 
     place.edit_manifest(huge)
-    assert catalog.fault(DiskStorage(place.step)) is not None
+    assert catalog.step_error_text(DiskStorage(place.step)) is not None
     with pytest.raises(CheckpointDamaged, match=f"has .* bytes, not {1 << 60}"):
         checkpoint.load(place.step)
 
@@ -435,7 +435,9 @@ def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
 def test_a_step_without_a_manifest_is_none(place: Place) -> None:
     (place.step / MANIFEST_NAME).unlink()
     assert "never committed" in failed_load(place.step)
-    assert [fault.file for fault in verify.faults(DiskStorage(place.step))] == [MANIFEST_NAME]
+    assert [fault.file for fault in verify.find_corruption(DiskStorage(place.step))] == [
+        MANIFEST_NAME
+    ]
     assert [info.step for info in catalog.steps(DiskDirectory(place.root))] == [OLD]
     assert len(checkpoint.load(place.root)) == len(LAYOUT.tensors)
 

@@ -35,11 +35,16 @@ from torch.distributed.checkpoint.state_dict import (
 
 from elasticzero.checkpoint.api import load, load_state, save
 from elasticzero.checkpoint.cli.main import main
-from elasticzero.checkpoint.convert.dcp_export import Wishes, export_dcp
+from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
 from elasticzero.checkpoint.convert.dcp_import import _load, _Window, open_dcp
-from elasticzero.checkpoint.convert.dcp_metadata import METADATA_NAME, Contents, Item, read_contents
+from elasticzero.checkpoint.convert.dcp_metadata import (
+    METADATA_NAME,
+    Contents,
+    StoredItem,
+    read_contents,
+)
 from elasticzero.checkpoint.rewrite.diff import compare
-from elasticzero.checkpoint.rewrite.reshard import Shape, adopt
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, import_foreign
 from elasticzero.checkpoint.storage.base import Storage, open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError, UserError
@@ -63,7 +68,9 @@ def read_by_torch(path: Path) -> dict[str, Any]:
 
 def imported(source: Path, target: Path, *, model_only: bool = False, **shape: Any) -> Storage:
     foreign = open_dcp(str(source), model_only=model_only)
-    done = adopt(foreign, DiskDirectory(target), 3, Shape(**{"world_size": 2, **shape}))
+    done = import_foreign(
+        foreign, DiskDirectory(target), 3, TargetShape(**{"world_size": 2, **shape})
+    )
     return open_storage(done.where)
 
 
@@ -144,7 +151,7 @@ def test_everything_goes_out_and_comes_back(tmp_path: Path) -> None:
     }
     saved = save(tmp_path / "ckpt", tensors, state=state, step=3)
     source = open_storage(saved)
-    export_dcp(source, str(tmp_path / "dcp"), Wishes(everything=True))
+    export_dcp(source, str(tmp_path / "dcp"), DcpExportOptions(everything=True))
     found = read_by_torch(tmp_path / "dcp")
     assert equal(found["model"]["2.weight"], found["model"]["0.weight"])
     group = found["optimizer"]["param_groups"][0]
@@ -169,7 +176,7 @@ def test_a_model_saved_by_hand_without_a_prefix(tmp_path: Path) -> None:
     saved = save(tmp_path / "ckpt", model.state_dict())
     export_dcp(open_storage(saved), str(tmp_path / "dcp"))
     assert equal(read_by_torch(tmp_path / "dcp"), dict(model.state_dict()))
-    export_dcp(open_storage(saved), str(tmp_path / "all"), Wishes(everything=True))
+    export_dcp(open_storage(saved), str(tmp_path / "all"), DcpExportOptions(everything=True))
     assert compare(open_storage(saved), imported(tmp_path / "all", tmp_path / "back")).same
 
 
@@ -188,7 +195,7 @@ def test_what_was_nested_by_hand_goes_out_and_comes_back(tmp_path: Path) -> None
         state={"note": "kept"},
     )
     source = open_storage(saved)
-    export_dcp(source, str(tmp_path / "dcp"), Wishes(everything=True))
+    export_dcp(source, str(tmp_path / "dcp"), DcpExportOptions(everything=True))
     found = read_by_torch(tmp_path / "dcp")
     assert torch.equal(found["net"]["w"], torch.arange(6.0).reshape(2, 3))
     assert torch.equal(found["pair"][1]["deep"][0], torch.zeros(1))
@@ -428,7 +435,7 @@ def test_a_spoiled_item_is_refused_in_words(data: st.DataObject) -> None:
     torch.save({"w": torch.arange(4.0), "rates": [1, "x"]}, saved)
     spoiled = spoiled_somewhere(data, saved.getvalue())
     with suppress(CheckpointDamaged, UserError):
-        _load(_Memory(spoiled), Item("f", 0, len(spoiled)))
+        _load(_Memory(spoiled), StoredItem("f", 0, len(spoiled)))
 
 
 def test_an_item_too_small_for_its_tensor_takes_no_memory(tmp_path: Path) -> None:
@@ -439,7 +446,7 @@ def test_an_item_too_small_for_its_tensor_takes_no_memory(tmp_path: Path) -> Non
 
 
 def test_items_are_read_by_range(victim: Path) -> None:
-    window = _Window(DiskStorage(victim), Item("__0_0.distcp", 2, 5))
+    window = _Window(DiskStorage(victim), StoredItem("__0_0.distcp", 2, 5))
     data = (victim / "__0_0.distcp").read_bytes()
     assert window.read() == data[2:7]
     assert (window.seek(-2, io.SEEK_END), window.read(9)) == (3, data[5:7])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elasticzero import checkpoint
-from elasticzero.checkpoint.rewrite.reshard import Shape, reshard
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
 from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
@@ -111,7 +111,7 @@ def test_its_manifest_says_what_it_said(name: str) -> None:
     directory = DiskDirectory(FOLDER / "checkpoints" / name)
     assert catalog.newest_good(directory) == STEPS
     storage = catalog.resolve(directory.where)
-    assert not list(verify.faults(storage))
+    assert not list(verify.find_corruption(storage))
     manifest = catalog.read_manifest(storage)
     assert (manifest.step, manifest.generation, manifest.layout.world_size) == (STEPS, 1, 2)
     assert manifest.strategy == CHECKPOINTS[name]["strategy"]
@@ -126,9 +126,9 @@ def test_an_earlier_checkpoint_is_resharded(
     tmp_path: Path, name: str, world_size: int, strategy: str | None
 ) -> None:
     path = FOLDER / "checkpoints" / name
-    shape = Shape(world_size=world_size, strategy=strategy)
+    shape = TargetShape(world_size=world_size, strategy=strategy)
     reshard(catalog.resolve(path), DiskDirectory(tmp_path), shape)
-    assert not list(verify.faults(catalog.resolve(tmp_path)))
+    assert not list(verify.find_corruption(catalog.resolve(tmp_path)))
     before, after = checkpoint.load(path), assert_expected(tmp_path, name)
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     assert checkpoint.load_state(tmp_path) == checkpoint.load_state(path)

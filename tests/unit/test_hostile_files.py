@@ -20,10 +20,16 @@ from hypothesis import strategies as st
 
 from elasticzero import checkpoint
 from elasticzero.checkpoint.convert.dcp_metadata import METADATA_NAME, read_contents
-from elasticzero.checkpoint.convert.pickle_reader import Mapped, Record, Size, Stand, read_pickle
+from elasticzero.checkpoint.convert.pickle_reader import (
+    InertRecord,
+    Mapped,
+    Size,
+    Stand,
+    read_pickle,
+)
 from elasticzero.checkpoint.format.coverage import check_cover
 from elasticzero.checkpoint.format.manifest import from_json
-from elasticzero.checkpoint.format.strict_json import MAX_DEPTH
+from elasticzero.checkpoint.format.strict_json import MAX_JSON_DEPTH
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged
 from tests.unit.damage_cases import sign
@@ -91,7 +97,7 @@ def test_plain_values_are_read_as_pickle_reads_them(value: object, protocol: int
 
 
 def no_names(module: str, name: str) -> Stand:
-    stands: dict[str, Stand] = {"Size": Size, "dict": Mapped, "Record": Record}
+    stands: dict[str, Stand] = {"Size": Size, "dict": Mapped, "Record": InertRecord}
     return stands[name]
 
 
@@ -160,7 +166,7 @@ def test_a_manifest_of_millions_of_values_is_refused_unparsed() -> None:
 
 
 def test_state_deeper_than_is_written_is_refused_in_words() -> None:
-    nested = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)
+    nested = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
     with pytest.raises(CheckpointDamaged, match="nested more than 200 deep"):
         from_json(sign(b'{"version":1,"state":{"x":' + nested + b"}}"), "m")
 

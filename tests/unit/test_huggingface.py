@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elasticzero.checkpoint.api import load, save
-from elasticzero.checkpoint.convert.huggingface import INDEX_NAME, Wishes, export_hf, open_hf
+from elasticzero.checkpoint.convert.huggingface import (
+    INDEX_NAME,
+    HfExportOptions,
+    export_hf,
+    open_hf,
+)
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.diff import compare
-from elasticzero.checkpoint.rewrite.reshard import Shape, adopt, tied
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, import_foreign, tie_aliases
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
@@ -69,7 +74,7 @@ def test_the_exported_model_is_whole_and_under_its_own_names(
             with pytest.raises(UserError, match="nothing to export"):
                 export_hf(source, str(target))
             return
-        done = export_hf(source, str(target), Wishes(max_shard_bytes=most))
+        done = export_hf(source, str(target), HfExportOptions(max_shard_bytes=most))
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(spec.nbytes for spec in model.values())},
             "weight_map": {n.removeprefix("model/"): "model.safetensors" for n in model},
@@ -96,8 +101,11 @@ def test_the_exported_model_is_whole_and_under_its_own_names(
                 assert index["weight_map"][name] == file
                 seen.add(name)
         assert seen == index["weight_map"].keys()
-        back = adopt(
-            open_hf(str(target)), DiskDirectory(Path(directory) / "new"), 3, Shape(world_size=2)
+        back = import_foreign(
+            open_hf(str(target)),
+            DiskDirectory(Path(directory) / "new"),
+            3,
+            TargetShape(world_size=2),
         )
         held = catalog.read_manifest(open_storage(back.where)).layout.tensors
         assert held == model
@@ -109,7 +117,7 @@ def test_names_of_exported_files(tmp_path: Path) -> None:
     config = tmp_path / "gpt.json"
     config.write_text('{"model_type": "gpt2"}')
     assert export_hf(source, str(tmp_path / "one")).files == ("model.safetensors",)
-    two = Wishes(max_shard_bytes=8000, config=config)
+    two = HfExportOptions(max_shard_bytes=8000, config=config)
     assert export_hf(source, str(tmp_path / "two"), two).files == (
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -138,14 +146,16 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [10**9, 30])
 def test_strange_tensors_come_back_bit_for_bit(tmp_path: Path, most: int) -> None:
     step = save(tmp_path / "ckpt", {f"model/{name}": t for name, t in STRANGE.items()})
-    done = export_hf(open_storage(step), str(tmp_path / "hf"), Wishes(max_shard_bytes=most))
+    done = export_hf(
+        open_storage(step), str(tmp_path / "hf"), HfExportOptions(max_shard_bytes=most)
+    )
     read: dict[str, torch.Tensor] = {}
     for file in done.files:
         read |= safetensors.torch.load_file(tmp_path / "hf" / file)
     assert read.keys() == STRANGE.keys()
     assert all(same_bits(read[name], STRANGE[name]) for name in STRANGE)
-    shape = Shape(world_size=3, strategy="zero3")
-    back = adopt(open_hf(str(tmp_path / "hf")), DiskDirectory(tmp_path / "back"), 9, shape)
+    shape = TargetShape(world_size=3, strategy="zero3")
+    back = import_foreign(open_hf(str(tmp_path / "hf")), DiskDirectory(tmp_path / "back"), 9, shape)
     assert (back.step, back.world_size) == (9, 3)
     loaded = load(tmp_path / "back")
     assert all(same_bits(loaded[f"model/{name}"], STRANGE[name]) for name in STRANGE)
@@ -180,11 +190,11 @@ def test_tied_tensors_stand_once_and_keep_their_aliases(tmp_path: Path) -> None:
 def test_a_conversion_on_the_way(tmp_path: Path) -> None:
     values = torch.randn(5, 3)
     step = save(tmp_path / "ckpt", {"model/w": values, "model/n": torch.arange(3)})
-    export_hf(open_storage(step), str(tmp_path / "hf"), Wishes(dtype="bf16"))
+    export_hf(open_storage(step), str(tmp_path / "hf"), HfExportOptions(dtype="bf16"))
     read = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     assert same_bits(read["w"], values.to(torch.bfloat16)) and read["n"].dtype == torch.int64
-    shape = Shape(world_size=2, dtype="fp32")
-    adopt(open_hf(str(tmp_path / "hf")), DiskDirectory(tmp_path / "back"), 0, shape)
+    shape = TargetShape(world_size=2, dtype="fp32")
+    import_foreign(open_hf(str(tmp_path / "hf")), DiskDirectory(tmp_path / "back"), 0, shape)
     assert same_bits(load(tmp_path / "back")["model/w"], values.to(torch.bfloat16).float())
 
 
@@ -192,7 +202,7 @@ def sharded(directory: Path) -> Path:
     """A model of two files with an index."""
     layout = simple_layout()
     source = write_step(directory / "ckpt", draft_of(layout), elements(layout.tensors))
-    export_hf(source, str(directory / "hf"), Wishes(max_shard_bytes=8000))
+    export_hf(source, str(directory / "hf"), HfExportOptions(max_shard_bytes=8000))
     return directory / "hf"
 
 
@@ -205,7 +215,7 @@ def test_an_import_misses_nothing_silently(tmp_path: Path) -> None:
     def refused(kind: type[Exception], words: str) -> None:
         with pytest.raises(kind, match=words):
             foreign = open_hf(str(target))
-            adopt(foreign, DiskDirectory(tmp_path / "new"), 0, Shape(world_size=2))
+            import_foreign(foreign, DiskDirectory(tmp_path / "new"), 0, TargetShape(world_size=2))
         assert not os.path.exists(tmp_path / "new") or os.listdir(tmp_path / "new") == []
 
     first.write_bytes(whole[:-8])
@@ -236,11 +246,11 @@ def test_an_import_misses_nothing_silently(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         open_hf(str(target / "no.safetensors"))
     with pytest.raises(UserError, match="step -1"):
-        adopt(
+        import_foreign(
             open_hf(str(sharded(tmp_path / "x"))),
             DiskDirectory(tmp_path / "y"),
             -1,
-            Shape(world_size=1),
+            TargetShape(world_size=1),
         )
 
 
@@ -249,7 +259,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     foreign = open_hf(str(target))
     os.truncate(target / "model-00001-of-00002.safetensors", 5000)
     with pytest.raises(CheckpointDamaged, match="ends before byte"):
-        adopt(foreign, DiskDirectory(tmp_path / "new"), 0, Shape(world_size=2))
+        import_foreign(foreign, DiskDirectory(tmp_path / "new"), 0, TargetShape(world_size=2))
     assert os.listdir(tmp_path / "new") == []
 
 
@@ -258,15 +268,17 @@ def test_to_an_object_store_and_from_it(tmp_path: Path) -> None:
     contents = elements(layout.tensors)
     source = write_step(tmp_path / "a", draft_of(layout), contents)
     url = f"memory://{tmp_path.name}/hf"
-    done = export_hf(source, url, Wishes(max_shard_bytes=8000))
+    done = export_hf(source, url, HfExportOptions(max_shard_bytes=8000))
     assert (done.where, len(done.files)) == (url, 2)
     with pytest.raises(UserError, match="is not empty"):
         export_hf(source, url)
-    back = adopt(open_hf(url), DiskDirectory(tmp_path / "back"), 7, Shape(world_size=1))
+    back = import_foreign(
+        open_hf(url), DiskDirectory(tmp_path / "back"), 7, TargetShape(world_size=1)
+    )
     assert compare(source, open_storage(back.where), model_only=True).same
     flip(source.path / draft_of(layout).file_name(1), -1)
     with pytest.raises(CheckpointDamaged):
-        export_hf(source, f"{url}2", Wishes(max_shard_bytes=8000))
+        export_hf(source, f"{url}2", HfExportOptions(max_shard_bytes=8000))
     assert open_storage(f"{url}2").names() == []
 
 
@@ -274,7 +286,7 @@ def test_two_names_of_one_tensor_become_one(tmp_path: Path) -> None:
     both = {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4), "d": torch.ones(2)}
     safetensors.torch.save_file(both, tmp_path / "model.safetensors")
     foreign = open_hf(str(tmp_path))
-    found = tied(foreign, {"b": "a"})
+    found = tie_aliases(foreign, {"b": "a"})
     assert found.specs.keys() == {"model/a", "model/c", "model/d"}
     assert found.state == {"aliases": {"b": "a"}}
     for aliases, words in (
@@ -284,13 +296,13 @@ def test_two_names_of_one_tensor_become_one(tmp_path: Path) -> None:
         ({"b": "a", "a": "b"}, "there is no tensor model/b"),
     ):
         with pytest.raises(UserError, match=words):
-            tied(foreign, aliases)
+            tie_aliases(foreign, aliases)
 
 
 def test_a_model_saved_by_hand_without_a_prefix(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     step = save(tmp_path / "ckpt", {**model.state_dict(), "other/x": torch.ones(1)})
-    export_hf(open_storage(step), str(tmp_path / "hf"), Wishes(dtype="bf16"))
+    export_hf(open_storage(step), str(tmp_path / "hf"), HfExportOptions(dtype="bf16"))
     read = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     assert read.keys() == {"weight", "bias"}
     assert same_bits(read["weight"], model.weight.detach().to(torch.bfloat16))

@@ -28,13 +28,13 @@ from elasticzero.checkpoint.format.names import (
     step_directory,
 )
 from elasticzero.checkpoint.format.shards import open_shard, shard_specs
-from elasticzero.checkpoint.io.writer import Piece
+from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram import slots
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog, commit, verify
-from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
@@ -74,12 +74,12 @@ def draft(step: int, generation: int) -> Manifest:
     return draft_of(LAYOUT, step=step, token=token, generation=generation)
 
 
-def pieces(manifest: Manifest, rank: int) -> Iterator[Piece]:
+def pieces(manifest: Manifest, rank: int) -> Iterator[TensorPiece]:
     contents = elements(LAYOUT.tensors, seed=manifest.generation)
     spans = LAYOUT.spans(rank)
     for name, spec in shard_specs(manifest, rank).items():
         data = bytearray(cut(contents[name], spec.dtype, spans[name]))
-        yield Piece(name, torch.frombuffer(data, dtype=torch_dtype(spec.dtype)))
+        yield TensorPiece(name, torch.frombuffer(data, dtype=torch_dtype(spec.dtype)))
 
 
 class Node:
@@ -120,7 +120,7 @@ class Node:
         except ElasticZeroError:
             return False
         if saved:
-            tidy(self.directory, manifest, Keep(last=keep))
+            apply_retention(self.directory, manifest, RetentionPolicy(last=keep))
         return saved
 
     def save_harmed(
@@ -161,7 +161,7 @@ class Node:
     def _capture(self, manifest: Manifest, needed: set[State]) -> None:
         """As the workers of a job do."""
         for rank in range(LAYOUT.world_size):
-            writer = SnapshotWriter(self.memory.root, rank)
+            writer = SharedMemoryStager(self.memory.root, rank)
             try:
                 writer.write(manifest, rank, pieces(manifest, rank), needed)
             finally:
@@ -239,7 +239,7 @@ def assert_shard(storage: Readable, manifest: Manifest, rank: int) -> None:
 
 def assert_holds(storage: Readable, generation: int) -> None:
     """A step is whole, and holds just what that generation saved."""
-    assert list(verify.faults(storage)) == []
+    assert list(verify.find_corruption(storage)) == []
     manifest = catalog.read_manifest(storage)
     assert manifest.generation == generation
     for rank in range(LAYOUT.world_size):
@@ -303,7 +303,7 @@ def test_a_damaged_step_is_replaced_without_a_moment_with_less(
         try:
             node.save_harmed(faults, draft(2, 5), replacing=True, keep=9)
             storage = node.directory.step(step_directory(2))
-            assert catalog.fault(storage) is None
+            assert catalog.step_error_text(storage) is None
             if catalog.read_manifest(storage).generation == 5:
                 assert_holds(storage, 5)
             else:

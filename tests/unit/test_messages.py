@@ -17,7 +17,7 @@ import torch
 from elasticzero import checkpoint
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.io.reader import Target, open_step
-from elasticzero.checkpoint.io.writer import Piece, Written, write_checkpoint
+from elasticzero.checkpoint.io.writer import TensorPiece, WriteResult, write_checkpoint
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError
@@ -59,14 +59,14 @@ def test_a_save_whose_files_the_winner_removed_is_not_an_error(tmp_path: Path) -
     def pieces() -> Any:
         for name, span in mine.layout.spans(0).items():
             dtype = torch.float32 if name == "optimizer/w/step" else torch.float64
-            yield Piece(name, torch.ones(len(span), dtype=dtype))
+            yield TensorPiece(name, torch.ones(len(span), dtype=dtype))
         checkpoint.save(tmp_path, {"w": W}, step=mine.step)
         for path in (tmp_path / "step-000000000007").glob("*mine*"):
             path.unlink()
 
     written = write_checkpoint(directory, mine, 0, pieces())
-    assert isinstance(written, Written) and not written.committed
-    assert commit.stands(directory.step("step-000000000007"))
+    assert isinstance(written, WriteResult) and not written.committed
+    assert commit.is_good(directory.step("step-000000000007"))
 
 
 def test_a_step_removed_while_it_is_read_is_not_called_missing_files(tmp_path: Path) -> None:

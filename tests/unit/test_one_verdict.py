@@ -20,7 +20,7 @@ from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -181,7 +181,11 @@ def counted_by_retention(root: Path) -> bool:
     """Of two good steps to keep, 30 and 20 are those exactly when 20 is good: then 10 goes."""
     checkpoint.save(root, SAVED, step=30)
     directory = DiskDirectory(root)
-    tidy(directory, catalog.read_manifest(directory.step("step-000000000030")), Keep(last=2))
+    apply_retention(
+        directory,
+        catalog.read_manifest(directory.step("step-000000000030")),
+        RetentionPolicy(last=2),
+    )
     return not (root / "step-000000000010" / MANIFEST_NAME).exists()
 
 
@@ -193,7 +197,7 @@ def verdicts(root: Path, aside: Path, capsys: pytest.CaptureFixture[str]) -> dic
         shutil.copytree(root, aside / name, symlinks=True, copy_function=same) for name in "ab"
     ]
     return {
-        "fault": catalog.fault(DiskStorage(step)) is None,
+        "fault": catalog.step_error_text(DiskStorage(step)) is None,
         "newest_good": catalog.newest_good(DiskDirectory(root)) == 20,
         "resolve": catalog.resolve(root).where == str(step),
         "list": listed(root, capsys),

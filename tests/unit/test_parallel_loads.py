@@ -69,8 +69,8 @@ class Meeting:
 @pytest.fixture(autouse=True)
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (read_parts, reader):
-        monkeypatch.setattr(module, "PART_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(read_parts, "STAGING_BYTES", 1 << 16)
+        monkeypatch.setattr(module, "READ_PART_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(read_parts, "READ_STAGING_BYTES", 1 << 16)
     monkeypatch.setattr(read_pool, "spare_cores", lambda: 2)
     yield
     assert not [t.name for t in threading.enumerate() if "checkpoint-read" in t.name]
@@ -137,12 +137,12 @@ class Slow:
         return self._storage.read_into(name, start, *buffers)
 
 
-def test_more_lanes_come_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_come_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_pool, "spare_cores", lambda: 1)
     slow, tensors = Slow(step_in(tmp_path)), filled()
     sources(slow).load(targets(tensors))
     assert {name: as_bytes(t) for name, t in tensors.items()} == CONTENTS
-    assert 1 < slow.most <= read_pool.LANES
+    assert 1 < slow.most <= read_pool.MAX_THREADS
 
 
 def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Pat
     checkpoint = sources(Gone(step_in(tmp_path)))
     with pytest.raises(StorageError, match="nobody answers"):
         checkpoint.load(targets(filled()))
-    assert len(reads) <= read_pool.LANES
+    assert len(reads) <= read_pool.MAX_THREADS
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)])

@@ -11,8 +11,8 @@ import torch
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
-from elasticzero.checkpoint.io.writer import Piece
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
@@ -57,11 +57,11 @@ def test_captures_go_on_while_a_shard_is_being_copied(tmp_path: Path, generation
     """The same generation's, as at a stop in the middle of a save, or the next one's: what is being
     copied is not needed in memory any more, and its slot is not free for all that."""
     memory = SnapshotStore(tmp_path / "memory")
-    writer = SnapshotWriter(memory.root, 0)
+    writer = SharedMemoryStager(memory.root, 0)
 
     def capture(generation: int, step: int) -> ShardName:
         draft = draft_of(LAYOUT, generation=generation, token=f"g{generation}", step=step)
-        writer.write(draft, 0, [Piece("a", torch.full((NUMEL,), float(step)))], set())
+        writer.write(draft, 0, [TensorPiece("a", torch.full((NUMEL,), float(step)))], set())
         return ShardName(generation, step, 0, 1)
 
     later = iter(range(6, 20))

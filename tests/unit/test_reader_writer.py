@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elasticzero.checkpoint
-from elasticzero.checkpoint.format.dtypes import byte_view, spec_of, torch_dtype
+from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import ITEM_BYTES, Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name, step_directory
 from elasticzero.checkpoint.io import read_parts
 from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
-from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
@@ -37,7 +37,7 @@ from tests.unit.checkpoint_cases import (
     write_snapshot,
 )
 
-NO_WAIT = Terms(wait_s=0.0)
+NO_WAIT = SaveCoordination(wait_s=0.0)
 
 
 def tensors_of(specs: dict[str, TensorSpec], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -53,12 +53,12 @@ def tensors_of(specs: dict[str, TensorSpec], seed: int = 0) -> dict[str, torch.T
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit: NaNs too."""
-    return spec_of(a) == spec_of(b) and bytes(byte_view(a)) == bytes(byte_view(b))
+    return tensor_spec(a) == tensor_spec(b) and bytes(byte_view(a)) == bytes(byte_view(b))
 
 
-def pieces(draft: Manifest, rank: int, whole: dict[str, torch.Tensor]) -> list[Piece]:
+def pieces(draft: Manifest, rank: int, whole: dict[str, torch.Tensor]) -> list[TensorPiece]:
     held = draft.layout.spans(rank)
-    return [Piece(n, whole[n].reshape(-1)[s.start : s.stop]) for n, s in held.items()]
+    return [TensorPiece(n, whole[n].reshape(-1)[s.start : s.stop]) for n, s in held.items()]
 
 
 def write_all(directory: Path, draft: Manifest, whole: dict[str, torch.Tensor]) -> Path:
@@ -94,7 +94,7 @@ def test_any_layout_loads_into_any_other(data: st.DataObject, old: Layout) -> No
                 checkpoint.load(Target(name, *held) for name, held in mine.items())
                 for name, (span, tensor) in mine.items():
                     assert same(tensor, whole[name].reshape(-1)[span.start : span.stop])
-                held = [Piece(name, tensor) for name, (_, tensor) in mine.items()]
+                held = [TensorPiece(name, tensor) for name, (_, tensor) in mine.items()]
                 write_snapshot(Path(directory), new, rank, held)
             draft, source = new, DiskStorage(SnapshotStore(Path(directory)).path(generation, 7))
 
@@ -139,7 +139,7 @@ def test_pieces_that_are_not_the_layout_s_are_refused(tmp_path: Path) -> None:
     right = pieces(draft, 0, whole)
     wrong = {
         "differ in .'model/w'": right[1:],
-        "differ in .'x'": [*right, Piece("x", torch.zeros(1))],
+        "differ in .'x'": [*right, TensorPiece("x", torch.zeros(1))],
         "999 elements": [replace(p, data=p.data[1:]) if p.name == "model/b" else p for p in right],
         "float32 were given for F64": [replace(p, data=p.data.float()) for p in right],
     }
@@ -175,7 +175,7 @@ def test_a_target_not_in_plain_memory_is_filled_through_the_staging_buffer(
     draft = draft_of(simple_layout(numel=1000))
     whole = tensors_of(dict(draft.layout.tensors))
     checkpoint = open_step(DiskStorage(write_all(tmp_path, draft, whole)))
-    monkeypatch.setattr(read_parts, "STAGING_BYTES", 64)
+    monkeypatch.setattr(read_parts, "READ_STAGING_BYTES", 64)
     matrix = torch.zeros(10, 100, dtype=torch.float64).t()
     checkpoint.read("model/w", Span(0, 1000), matrix)
     assert torch.equal(matrix.reshape(-1), whole["model/w"].reshape(-1))

@@ -18,10 +18,10 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import open_shard, shard_specs
-from elasticzero.checkpoint.rewrite.progress import Progress
-from elasticzero.checkpoint.rewrite.reshard import Shape, reshaped, reshard
+from elasticzero.checkpoint.rewrite.progress import ProgressBar
+from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshape_layout, reshard
 from elasticzero.checkpoint.rewrite.sources import CheckpointSource
-from elasticzero.checkpoint.rewrite.step_copy import Copied, Effort
+from elasticzero.checkpoint.rewrite.step_copy import CopyOptions, CopyResult
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
@@ -41,7 +41,7 @@ from tests.unit.checkpoint_cases import (
 def assert_holds(storage: Storage, contents: dict[str, bytes]) -> Manifest:
     """A step's shards hold exactly their spans of `contents`."""
     manifest = catalog.read_manifest(storage)
-    assert catalog.fault(storage) is None
+    assert catalog.step_error_text(storage) is None
     assert manifest.layout.tensors.keys() == contents.keys()
     for rank in range(manifest.layout.world_size):
         shard = open_shard(storage, manifest, rank)
@@ -54,7 +54,7 @@ def assert_holds(storage: Storage, contents: dict[str, bytes]) -> Manifest:
 
 
 def resharded(source: Readable, directory: Path, world_size: int, **wishes: str) -> Storage:
-    done = reshard(source, DiskDirectory(directory), Shape(world_size=world_size, **wishes))
+    done = reshard(source, DiskDirectory(directory), TargetShape(world_size=world_size, **wishes))
     assert not done.already
     return open_storage(done.where)
 
@@ -82,12 +82,12 @@ class Watched:
 @given(layouts(), st.integers(1, 7), st.sampled_from([None, *STRATEGIES]))
 def test_resharding_keeps_every_element(layout: Layout, world: int, strategy: str | None) -> None:
     contents = elements(layout.tensors)
-    shape = Shape(world_size=world, strategy=strategy)
+    shape = TargetShape(world_size=world, strategy=strategy)
     with tempfile.TemporaryDirectory() as directory:
         source = write_step(Path(directory) / "old", draft_of(layout), contents)
         done = reshard(source, DiskDirectory(Path(directory) / "new"), shape)
         manifest = assert_holds(open_storage(done.where), contents)
-        assert manifest.layout == reshaped(layout, shape)
+        assert manifest.layout == reshape_layout(layout, shape)
         assert (manifest.step, manifest.generation, manifest.state) == (7, 3, {"epoch": 1})
         assert manifest.strategy == (strategy or "zero2")
         assert manifest.token != "token"
@@ -110,7 +110,7 @@ def test_strategies_deal_by_their_own_rules() -> None:
     )
 
     def rules(strategy: str | None) -> list[str]:
-        groups = reshaped(layout, Shape(world_size=3, strategy=strategy)).groups
+        groups = reshape_layout(layout, TargetShape(world_size=3, strategy=strategy)).groups
         assert groups[2].ranks == (1,)
         return [group.rule for group in groups]
 
@@ -124,15 +124,15 @@ def test_bad_wishes_are_refused(tmp_path: Path) -> None:
     layout = simple_layout()
     source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors))
     with pytest.raises(UserError, match="0 ranks"):
-        Shape(world_size=0)
+        TargetShape(world_size=0)
     with pytest.raises(UserError, match="'zero9' is not one of"):
-        Shape(world_size=1, strategy="zero9")
+        TargetShape(world_size=1, strategy="zero9")
     with pytest.raises(UserError, match="'int8' is not one of"):
-        Shape(world_size=1, dtype="int8")
+        TargetShape(world_size=1, dtype="int8")
     with pytest.raises(UserError, match="too small: give 4 MiB or more"):
-        Effort(buffer_bytes=1000)
+        CopyOptions(buffer_bytes=1000)
     with pytest.raises(UserError, match="0 workers"):
-        Effort(workers=0)
+        CopyOptions(workers=0)
     with pytest.raises(UserError, match="into its own directory"):
         resharded(source, tmp_path / "a", 1)
     (tmp_path / "c").mkdir()
@@ -146,14 +146,14 @@ def test_what_stands_is_told_from_another_checkpoint(tmp_path: Path) -> None:
     source = write_step(tmp_path / "a", draft_of(layout), elements(layout.tensors))
     other = write_step(tmp_path / "o", draft_of(layout, token="x"), elements(layout.tensors, 1))
     target = DiskDirectory(tmp_path / "b")
-    first = reshard(source, target, Shape(world_size=3))
-    again = reshard(source, target, Shape(world_size=3))
+    first = reshard(source, target, TargetShape(world_size=3))
+    again = reshard(source, target, TargetShape(world_size=3))
     assert again == replace(first, already=True)
     for stranger, shape in (
-        (source, Shape(world_size=4)),
-        (source, Shape(world_size=3, strategy="zero1")),
-        (source, Shape(world_size=3, dtype="bf16")),
-        (other, Shape(world_size=3)),
+        (source, TargetShape(world_size=4)),
+        (source, TargetShape(world_size=3, strategy="zero1")),
+        (source, TargetShape(world_size=3, dtype="bf16")),
+        (other, TargetShape(world_size=3)),
     ):
         with pytest.raises(UserError, match="holds a checkpoint already"):
             reshard(stranger, target, shape)
@@ -197,8 +197,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     source.read_bytes, source.interrupt_after_bytes = 0, whole_run_bytes // 2
     target = DiskDirectory(tmp_path / "new")
 
-    def run() -> Copied:
-        return reshard(source, target, Shape(world_size=8), Effort(workers=1))
+    def run() -> CopyResult:
+        return reshard(source, target, TargetShape(world_size=8), CopyOptions(workers=1))
 
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -226,7 +226,7 @@ def test_files_of_an_interrupted_run_that_are_not_whole_are_written_again(tmp_pa
     path = Path(step.where)
     os.truncate(path / cut_off, 100)
     os.truncate(path / f"{unsummed}.sums", 20)
-    done = reshard(source, DiskDirectory(tmp_path / "b"), Shape(world_size=3))
+    done = reshard(source, DiskDirectory(tmp_path / "b"), TargetShape(world_size=3))
     assert done.kept == 1
     assert_holds(step, contents)
 
@@ -275,11 +275,11 @@ def test_to_an_object_store_and_back(tmp_path: Path) -> None:
     contents = elements(tensors)
     source = write_step(tmp_path / "old", draft_of(layout), contents)
     url = f"memory://{tmp_path.name}/new"
-    done = reshard(source, open_directory(url), Shape(world_size=1))
+    done = reshard(source, open_directory(url), TargetShape(world_size=1))
     there = catalog.resolve(url)
     assert done.where == there.where
     assert_holds(there, contents)
-    assert reshard(source, open_directory(url), Shape(world_size=1)).already
+    assert reshard(source, open_directory(url), TargetShape(world_size=1)).already
     back = resharded(there, tmp_path / "back", 2)
     assert assert_holds(back, contents).layout == layout
 
@@ -303,7 +303,7 @@ def test_progress_on_a_terminal_and_in_a_log() -> None:
         ),
     ):
         times = iter([0.0, 0.1, 2.0, 3.0] if stream.isatty() else [0.0, 0.1, 2.0, 12.0])
-        with Progress(stream, clock=lambda times=times: next(times)) as progress:  # type: ignore[misc]
+        with ProgressBar(stream, clock=lambda times=times: next(times)) as progress:  # type: ignore[misc]
             progress.expect(1 << 30)
             progress.add(0)
             progress.add(256 << 20)

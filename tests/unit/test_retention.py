@@ -10,7 +10,14 @@ import pytest
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory, token_generation
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.steps.retention import DAY_S, HOUR_S, Keep, Tidied, tidy, tidy_by_hand
+from elasticzero.checkpoint.steps.retention import (
+    DAY_S,
+    HOUR_S,
+    CleanupResult,
+    RetentionPolicy,
+    apply_retention,
+    clean_up_after_manual_save,
+)
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint_cases import (
@@ -23,7 +30,7 @@ from tests.unit.checkpoint_cases import (
 
 LAYOUT = simple_layout(numel=100)
 CONTENTS = elements(LAYOUT.tensors)
-ALL = Keep()
+ALL = RetentionPolicy()
 
 
 def token(generation: int) -> str:
@@ -62,8 +69,10 @@ def names(directory: Path, step: int) -> list[str]:
     return DiskStorage(directory / step_directory(step)).names()
 
 
-def run(directory: Path, committed: Manifest, keep: Keep = ALL, **rest: set[int]) -> Tidied:
-    tidied = tidy(DiskDirectory(directory), committed, keep, **rest)
+def run(
+    directory: Path, committed: Manifest, keep: RetentionPolicy = ALL, **rest: set[int]
+) -> CleanupResult:
+    tidied = apply_retention(DiskDirectory(directory), committed, keep, **rest)
     assert not tidied.problems
     return tidied
 
@@ -79,14 +88,14 @@ def test_tokens_say_their_generation() -> None:
     ("keep", "left"),
     [
         (ALL, [8, 7, 6, 5, 4, 3, 2, 1]),
-        (Keep(last=1), [8]),
-        (Keep(last=3), [8, 7, 6]),
-        (Keep(last=2, every=3), [8, 7, 6, 3]),
-        (Keep(last=8), [8, 7, 6, 5, 4, 3, 2, 1]),
-        (Keep(last=9), [8, 7, 6, 5, 4, 3, 2, 1]),
+        (RetentionPolicy(last=1), [8]),
+        (RetentionPolicy(last=3), [8, 7, 6]),
+        (RetentionPolicy(last=2, every=3), [8, 7, 6, 3]),
+        (RetentionPolicy(last=8), [8, 7, 6, 5, 4, 3, 2, 1]),
+        (RetentionPolicy(last=9), [8, 7, 6, 5, 4, 3, 2, 1]),
     ],
 )
-def test_the_newest_stay(tmp_path: Path, keep: Keep, left: list[int]) -> None:
+def test_the_newest_stay(tmp_path: Path, keep: RetentionPolicy, left: list[int]) -> None:
     write(tmp_path, *range(1, 9))
     tidied = run(tmp_path, draft(8), keep)
     assert steps(tmp_path) == left
@@ -100,13 +109,13 @@ def test_the_newest_stay(tmp_path: Path, keep: Keep, left: list[int]) -> None:
 )
 def test_numbers_that_make_no_sense(numbers: dict[str, int]) -> None:
     with pytest.raises(UserError, match="--keep"):
-        Keep(**numbers)
+        RetentionPolicy(**numbers)
 
 
 def test_good_steps_count_and_damaged_ones_newer_than_these_stay(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 4, 5)
     os.truncate(tmp_path / step_directory(4) / draft(4).file_name(0), 10)
-    run(tmp_path, draft(5), Keep(last=2))
+    run(tmp_path, draft(5), RetentionPolicy(last=2))
     assert steps(tmp_path) == [5, 4, 3]
 
 
@@ -114,14 +123,14 @@ def test_a_step_found_damaged_does_not_count_though_its_sizes_are_right(tmp_path
     """The job went back to step 2, for step 9 is damaged, and has come to step 4."""
     write(tmp_path, 1, 2, 9)
     write(tmp_path, 4, generation=4)
-    run(tmp_path, draft(4, 4), Keep(last=1), bad_steps={9})
+    run(tmp_path, draft(4, 4), RetentionPolicy(last=1), bad_steps={9})
     assert steps(tmp_path) == [9, 4]
 
 
 def test_what_was_just_committed_stays_though_others_are_newer(tmp_path: Path) -> None:
     write(tmp_path, 1, 8, 9)
     write(tmp_path, 4, generation=4)
-    run(tmp_path, draft(4, 4), Keep(last=1))
+    run(tmp_path, draft(4, 4), RetentionPolicy(last=1))
     assert steps(tmp_path) == [9, 4]
 
 
@@ -135,7 +144,7 @@ def test_nothing_goes_unless_what_was_committed_stands(tmp_path: Path, harm: str
     if harm != "another's":
         file.unlink()
     committed = draft(3, 4) if harm == "another's" else draft(3)
-    tidied = tidy(DiskDirectory(tmp_path), committed, Keep(last=1))
+    tidied = apply_retention(DiskDirectory(tmp_path), committed, RetentionPolicy(last=1))
     assert (tidied.steps, tidied.files) == ([], [])
     assert len(os.listdir(tmp_path)) == 4
 
@@ -173,7 +182,7 @@ def test_what_others_may_still_be_writing_stays(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert run(tmp_path, draft(7)).files == []
     assert sorted(tmp_path.rglob("*")) == before
-    run(tmp_path, draft(7), Keep(last=1))
+    run(tmp_path, draft(7), RetentionPolicy(last=1))
     assert steps(tmp_path) == [7, 6]
 
 
@@ -191,7 +200,7 @@ def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
     assert len(run(tmp_path, draft(7)).files) == 4
     assert len(names(tmp_path, 2)) == 4 + 1
     age(tmp_path, 2, DAY_S)
-    assert len(run(tmp_path, draft(7), Keep(last=1)).files) == 4 + 1
+    assert len(run(tmp_path, draft(7), RetentionPolicy(last=1)).files) == 4 + 1
     assert os.listdir(tmp_path) == [step_directory(7)]
 
 
@@ -207,7 +216,7 @@ def test_a_save_by_hand_takes_what_was_killed_at_its_step_and_nothing_of_a_job(
         shards(tmp_path, manifest)
     (tmp_path / step_directory(4)).mkdir()
     before = {*tmp_path.rglob("*")}
-    tidied = tidy_by_hand(DiskDirectory(tmp_path), mine)
+    tidied = clean_up_after_manual_save(DiskDirectory(tmp_path), mine)
     assert not tidied.problems
     gone = {tmp_path / step_directory(7) / name for name in left}
     assert before - {*tmp_path.rglob("*")} == gone
@@ -219,7 +228,7 @@ def test_what_is_not_of_a_save_is_never_touched(tmp_path: Path) -> None:
     for place in ("notes/rank-00000-of-00002-x.safetensors", "step-000000000001/notes.txt"):
         (tmp_path / place).write_bytes(b"mine")
         os.utime(tmp_path / place, (0, 0))
-    run(tmp_path, draft(7), Keep(last=1))
+    run(tmp_path, draft(7), RetentionPolicy(last=1))
     assert steps(tmp_path) == [7]
     assert (tmp_path / "notes/rank-00000-of-00002-x.safetensors").exists()
     assert names(tmp_path, 1) == ["notes.txt"]
@@ -250,7 +259,7 @@ class StuckDirectory(DiskDirectory):
 
 def test_what_cannot_be_removed_is_said_and_the_rest_goes(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 7)
-    tidied = tidy(StuckDirectory(tmp_path), draft(7), Keep(last=1))
+    tidied = apply_retention(StuckDirectory(tmp_path), draft(7), RetentionPolicy(last=1))
     assert [problem.split(": ")[1] for problem in tidied.problems] == ["Read-only file system"]
     assert steps(tmp_path) == [7]
     assert tidied.steps == [1, 2, 3]

@@ -15,7 +15,12 @@ import torch
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.io.writer import Piece, Terms, Written, write_checkpoint
+from elasticzero.checkpoint.io.writer import (
+    SaveCoordination,
+    TensorPiece,
+    WriteResult,
+    write_checkpoint,
+)
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError
@@ -42,22 +47,22 @@ class Table:
         return found
 
 
-def pieces(rank: int, fails: bool) -> Iterator[Piece]:
+def pieces(rank: int, fails: bool) -> Iterator[TensorPiece]:
     for name, span in DRAFT.layout.spans(rank).items():
         if fails:
             raise OSError(errno.ENOSPC, "No space left on device")
         dtype = torch.float32 if name == "optimizer/w/step" else torch.float64
-        yield Piece(name, torch.ones(len(span), dtype=dtype))
+        yield TensorPiece(name, torch.ones(len(span), dtype=dtype))
 
 
 def save_all(
     directory: Path, draft: Manifest, *, fails: int = -1, replacing: int = -1
-) -> list[Written | ElasticZeroError]:
+) -> list[WriteResult | ElasticZeroError]:
     """What came of each rank's part."""
     table = Table()
 
-    def save(rank: int) -> Written | ElasticZeroError:
-        terms = Terms(agree=table.greatest, wait_s=600.0, replacing=rank == replacing)
+    def save(rank: int) -> WriteResult | ElasticZeroError:
+        terms = SaveCoordination(agree=table.greatest, wait_s=600.0, replacing=rank == replacing)
         try:
             held = pieces(rank, rank == fails)
             return write_checkpoint(DiskDirectory(directory), draft, rank, held, terms)
@@ -84,8 +89,8 @@ def test_one_rank_that_knows_of_the_damage_is_enough(tmp_path: Path) -> None:
         token = f"save{len(tokens)}"
         tokens.append(token)
         found = save_all(tmp_path, replace(DRAFT, token=token), **given)
-        assert all(isinstance(each, Written) for each in found), found
-        return [each.committed for each in found if isinstance(each, Written)]
+        assert all(isinstance(each, WriteResult) for each in found), found
+        return [each.committed for each in found if isinstance(each, WriteResult)]
 
     tokens: list[str] = []
     storage = DiskStorage(tmp_path / step_directory(DRAFT.step))
@@ -93,7 +98,7 @@ def test_one_rank_that_knows_of_the_damage_is_enough(tmp_path: Path) -> None:
     assert written() == [False, False, False]
     assert catalog.read_manifest(storage).token == "save0"
     assert written(replacing=2) == [True, False, False]
-    assert catalog.read_manifest(storage).token == "save2" and commit.stands(storage)
+    assert catalog.read_manifest(storage).token == "save2" and commit.is_good(storage)
 
 
 def test_a_failed_replacement_leaves_what_stood(tmp_path: Path) -> None:
@@ -102,4 +107,4 @@ def test_a_failed_replacement_leaves_what_stood(tmp_path: Path) -> None:
     names = storage.names()
     found = save_all(tmp_path, replace(DRAFT, token="again"), fails=1, replacing=0)
     assert all(isinstance(each, ElasticZeroError) for each in found)
-    assert storage.names() == names and commit.stands(storage)
+    assert storage.names() == names and commit.is_good(storage)

@@ -42,7 +42,7 @@ def swap_ranks(storage: DiskStorage) -> None:
 @pytest.mark.parametrize("harm", [swap_shards, swap_ranks])
 def test_swapped_files_are_told(storage: DiskStorage, harm: Callable[[DiskStorage], None]) -> None:
     harm(storage)
-    found = {fault.file: fault.reason for fault in verify.faults(storage)}
+    found = {fault.file: fault.reason for fault in verify.find_corruption(storage)}
     assert list(found) == [DRAFT.file_name(0), DRAFT.file_name(1)]
     assert "it is the file of rank '1', from another" in found[DRAFT.file_name(0)]
     assert "it is the file of rank '0', from another" in found[DRAFT.file_name(1)]
@@ -56,7 +56,7 @@ def test_another_generation_s_file_is_told(storage: DiskStorage, suffixes: tuple
             storage.path / (OTHER.file_name(1) + suffix),
             storage.path / (DRAFT.file_name(1) + suffix),
         )
-    (fault,) = verify.faults(storage)
+    (fault,) = verify.find_corruption(storage)
     assert fault.file == DRAFT.file_name(1)
     assert "it is the file of token 'g000004-0123456789abcdef'" in fault.reason
 
@@ -64,6 +64,6 @@ def test_another_generation_s_file_is_told(storage: DiskStorage, suffixes: tuple
 def test_the_right_file_with_a_wrong_byte_is_not_said_to_be_another(storage: DiskStorage) -> None:
     path = storage.path / DRAFT.file_name(1)
     os.truncate(path, path.stat().st_size - 1)
-    (fault,) = verify.faults(storage)
+    (fault,) = verify.find_corruption(storage)
     assert (fault.start, fault.stop) == (0, path.stat().st_size + 1)
     assert fault.reason == "not what was written, or missing"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from elasticzero.checkpoint.ram.staging import SnapshotWriter
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.steps.retention import Keep
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Captured, Saved, SnapshotHeld
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
@@ -39,7 +39,7 @@ def newest_whole(memory: SnapshotStore) -> set[tuple[int, int]]:
 
 def work(mine: socket.socket, memory: Path, rank: int, generation: int, steps: range) -> None:
     """Capture one step after the other, each when the one before is kept, or saved."""
-    channel, writer = Channel(mine), SnapshotWriter(memory, rank)
+    channel, writer = Channel(mine), SharedMemoryStager(memory, rank)
     needed = newest_whole(SnapshotStore(memory))
     whole = state(generation, steps[0])
     with suppress(ChannelClosed):
@@ -72,7 +72,7 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
         os.write(wake, b".")
 
     store = SnapshotStore(memory)
-    saver = CheckpointSaver(store, directory, Keep(last=2), tell)
+    saver = CheckpointSaver(store, directory, RetentionPolicy(last=2), tell)
     saver.begin(
         SnapshotRole(
             generation=generation,

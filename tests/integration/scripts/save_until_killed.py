@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from elasticzero.checkpoint.format.dtypes import spec_of
+from elasticzero.checkpoint.format.dtypes import tensor_spec
 from elasticzero.checkpoint.format.layout import Group, Layout
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.io.writer import Piece, Terms, write_checkpoint
+from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.steps.retention import Keep, tidy
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.integration.scripts.processes import fork, serve
@@ -36,7 +36,7 @@ def state(generation: int, step: int) -> dict[str, torch.Tensor]:
 def draft(generation: int, step: int, whole: Mapping[str, torch.Tensor]) -> Manifest:
     layout = Layout(
         world_size=WORLD_SIZE,
-        tensors={name: spec_of(tensor) for name, tensor in whole.items()},
+        tensors={name: tensor_spec(tensor) for name, tensor in whole.items()},
         groups=(Group("even", tuple(whole)),),
     )
     return Manifest(
@@ -53,9 +53,9 @@ def token(generation: int) -> str:
     return f"g{generation:06d}-{generation:016x}"
 
 
-def pieces(manifest: Manifest, rank: int, whole: Mapping[str, torch.Tensor]) -> list[Piece]:
+def pieces(manifest: Manifest, rank: int, whole: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
     return [
-        Piece(name, whole[name].reshape(-1)[span.start : span.stop])
+        TensorPiece(name, whole[name].reshape(-1)[span.start : span.stop])
         for name, span in manifest.layout.spans(rank).items()
     ]
 
@@ -64,12 +64,12 @@ def save(directory: Path, rank: int, generation: int, step: int, wait_s: float) 
     whole = state(generation, step)
     manifest = draft(generation, step, whole)
     place = DiskDirectory(directory)
-    terms = Terms(wait_s=wait_s)
+    terms = SaveCoordination(wait_s=wait_s)
     written = write_checkpoint(place, manifest, rank, pieces(manifest, rank, whole), terms)
     if written.committed:
-        tidy(place, manifest, Keep(last=2))
+        apply_retention(place, manifest, RetentionPolicy(last=2))
     deadline_s = time.monotonic() + wait_s
-    while not commit.stands(place.step(step_directory(step))):
+    while not commit.is_good(place.step(step_directory(step))):
         if time.monotonic() > deadline_s:
             raise StorageError(f"step {step} was not committed")
         time.sleep(0.001)
