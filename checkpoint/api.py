@@ -1,7 +1,7 @@
-"""`checkpoint.save` and `load` by hand: any training script, without an agent.
+"""Implements `checkpoint.save`, `load` and `load_state`, which a script can call without an agent.
 
-What is saved may be nested as state dicts are. A tensor's name in the checkpoint is the path to it,
-its keys joined by "/"; everything else, and the nesting, stands as JSON in the manifest's state.
+What is saved may be nested as state dicts are. The name of a tensor in the checkpoint is the path
+to it, its keys joined by "/". Everything else, and the nesting, is JSON in the manifest's state.
 """
 
 from __future__ import annotations

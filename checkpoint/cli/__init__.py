@@ -1,1 +1,1 @@
-"""`elasticzero checkpoint`: look at checkpoints, change their shape, take them elsewhere."""
+"""Implements `elasticzero checkpoint`, the commands that inspect and convert checkpoints."""

@@ -1,4 +1,4 @@
-"""`python -m elasticzero.checkpoint.cli`."""
+"""Runs `elasticzero checkpoint` as `python -m elasticzero.checkpoint.cli`."""
 
 import sys
 

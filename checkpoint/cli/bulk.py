@@ -1,4 +1,4 @@
-"""The commands that go through all data of a checkpoint: reshard, diff, export, import."""
+"""Implements the commands that read a whole checkpoint: reshard, diff, export, import."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ _MOST_LINES = 20
 def _add_reshard(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", help=catalog.RESOLVABLE)
     command.add_argument("target", help="checkpoint directory to write the step into")
-    command.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
-    command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
+    command.add_argument(
+        "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    command.add_argument(
+        "--strategy", choices=STRATEGIES, help="distribute tensors as this strategy does"
+    )
     _add_dtype(command)
     _add_copy_options(command)
     command.set_defaults(run_command=_reshard)
@@ -47,7 +51,7 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
 
 def _add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("a", help=catalog.RESOLVABLE)
-    command.add_argument("b", help="the other")
+    command.add_argument("b", help="the checkpoint to compare it with")
     command.add_argument(
         "--model-only", action="store_true", help="compare the model's tensors only"
     )
@@ -70,7 +74,9 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="hf: largest file, such as 500MB or 2GiB (default: 5GB)",
     )
-    command.add_argument("--config", type=Path, help="hf: the model's config.json, put beside")
+    command.add_argument(
+        "--config", type=Path, help="hf: the model's config.json, to be copied beside the weights"
+    )
     command.add_argument(
         "--what",
         choices=("model", "all"),
@@ -94,16 +100,18 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--step", type=int, default=0, metavar="N", help="default: 0")
     command.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
+        "--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)"
     )
-    command.add_argument("--strategy", choices=STRATEGIES, help="deal tensors as this does")
-    command.add_argument("--model-only", action="store_true", help="dcp: leave all else out")
+    command.add_argument(
+        "--strategy", choices=STRATEGIES, help="distribute tensors as this strategy does"
+    )
+    command.add_argument("--model-only", action="store_true", help="dcp: import the model only")
     command.add_argument(
         "--alias",
         type=_alias,
         action="append",
         metavar="NAME=KEPT",
-        help="two names of one tensor in the model: keep it under the second",
+        help="two names of one tensor in the model: store it under the second",
     )
     _add_dtype(command)
     _add_copy_options(command)
@@ -125,13 +133,18 @@ def _add_copy_options(command: argparse.ArgumentParser, *, workers: bool = True)
         type=_bytes,
         default=step_copy.DEFAULT_BUFFER_BYTES,
         metavar="SIZE",
-        help="memory for data on its way, all threads together (default: 64MiB); more helps where "
-        "many ranks wrote",
+        help="memory for the buffers of all threads together (default: 64MiB); more helps where "
+        "many ranks wrote the checkpoint",
     )
-    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    command.add_argument(
+        "-q", "--quiet", action="store_true", help="do not show progress on stderr"
+    )
     if workers:
         command.add_argument(
-            "--workers", type=int, metavar="N", help="threads (default: two a core, at most 8)"
+            "--workers",
+            type=int,
+            metavar="N",
+            help="number of threads (default: two per core, at most 8)",
         )
 
 
@@ -305,8 +318,10 @@ def _told_copied(done: step_copy.CopyResult, args: argparse.Namespace, source: s
     if args.json:
         say(json.dumps({**asdict(done), "source": source}))
         return 0
-    extra = f" ({count_text(done.kept, 'rank')} of them written before)" if done.kept else ""
-    extra = " (it stood there already)" if done.already else extra
+    extra = (
+        f" ({count_text(done.kept, 'rank')} of them had been written before)" if done.kept else ""
+    )
+    extra = " (it existed already)" if done.already else extra
     say(
         f"{done.where}: {count_text(done.world_size, 'rank')}, {size_text(done.bytes)}, "
         f"from {source}{extra}"
@@ -328,5 +343,5 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
     value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[unit])
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size of at least one byte is wanted")
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least one byte")
     return value

@@ -1,7 +1,7 @@
-"""`elasticzero checkpoint`: look at checkpoints, change their shape, take them elsewhere.
+"""Parses and runs `elasticzero checkpoint`.
 
-Imports no torch, but where a conversion of dtypes or torch's own format asks for it; and what goes
-through all data only for the commands that do.
+Torch is imported only where dtypes are converted or torch's own format is read or written. The
+modules of the commands that read a whole checkpoint are imported only by those commands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_commands(
         command = subparsers.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}."
         )
-        command.add_argument("--json", action="store_true", help="for scripts")
+        command.add_argument("--json", action="store_true", help="print JSON, for scripts")
         if words is None or name in words:
             _add_options(command, name)
 

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint directory and in a step, as tables and as JSON."""
+"""Describes a checkpoint directory or one step as tables and as JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Other formats: Hugging Face, torch.distributed.checkpoint."""
+"""Converts checkpoints to and from other formats: Hugging Face, torch.distributed.checkpoint."""

@@ -1,4 +1,4 @@
-"""Export to a torch.distributed.checkpoint directory, by torch's own writer, a tensor at a time."""
+"""Exports to a torch.distributed.checkpoint directory with torch's own writer, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Import from a torch.distributed.checkpoint directory, without running code that its files bring.
+"""Imports from a torch.distributed.checkpoint directory without running code from its files.
 
-`.metadata` is read by `dcp_metadata`, every item by torch with `weights_only`. The items are zip
-archives: their CRCs are compared, which torch's own reader does not do.
+`dcp_metadata` reads `.metadata`, and torch reads every item with `weights_only`. The items are zip
+archives. This module compares their CRCs, which torch's own reader does not do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     if model_only:
         names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
     if len(set(names.values())) != len(names):
-        raise UserError(f"{storage.where}: two tensors come to the same name here")
+        raise UserError(f"{storage.where}: two tensors would get the same name")
     if not names:
         raise UserError(f"{storage.where} holds no tensors{' of a model' if model_only else ''}")
     if exported and not model_only:

@@ -1,4 +1,4 @@
-"""What stands in a torch.distributed.checkpoint directory, read without running anything in it.
+"""Reads the metadata of a torch.distributed.checkpoint directory without running anything in it.
 
 torch writes the directory's `.metadata` as a pickle, and a pickle can name any function for its
 reader to call. `pickle_reader` looks names up in a short table of inert stand-ins and refuses all

@@ -1,7 +1,7 @@
-"""Hugging Face safetensors: a model's own tensors, each whole, in one file or several.
+"""Exports and imports a model as Hugging Face safetensors, in one file or several.
 
-A tensor under several names stands in the files once; `__metadata__` names its aliases, as
-safetensors' own `save_model` does.
+Every tensor is written whole. A tensor with several names is written once; `__metadata__` names its
+aliases, as safetensors' own `save_model` does.
 """
 
 from __future__ import annotations

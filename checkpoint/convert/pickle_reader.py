@@ -1,9 +1,9 @@
-"""A reader of the pickles that torch.distributed.checkpoint writes, which runs nothing they name.
+"""Reads the pickles that torch.distributed.checkpoint writes, and runs nothing that they name.
 
 A pickle is a program for a stack machine. This machine has the instructions that torch's metadata
 needs and refuses all others. Names become stand-ins from a table. Time and memory stay within a
-multiple of the file's size: no length, index or nesting in the file is believed, and tuples are
-counted with all that they hold, since hashing or comparing one visits each of its parts again.
+multiple of the file's size: the reader believes no length, index or nesting in the file. It counts
+a tuple with all that the tuple holds, because hashing or comparing one visits every part again.
 
 Pure.
 """

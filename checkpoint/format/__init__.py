@@ -1,1 +1,1 @@
-"""What the bytes of a checkpoint mean: manifest, shards, checksums."""
+"""Defines what the bytes of a checkpoint mean: manifest, shards, checksums."""

@@ -1,4 +1,4 @@
-"""Checksums of a file's blocks, and verified reads by them.
+"""Computes checksums of a file's blocks, and verifies by them every byte that is read.
 
 The checksum file is binary, little-endian: magic, version, block size, the file's size and the
 digest of the layout it was written by (`_SUMS_HEADER`), then one xxh3_64 for each block of the

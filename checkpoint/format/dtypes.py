@@ -1,4 +1,4 @@
-"""Torch's dtypes by their safetensors names, and tensors as bytes."""
+"""Maps torch's dtypes to their safetensors names, and tensors to bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds NaN and infinity among the floating-point numbers in a shard's bytes; without torch."""
+"""Finds NaN and infinity among the floating-point numbers in a shard's bytes, without torch."""
 
 from __future__ import annotations
 

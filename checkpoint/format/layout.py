@@ -1,4 +1,4 @@
-"""Which rank holds which span of which tensor.
+"""Defines which rank holds which span of which tensor.
 
 Pure. A layout states a rule for each group of tensors instead of a place for each rank's part, so
 its size grows with tensors plus ranks and not with their product.
@@ -76,7 +76,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         width = itemsize(self.dtype)
         if len(self.shape) > _MAX_DIMS:
-            raise ValueError(f"a shape of {len(self.shape)} dimensions: {_MAX_DIMS} are the most")
+            raise ValueError(
+                f"a shape has {len(self.shape)} dimensions; the maximum is {_MAX_DIMS}"
+            )
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape {list(self.shape)} has a negative size")
         if width * math.prod(size for size in self.shape if size) >= TOO_MANY_BYTES:
@@ -145,7 +147,7 @@ class Layout:
                 if name not in self.tensors:
                     raise ValueError(f"a group names the tensor {name!r}, which is not described")
                 if name in places:
-                    raise ValueError(f"tensor {name!r} stands in the groups twice")
+                    raise ValueError(f"tensor {name!r} is in the groups twice")
                 places[name] = _Place(number, index, offset)
                 offset += self.tensors[name].numel
             if any(not 0 <= rank < self.world_size for rank in group.ranks):

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint or snapshot: its values, its JSON and its digest.
+"""Defines the manifest of a checkpoint or snapshot: its values, its JSON and its digest.
 
 Pure.
 """

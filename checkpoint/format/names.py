@@ -1,6 +1,6 @@
-"""The names of steps, shards, manifests and snapshots on storage.
+"""Makes and parses the names of steps, shards, manifests and snapshots.
 
-Pure. This module both makes and parses each name, so that writers and readers agree.
+Pure. Both directions are here, so that writers and readers agree on every name.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def checked_step(step: object) -> int:
     """A step's number as an int, for which any kind of integer will do; `UserError` for one that no
     step can have."""
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
-        raise UserError(f"step {step!r}: a whole number is wanted")
+        raise UserError(f"step {step!r} must be a whole number")
     number = operator.index(step)
     if not 0 <= number <= MAX_STEP:
-        raise UserError(f"step {number}: give 0 to {MAX_STEP}")
+        raise UserError(f"step {number} must be between 0 and {MAX_STEP}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""From old spans to byte ranges: where each wanted element is read from.
+"""Plans a load: finds from which byte ranges the wanted elements are read.
 
 Pure.
 """

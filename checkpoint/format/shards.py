@@ -1,4 +1,4 @@
-"""One shard: a safetensors file of a rank's spans, and verified reads of its tensors."""
+"""Writes a rank's shard as a safetensors file, and reads its tensors verified."""
 
 from __future__ import annotations
 

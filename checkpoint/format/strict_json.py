@@ -1,6 +1,6 @@
-"""JSON texts from files that anybody may have written: parsed within bounds, or refused in words.
+"""Parses JSON from untrusted files within bounds of memory and depth.
 
-Pure.
+Pure. A text that exceeds a bound is refused with an error that says which.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = counts.most_common(1)[0][0]
-        raise RecordError(f"the key {twice!r} stands twice in one object")
+        raise RecordError(f"the key {twice!r} appears twice in one object")
     return value

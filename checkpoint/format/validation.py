@@ -1,4 +1,4 @@
-"""What must hold of a manifest for its step to be of use, beyond its own syntax.
+"""Checks what a manifest must satisfy, beyond its syntax, for its step to be usable.
 
 Pure.
 """

@@ -1,1 +1,1 @@
-"""Tensors to shards and back."""
+"""Writes tensors to shards and reads them back."""

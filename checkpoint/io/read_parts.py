@@ -1,4 +1,4 @@
-"""Parts of a load: where a shard's bytes are cut, and how they come into tensors."""
+"""Cuts a load into parts of a few megabytes, and reads one part into its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards to tensors: one reader for shared memory, another node and storage."""
+"""Reads tensors from a checkpoint, or from a snapshot in the memory of this or another node."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Checkpoint:
         with self._lock:
             while rank not in self._open:
                 if not self._ways.get(rank):
-                    raise StorageError(f"nobody holds the shard of rank {rank}")
+                    raise StorageError(f"no node holds the shard of rank {rank}")
                 try:
                     shard = self._ways[rank][0]()
                 except (StorageError, CheckpointDamaged):
@@ -209,7 +209,7 @@ def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
         except (StorageError, CheckpointDamaged):
             if number == len(sources):
                 raise
-    raise StorageError("nobody holds the shard of rank 0")
+    raise StorageError("no node holds the shard of rank 0")
 
 
 def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:

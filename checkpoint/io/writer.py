@@ -1,4 +1,4 @@
-"""Tensors to shards: a checkpoint on storage, or a snapshot in shared memory."""
+"""Writes tensors as a checkpoint; all ranks commit it together or none does."""
 
 from __future__ import annotations
 

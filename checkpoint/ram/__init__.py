@@ -1,1 +1,1 @@
-"""The RAM tier: snapshots in shared memory, their replicas, and the way from there to storage."""
+"""Implements the RAM tier: snapshots in shared memory, their replicas and their copy to storage."""

@@ -1,11 +1,11 @@
-"""Files of shared memory that hold one shard each and are used in turn.
+"""Manages the slots: files of shared memory that each hold one shard and are used in turn.
 
-A slot's file stays for good, so its memory is allocated once. What it holds is made visible by a
-hard link in a snapshot's directory, and whoever still reads it while that directory may go keeps a
-link of their own: a slot that nobody links is free. Removing a snapshot's directory therefore gives
-its slots back, in whatever process that happens, and none is ever written while somebody reads it.
+A slot's file is never deleted, so its memory is allocated once. A hard link in a snapshot's
+directory makes its contents visible. A process that reads them while that directory may be removed
+holds a link of its own. A slot without links is free. Removing a snapshot's directory, in whichever
+process, therefore frees its slots, and no slot is written while a process reads it.
 
-Where shared memory is short a slot lies on a disk instead, for as long as its writer runs.
+Where shared memory is short, a slot lies on a disk instead, for as long as its writer runs.
 """
 
 from __future__ import annotations
@@ -190,6 +190,6 @@ def allocated_bytes(root: Path) -> int:
 
 def _short(slot: MemorySlot, size: int, error: OSError) -> StorageError:
     return StorageError(
-        f"{(size >> 20) + 1} MiB for a snapshot cannot be had in {slot.path.parent}: "
+        f"cannot allocate {(size >> 20) + 1} MiB for a snapshot in {slot.path.parent}: "
         f"{explain(error)}"
     )

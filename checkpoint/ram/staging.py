@@ -1,7 +1,7 @@
-"""Tensors into shared memory: the part of a save that training waits for.
+"""Stages tensors in shared memory: the part of a save that training waits for.
 
-A shard's head and its pieces are copied into a slot that is allocated and mapped before; no byte is
-checksummed or written to storage here. Sealing it, and copying it on, is the agent's.
+A shard's header and its pieces are copied into a slot that is already allocated and mapped. Nothing
+is checksummed or written to storage here: the agent seals the shard and copies it to storage.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The RAM tier as an agent sees it: what stands whole in this node's shared memory.
+"""Lists, seals, reads and removes the snapshots in this node's shared memory.
 
 `<root>/gen-<generation>/step-000000001200/` holds the same shard and checksum files as a
 checkpoint, and one manifest for each rank whose shard is here. A worker writes its shard and then a
-draft of its manifest; the agent *seals* it: it adds the checksums, and the manifest last. What has
-a manifest is whole, be it this node's own or a replica of another's.
+draft of its manifest. The agent *seals* the shard: it adds the checksums, and the manifest last. A
+shard with a manifest is whole, whether it is this node's own or a replica of another's.
 """
 
 from __future__ import annotations

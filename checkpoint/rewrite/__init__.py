@@ -1,1 +1,1 @@
-"""Checkpoints rewritten: another world size, strategy or dtype; and compared."""
+"""Writes checkpoints anew for another world size, strategy or dtype, and compares them."""

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same state, whatever world and strategy each was written by."""
+"""Compares the state in two checkpoints, whatever world and strategy wrote each."""
 
 from __future__ import annotations
 

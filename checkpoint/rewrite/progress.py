@@ -1,4 +1,4 @@
-"""How far a long copy has come, in one line on a terminal or a line every ten seconds in a log."""
+"""Shows the progress of a long copy: a live line on a terminal, or a line every 10 s in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A checkpoint for another world size, strategy or dtype: byte ranges copied, no tensor whole."""
+"""Writes a checkpoint for another world size, strategy or dtype by copying byte ranges.
+
+No tensor is held whole in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named tensors to copy from: what every rewriting of a checkpoint reads, in bounded memory.
+"""Reads named tensors in bounded memory, as every rewriting of a checkpoint does.
 
 A source can convert the model's floating-point tensors to another dtype as they are read. torch
 does the rounding; it is imported when the first tensor is converted.

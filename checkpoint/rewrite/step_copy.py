@@ -1,6 +1,6 @@
-"""Writing a step from a source: ranks in parallel, memory bounded, safe to interrupt.
+"""Writes a step from a source: ranks in parallel, in bounded memory, safe to interrupt.
 
-A step that is written again under the same token goes on where it stopped: a rank's file that has
+A step that is written again under the same token continues where it stopped: a rank's file that has
 its checksum file beside it is whole and durable, and is not written again.
 """
 

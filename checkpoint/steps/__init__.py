@@ -1,1 +1,1 @@
-"""Which steps a checkpoint directory holds: commit, choice, verification, retention."""
+"""Manages the steps of a checkpoint directory: commit, catalog, verification, retention."""

@@ -1,4 +1,4 @@
-"""Which steps a checkpoint directory holds, which of them are good, and which one a path means."""
+"""Finds which steps a checkpoint directory holds, which are good, and which one a path means."""
 
 from __future__ import annotations
 

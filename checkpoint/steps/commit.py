@@ -1,9 +1,9 @@
-"""Commits a step by its manifest, or discards what a failed save has written.
+"""Commits a step by creating its manifest, or discards what a failed save has written.
 
-A step exists exactly when its manifest does, and the manifest is created last: every rank writes
-its shard file and then its checksum file (each gets its name only when it is whole and durable),
-and the manifest's writer waits for the checksum files of all ranks. Files of different saves carry
-different tokens, so what a failed save leaves behind can never become part of another.
+A step exists exactly when its manifest does, and the manifest is created last. Every rank writes
+its shard file and then its checksum file; each gets its name only when it is whole and durable. The
+manifest's writer waits for the checksum files of all ranks. Files of different saves have different
+tokens, so what a failed save leaves behind can never become part of another.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def commit(
         if reason := give_up():
             raise StorageError(
                 f"{storage.where}: {reason}, and the shards of {_ranks(missing)} of {world} are "
-                "not there: this step is not saved"
+                "missing: this step is not saved"
             )
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"{storage.where}: after {wait_s:g} s the shards of {_ranks(missing)} of {world} "
-                "are not there; is the checkpoint directory shared by all nodes?"
+                "are missing; is the checkpoint directory shared by all nodes?"
             )
         time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
         poll_s = min(poll_s * 1.5, _LAST_POLL_S)
@@ -147,8 +147,8 @@ def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:
     sums = read_sums(storage, name)
     if sums.layout_digest != layout_digest:
         raise CheckpointMismatch(
-            f"{storage.where}/{name} was written with other tensors, or tensors dealt otherwise, "
-            "than on the rank that commits: the ranks must save the same tensors"
+            f"{storage.where}/{name} was written with other tensors, or with another distribution "
+            "of them, than on the rank that commits: the ranks must save the same tensors"
         )
     if (size := storage.size(name)) != sums.size:
         raise CheckpointDamaged(f"{storage.where}/{name} has {size} bytes, not {sums.size}")

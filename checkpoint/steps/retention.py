@@ -1,8 +1,8 @@
-"""Which checkpoints stay, and what saves that failed have left behind.
+"""Removes old checkpoints and what failed saves have left behind.
 
-Whoever commits a step tidies up after it. What another save may still be writing stays: files of a
-newer generation, of this one's own next steps, and such as were touched lately. Ages are taken
-between two files of the same storage, by its clock alone.
+The process that commits a step applies retention after it. What another save may still be writing
+stays: files of a newer generation, of this generation's next steps, and files that were written
+lately. An age is the difference between two files of the same storage, by its clock alone.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
-            raise UserError(f"--keep {self.last}: at least one checkpoint must stay")
+            raise UserError(
+                f"--keep {self.last} must be 1 or more: at least one checkpoint must stay"
+            )
         if self.every is not None and self.every < 1:
-            raise UserError(f"--keep-every {self.every}: 1 or more steps are wanted")
+            raise UserError(f"--keep-every {self.every} must be 1 or more")
         if self.every is not None and self.last is None:
-            raise UserError("--keep-every adds to what --keep N keeps, and there is no --keep")
+            raise UserError("--keep-every needs --keep N: it adds to the steps that --keep N keeps")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Reading every byte of a step to see whether it is what was written."""
+"""Reads every byte of a step to find what is not as it was written."""
 
 from __future__ import annotations
 

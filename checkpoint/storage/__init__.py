@@ -1,1 +1,1 @@
-"""Where the bytes of checkpoints lie: disks, object stores, HTTP."""
+"""Reads and writes the files of checkpoints on disks, in object stores and over HTTP."""

@@ -1,6 +1,6 @@
-"""Where bytes live: what reads and writes the files of a step, and how a URL becomes one.
+"""Defines the interface to the files of a step, and opens the storage that a path or URL means.
 
-Names are relative to one step's directory. A file that is not there raises `FileNotFoundError`;
+Names are relative to one step's directory. A file that does not exist raises `FileNotFoundError`;
 anything else that goes wrong raises `StorageError`.
 """
 
@@ -247,7 +247,7 @@ def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
     if errors:
         raise errors[0]
     if not results:
-        raise StorageError(f"{where}: no answer within {limit_s:g} s")
+        raise StorageError(f"{where}: the storage did not answer within {limit_s:g} s")
     return results[0]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on a local or shared file system."""
+"""Stores checkpoints on a local or shared file system."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def _rename_locked(staged: Path, target: Path) -> bool:
         if target.exists():
             return False
         raise StorageError(
-            f"{lock} stands: another save is at this step, or one was killed there; "
+            f"{lock} exists: another save is writing this step, or one was killed while it did; "
             "if none is running, remove that file"
         ) from None
     try:

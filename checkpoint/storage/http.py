@@ -1,4 +1,4 @@
-"""A snapshot behind an agent's HTTP server, read by byte ranges."""
+"""Reads a snapshot by byte ranges from an agent's HTTP server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from elasticzero.checkpoint.storage.base import Views, explain
 from elasticzero.errors import StorageError, UserError
 
-_GIVEN_UP = "the server is given up"
+_GIVEN_UP = "the server was abandoned"
 
 
 class HttpStorage:

@@ -1,4 +1,4 @@
-"""Calls of Linux that Python's `os` does not have; each says where it is not to be had."""
+"""Calls Linux functions that Python's `os` lacks, where the kernel and file system have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An upload in parts to S3: several at a time, bounded memory, and all of it or nothing."""
+"""Uploads a file to S3 in parts: several at a time, in bounded memory, all of it or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores and other places that fsspec reaches by URL.
+"""Stores checkpoints in object stores and other places that fsspec reaches by URL.
 
 Each package behind fsspec finds its credentials and its server as it always does: for S3 in the
 environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), AWS's own files or fsspec's.

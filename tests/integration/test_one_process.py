@@ -178,7 +178,7 @@ def test_an_interrupt_without_checkpoints_is_one_line(tmp_path: Path) -> None:
     [
         ({"ELASTICZERO_KEEP": "some"}, "ELASTICZERO_KEEP=some: must be a whole number"),
         ({"ELASTICZERO_STRATEGY": "zero9"}, "ELASTICZERO_STRATEGY=zero9: must be one of ddp, "),
-        ({"ELASTICZERO_KEEP_EVERY": "2"}, "--keep-every adds to what --keep N keeps"),
+        ({"ELASTICZERO_KEEP_EVERY": "2"}, "--keep-every needs --keep N"),
         ({"ELASTICZERO_CHECKPOINT_DIR": "/proc/none"}, "/proc/none cannot be written"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "start the script by `elasticzero run`"),
     ],

@@ -81,7 +81,7 @@ def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
         assert codes == {"node-0": 0, "node-1": 0}, told.logs()
         second = next(world for world in told.of("world") if world["generation"] == 2)
         assert second["tier"] == "ram" and told.generation == 2
-        assert "no answer within 10 s; training goes on" in logs_of_workers(told)
+        assert "did not answer within 10 s; training goes on" in logs_of_workers(told)
         check_weights(disk / "c", reference)
 
 

@@ -249,7 +249,7 @@ def test_reshard_for_scripts_and_again(directory: Path, tmp_path: Path, capsys: 
         assert told["where"] == str(tmp_path / "new" / step_directory(20))
         assert output.err == ""
     assert main(order[:5]) == 0
-    assert capsys.readouterr().out.endswith("(it stood there already)\n")
+    assert capsys.readouterr().out.endswith("(it existed already)\n")
 
 
 def test_diff(directory: Path, tmp_path: Path, capsys: Output) -> None:
@@ -334,7 +334,7 @@ def test_a_step_that_none_can_have(
     assert main(["export", "-q", str(directory), hf]) == 0
     order = ["import", hf, str(tmp_path / "x"), "--format", "hf", f"--step={step}"]
     assert main(order) == 64
-    assert f"step {step}: give 0 to 9" in capsys.readouterr().err
+    assert f"step {step} must be between 0 and 9" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert main([*order[:-1], f"--step={10**18 - 1}", "-q"]) == 0
     assert main(["list", str(tmp_path / "x")]) == 0

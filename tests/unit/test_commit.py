@@ -73,7 +73,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     storage = shards(tmp_path, 1, "token")
     draft = draft_of(LAYOUT, step=1)
     storage.remove(draft.file_name(1) + ".sums")
-    with pytest.raises(StorageError, match=r"rank 1 of 2 are not there; .* shared by all nodes"):
+    with pytest.raises(StorageError, match=r"rank 1 of 2 are missing; .* shared by all nodes"):
         commit.commit(storage, draft, wait_s=0.0)
     with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2"):
         commit.commit(storage, replace(draft, token="other"), wait_s=0.0)
@@ -128,7 +128,7 @@ def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
     storage = write(tmp_path, 1, "first")
     first = (storage.path / MANIFEST_NAME).read_bytes()
     second = draft_of(LAYOUT, step=1, token="second")
-    with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2 are not there"):
+    with pytest.raises(StorageError, match=r"2 ranks \(0, 1\) of 2 are missing"):
         commit.commit(storage, second, wait_s=0.0, replacing=True)
     shards(tmp_path, 1, "second")
     assert (storage.path / MANIFEST_NAME).read_bytes() == first

@@ -232,7 +232,7 @@ CASES: dict[str, tuple[Callable[[Place], None], str, str]] = {
     "a tensor out of range": (header(lambda t: move_first(t, 1 << 40)), SHARD, FORGED),
     "a tensor before the data": (header(lambda t: move_first(t, -8)), SHARD, FORGED),
     "a hole": (header(drop_one), SHARD, FORGED + "tensor .* begins at byte"),
-    "a name twice": (header(name_twice), SHARD, FORGED + "the key .* stands twice"),
+    "a name twice": (header(name_twice), SHARD, FORGED + "the key .* appears twice"),
     "an offset that is no number": (
         header(lambda t: first_entry(t).update(data_offsets=[0, "8"])),
         SHARD,
@@ -277,17 +277,17 @@ CHEAP: dict[str, tuple[Callable[[Place], None], str, str]] = {
     "a manifest cut off": (cut(MANIFEST_NAME, 200), MANIFEST_NAME, NO_DIGEST),
     "a manifest without its last byte": (cut_last, MANIFEST_NAME, NO_DIGEST),
     "an edited manifest": (edited, MANIFEST_NAME, DIGEST),
-    "a manifest with a key twice": (twice_in_manifest, MANIFEST_NAME, "'step' stands twice"),
+    "a manifest with a key twice": (twice_in_manifest, MANIFEST_NAME, "'step' appears twice"),
     "a manifest nested without end": (deep, MANIFEST_NAME, "recursion"),
     "a tensor in two groups": (
         manifest(group(tensors=["model/w", "model/b", "model/w"])),
         MANIFEST_NAME,
-        "'model/w' stands in the groups twice",
+        "'model/w' is in the groups twice",
     ),
     "one tensor 100,000 times": (
         manifest(group(tensors=["model/w"] * 100_000)),
         MANIFEST_NAME,
-        "'model/w' stands in the groups twice",
+        "'model/w' is in the groups twice",
     ),
     "a negative size": (manifest(shape(-3)), MANIFEST_NAME, "has a negative size"),
     "a size that is NaN": (manifest(shape(float("nan"))), MANIFEST_NAME, "int was expected"),  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_a_lock_that_a_killed_process_left_is_named(
     without_either(monkeypatch)
     (tmp_path / ".file.lock").write_bytes(b"")
     disk = DiskStorage(tmp_path)
-    with pytest.raises(StorageError, match=r"\.file\.lock stands: .* remove that file"):
+    with pytest.raises(StorageError, match=r"\.file\.lock exists: .* remove that file"):
         disk.create_exclusive("file", b"first")
     assert disk.names() == [".file.lock"]
 

@@ -281,7 +281,7 @@ def test_a_server_that_is_given_up_is_waited_for_no_more(loss: Loss) -> None:
     with lost_host(loss) as host:
         storage = HttpStorage(f"http://{host.address}/x", TOKEN, timeout_s=LONG_S)
         assert host.address in ended_by_abandoning(storage, 9, host.is_asked)
-        with pytest.raises(StorageError, match="/x: the server is given up"):
+        with pytest.raises(StorageError, match="/x: the server was abandoned"):
             storage.size("file")
         storage.close()
 

@@ -123,7 +123,7 @@ DAMAGE = {
     "tensor in no group": (lambda v: with_group(v, tensors=["model/w"]), "'model/b' is in no"),
     "tensor in two groups": (
         lambda v: with_layout(v, groups=[v["layout"]["groups"][0]] * 2),
-        "'model/w' stands in the groups twice",
+        "'model/w' is in the groups twice",
     ),
     "group of unknown tensor": (lambda v: with_group(v, tensors=["y"]), "'y', which is not"),
     "rank outside": (lambda v: with_group(v, 1, ranks=[2]), "outside 0..1"),
@@ -154,7 +154,7 @@ def test_a_damaged_manifest_is_refused_with_its_place_and_reason(name: str) -> N
 def test_a_key_that_stands_twice_is_refused() -> None:
     data = to_json(whole(simple_layout())).replace(b'{"version":1,', b'{"version":1,"step":1,')
     data = sign(data[: data.rindex(b',"digest"')] + b"}")
-    with pytest.raises(CheckpointDamaged, match="key 'step' stands twice"):
+    with pytest.raises(CheckpointDamaged, match="key 'step' appears twice"):
         from_json(data, "here")
 
 

@@ -285,6 +285,6 @@ def test_a_conversion_that_arrays_do_not_have_is_refused(tmp_path: Path) -> None
 
 def test_state_whose_keys_become_one_is_refused(tmp_path: Path) -> None:
     """JSON has string keys only: one of the two values would be lost."""
-    with pytest.raises(UserError, match="the key '1' stands twice"):
+    with pytest.raises(UserError, match="the key '1' appears twice"):
         checkpoint.save(tmp_path, {"w": torch.ones(1)}, state={"x": {1: "a", "1": "b"}})
     assert os.listdir(tmp_path) == []

@@ -273,7 +273,7 @@ def test_a_snapshot_of_another_generation_step_or_write_is_refused(
         load_all(open_snapshot(places | {1: [other]}, 4, 7))
     with pytest.raises(StorageError, match=r"only ranks \[0, 2\] are held"):
         open_snapshot({0: [nodes[0]], 2: [nodes[2]]}, 4, 7)
-    with pytest.raises(StorageError, match="nobody holds the shard of rank 0"):
+    with pytest.raises(StorageError, match="no node holds the shard of rank 0"):
         open_snapshot({0: []}, 4, 7)
 
 
@@ -362,7 +362,7 @@ def test_saving_over_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ({"x": torch.ones(1)}, {"state": {"$tree": 1}}, "key '.tree' of `state` is taken"),
         ({"x": torch.ones(1)}, {"state": {"x": object()}}, "`state` is not JSON: .*object"),
         ({"x": torch.ones(1)}, {"state": {("a", "b"): 1}}, "`state` is not JSON"),
-        ({"x": torch.ones(1)}, {"step": -1}, "step -1: give 0 to"),
+        ({"x": torch.ones(1)}, {"step": -1}, "step -1 must be between 0"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_made(
