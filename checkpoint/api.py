@@ -9,29 +9,28 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from elasticzero import spans
 from elasticzero.checkpoint.format.dtypes import (
     check_fillable,
     check_plain,
     tensor_spec,
     torch_dtype,
 )
-from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec, check_tensor_names
+from elasticzero.checkpoint.format.layout import Layout, TensorSpec, check_tensor_names
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
+from elasticzero.checkpoint.io.dtensor import layout_of, local_part, pieces_of, writing_ranks
 from elasticzero.checkpoint.io.reader import Target, open_step
 from elasticzero.checkpoint.io.writer import (
     DEFAULT_WAIT_S,
     SaveCoordination,
-    TensorPiece,
     write_checkpoint,
 )
 from elasticzero.checkpoint.steps import catalog, commit
@@ -47,7 +46,6 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.nested import encoded_items, flatten, unflatten
-from elasticzero.spans import EMPTY, Rule, Span
 
 _T = TypeVar("_T")
 
@@ -89,7 +87,7 @@ def save(
         state=ready.state,
     )
     writer = ready.writers.index(rank) if rank in ready.writers else None
-    pieces = () if writer is None else _pieces(ready.layout, writer, ready.named)
+    pieces = () if writer is None else pieces_of(ready.layout, writer, ready.named)
     coordination = SaveCoordination(agree=_greatest, tell=_first_words, wait_s=wait_s)
     try:
         written = write_checkpoint(ready.directory, draft, writer, pieces, coordination)
@@ -122,7 +120,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     own = None if into is None else flatten(into, "", given)
     for name, tensor in given.items():
         check_plain(name, tensor)
-        check_fillable(name, _local_part(name, tensor)[1])
+        check_fillable(name, local_part(name, tensor)[1])
     checkpoint.check({n: tensor_spec(t, n) for n, t in given.items()}, allow_more=True)
     tensors = dict(given)
 
@@ -139,7 +137,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
         raise CheckpointDamaged(
             f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
         ) from None
-    checkpoint.load(Target(name, *_local_part(name, t)) for name, t in tensors.items())
+    checkpoint.load(Target(name, *local_part(name, t)) for name, t in tensors.items())
     return result
 
 
@@ -172,7 +170,7 @@ def _prepared(
     """What is to be saved and where; `UserError` for what cannot be saved."""
     number = checked_step(step)
     named, json_state = _savable(tensors, state)
-    writers = _writers(named, world_size)
+    writers = writing_ranks(named, world_size)
     directory = open_directory(path)
     catalog.check_target(directory)
     return _Prepared(
@@ -180,7 +178,7 @@ def _prepared(
         named=named,
         state=json_state,
         writers=writers,
-        layout=_layout(named, len(writers)),
+        layout=layout_of(named, len(writers)),
         directory=directory,
     )
 
@@ -264,87 +262,6 @@ def _only_tensors(encoded: Any) -> bool:
         case {"$map": pairs}:
             return all(_only_tensors(item) for _, item in pairs)
     return all(_only_tensors(item) for item in encoded.values())
-
-
-def _shard_dim(name: str, tensor: torch.Tensor) -> int | None:
-    """The dimension of a DTensor's mesh by which its rows are dealt; None: every rank has all.
-
-    Raises `UserError` for a DTensor placed in any way but by rows in one dimension of its mesh and
-    replicated in the others.
-    """
-    placements: Any = getattr(tensor, "placements", ())
-    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if not cut:
-        return None
-    placement = placements[cut[0]]
-    if len(cut) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
-        raise UserError(
-            f"{name} is a DTensor placed {placements}, which cannot be saved or loaded: only "
-            "Replicate() and one Shard(0) can; use tensor.full_tensor() or redistribute it"
-        )
-    return cut[0]
-
-
-def _local_part(name: str, tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
-    """What this process holds of a tensor, span and elements: of a DTensor its own rows."""
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return Span(0, tensor.numel()), tensor
-    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    dim = _shard_dim(name, tensor)
-    if mesh.get_coordinate() is None:
-        return EMPTY, local
-    if dim is None:
-        return Span(0, tensor.numel()), local
-    rows = spans.fsdp_rows(tuple(tensor.shape), mesh.size(dim), mesh.get_local_rank(dim))
-    return rows, local
-
-
-def _writers(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
-    """The ranks that write, in the order of the rows they hold: all, or where DTensors are
-    replicated and cut, the ranks of the first copy."""
-    everybody = list(range(world_size))
-    found: dict[str, list[int]] = {}
-    for name, tensor in tensors.items():
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        if mesh is None:
-            continue
-        if sorted(mesh.mesh.flatten().tolist()) != everybody:
-            raise UserError(f"{name} lies on {mesh}, which does not have every rank once")
-        if (dim := _shard_dim(name, tensor)) is not None:
-            first_copy = tuple(slice(None) if d == dim else 0 for d in range(mesh.ndim))
-            found[name] = mesh.mesh[first_copy].tolist()
-    if not found:
-        return everybody
-    first, ranks = next(iter(found.items()))
-    for name, others in found.items():
-        if others != ranks:
-            raise UserError(
-                f"{first} and {name} are cut by different ranks ({ranks}, {others}): save them as "
-                "two checkpoints"
-            )
-    return ranks
-
-
-def _layout(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
-    """DTensors by their own rows, everything else dealt evenly, one group for each dtype."""
-    specs = {name: tensor_spec(tensor, name) for name, tensor in tensors.items()}
-    by_kind: dict[tuple[Rule, str], list[str]] = {}
-    for name, tensor in tensors.items():
-        by_rows = _shard_dim(name, tensor) is not None
-        kind: tuple[Rule, str] = ("fsdp_rows", "") if by_rows else ("even", specs[name].dtype)
-        by_kind.setdefault(kind, []).append(name)
-    groups = tuple(Group(rule, tuple(names)) for (rule, _), names in by_kind.items())
-    return Layout(world_size=world_size, tensors=specs, groups=groups)
-
-
-def _pieces(
-    layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
-) -> Iterator[TensorPiece]:
-    for name, span in layout.spans(rank).items():
-        held, local = _local_part(name, tensors[name])
-        flat = local.detach().reshape(-1)
-        yield TensorPiece(name, flat[span.start - held.start : span.stop - held.start])
 
 
 def _on_all(work: Callable[[], _T]) -> _T:

@@ -15,13 +15,13 @@ from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.storage.base import Bytes, Directory, Storage, explain
+from elasticzero.checkpoint.storage.base import Bytes, Directory, explain
 from elasticzero.errors import ElasticZeroError, RetryError, StorageError, one_line
 
 WRITE_STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
 DEFAULT_WAIT_S = 600.0
-_GO, _STANDS, _REPLACE, _FAILED = range(4)
+_GO, _COMMITTED, _REPLACE, _FAILED = range(4)
 """What ranks tell each other of a save; the greatest counts."""
 
 
@@ -88,76 +88,112 @@ def write_checkpoint(
     because another one of the same step came first is not committed, as if that one had been there
     before.
     """
-    coordination = coordination or SaveCoordination()
     started = time.monotonic()
-    storage = directory.step(step_directory(draft.step))
-    file = ShardFile("", 0, None)
-
-    def look() -> int:
-        if coordination.replacing:
-            return _REPLACE
-        return _STANDS if commit.is_good(storage) else _GO
-
-    def write() -> int:
-        nonlocal file
-        if rank is None:
-            return _GO
-        commit.prepare(directory, draft.step)
-        file = write_shard(storage, draft, rank, shard_bytes(draft, rank, pieces))
-        return _GO
-
-    def finish() -> int:
-        again = verdict == _REPLACE
-        if rank == 0 and commit.commit(storage, draft, wait_s=coordination.wait_s, replacing=again):
-            return _GO
-        return _STANDS if rank == 0 else _GO
-
-    def came_first() -> bool:
-        if verdict == _REPLACE:
-            return False
-        with suppress(ElasticZeroError, OSError):
-            return catalog.read_manifest(storage).token != draft.token and commit.is_good(storage)
-        return False
-
-    verdict = _together(storage, coordination, look)
-    if verdict == _STANDS:
+    save = _Save(directory, draft, rank, coordination or SaveCoordination())
+    if save.begin() == _COMMITTED:
         return WriteResult(bytes=0, seconds=time.monotonic() - started, committed=False)
     try:
-        late = _together(storage, coordination, write, came_first) == _STANDS
-        late = late or _together(storage, coordination, finish, came_first) == _STANDS
+        late = save.write(pieces) == _COMMITTED or save.commit() == _COMMITTED
     except BaseException:
-        if rank is not None:
-            commit.discard(directory, draft, rank)
+        save.discard()
         raise
-    if late and rank is not None:
-        commit.discard(directory, draft, rank)
+    if late:
+        save.discard()
     committed = rank == 0 and not late
-    return WriteResult(bytes=file.bytes, seconds=time.monotonic() - started, committed=committed)
+    return WriteResult(
+        bytes=save.file.bytes, seconds=time.monotonic() - started, committed=committed
+    )
 
 
-def _together(
-    storage: Storage,
-    coordination: SaveCoordination,
-    work: Callable[[], int],
-    came_first: Callable[[], bool] = lambda: False,
-) -> int:
-    """Do `work` on every rank; the greatest result. Where it fails on one it fails on all, unless
-    it fails because another save came first: then the step stands."""
-    result = _FAILED
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
-        failure = error
-        if isinstance(error, (ElasticZeroError, OSError)) and came_first():
-            result, failure = _STANDS, None
-    agreed = coordination.agree(result)
-    if agreed != _FAILED:
-        return agreed
-    said = coordination.tell("" if failure is None else one_line(failure))
-    if isinstance(failure, OSError):
-        raise StorageError(f"{storage.where}: {explain(failure)}") from failure
-    raise failure or RetryError(f"{storage.where} is not saved: {said}")
+class _Save:
+    """One rank's part of a save, in three steps that all ranks take together.
+
+    Each step returns the greatest of the ranks' results. A step that fails on one rank fails on
+    all, unless it fails because another save of this checkpoint step came first.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        draft: Manifest,
+        rank: int | None,
+        coordination: SaveCoordination,
+    ) -> None:
+        self.file = ShardFile("", 0, None)
+        self._directory = directory
+        self._draft = draft
+        self._rank = rank
+        self._coordination = coordination
+        self._storage = directory.step(step_directory(draft.step))
+        self._replacing = False
+
+    def begin(self) -> int:
+        """Checks whether the step is committed already, or is to be replaced."""
+
+        def check() -> int:
+            if self._coordination.replacing:
+                return _REPLACE
+            return _COMMITTED if commit.is_good(self._storage) else _GO
+
+        verdict = self._together(check, lambda: False)
+        self._replacing = verdict == _REPLACE
+        return verdict
+
+    def write(self, pieces: Iterable[TensorPiece]) -> int:
+        """Writes this rank's shard."""
+
+        def write() -> int:
+            if self._rank is None:
+                return _GO
+            commit.prepare(self._directory, self._draft.step)
+            data = shard_bytes(self._draft, self._rank, pieces)
+            self.file = write_shard(self._storage, self._draft, self._rank, data)
+            return _GO
+
+        return self._together(write, self._came_first)
+
+    def commit(self) -> int:
+        """Commits the step on rank 0, once every rank's shard is there."""
+
+        def finish() -> int:
+            if self._rank != 0:
+                return _GO
+            wait_s, again = self._coordination.wait_s, self._replacing
+            done = commit.commit(self._storage, self._draft, wait_s=wait_s, replacing=again)
+            return _GO if done else _COMMITTED
+
+        return self._together(finish, self._came_first)
+
+    def discard(self) -> None:
+        """Removes what this rank has written."""
+        if self._rank is not None:
+            commit.discard(self._directory, self._draft, self._rank)
+
+    def _came_first(self) -> bool:
+        """Whether another save of the step was committed before this one."""
+        if self._replacing:
+            return False
+        with suppress(ElasticZeroError, OSError):
+            other = catalog.read_manifest(self._storage).token != self._draft.token
+            return other and commit.is_good(self._storage)
+        return False
+
+    def _together(self, work: Callable[[], int], came_first: Callable[[], bool]) -> int:
+        result = _FAILED
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
+            failure = error
+            if isinstance(error, (ElasticZeroError, OSError)) and came_first():
+                result, failure = _COMMITTED, None
+        agreed = self._coordination.agree(result)
+        if agreed != _FAILED:
+            return agreed
+        said = self._coordination.tell("" if failure is None else one_line(failure))
+        if isinstance(failure, OSError):
+            raise StorageError(f"{self._storage.where}: {explain(failure)}") from failure
+        raise failure or RetryError(f"{self._storage.where} is not saved: {said}")
 
 
 def ordered_pieces(

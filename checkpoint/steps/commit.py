@@ -54,15 +54,42 @@ def commit(
     replacing: bool = False,
     give_up: Callable[[], str | None] = _never,
 ) -> bool:
-    """Wait until every rank's shard is whole, then create the manifest.
+    """Waits until every rank's shard is whole, then creates the manifest.
 
-    `replacing`: the step that stands is known to be damaged; it stays until ours takes its place.
-    `give_up`: asked again and again while waiting; the reason it gives ends that as a
-    `StorageError`.
-    Returns whether the step now stands with our files; False when another whole one came first.
+    `replacing`: the committed step is known to be damaged; it stays until this one takes its place.
+    `give_up`: called repeatedly while waiting; a reason that it returns ends the wait as a
+    `StorageError`. Returns whether the step is now committed with these files; False when another
+    save was committed first.
     Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`, and
     `CheckpointMismatch` where a rank's layout is not the draft's.
     """
+    if not _await_shards(storage, draft, wait_s, replacing, give_up):
+        return False
+    layout = draft.layout.digest()
+    files = run_parallel(
+        range(draft.layout.world_size),
+        lambda rank: _written_file(storage, draft.file_name(rank), layout),
+        threads=FILES_AT_ONCE,
+    )
+    data = to_json(replace(draft, files=tuple(files)))
+    _check_readable(storage, data)
+    if not replacing:
+        if storage.create_exclusive(MANIFEST_NAME, data):
+            return True
+        if step_error_text(storage) is None:
+            return False
+    _replace(storage, data, {file.name for file in files})
+    return True
+
+
+def _await_shards(
+    storage: Storage,
+    draft: Manifest,
+    wait_s: float,
+    replacing: bool,
+    give_up: Callable[[], str | None],
+) -> bool:
+    """Waits until every rank's shard is whole; False where another save was committed meanwhile."""
     world = draft.layout.world_size
     deadline = time.monotonic() + wait_s
     poll_s = _FIRST_POLL_S
@@ -70,7 +97,7 @@ def commit(
         names = set(storage.names())
         missing = [r for r in range(world) if draft.file_name(r) + SUMS_SUFFIX not in names]
         if not missing:
-            break
+            return True
         if not replacing and MANIFEST_NAME in names and step_error_text(storage) is None:
             return False
         if reason := give_up():
@@ -85,22 +112,6 @@ def commit(
             )
         time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
         poll_s = min(poll_s * 1.5, _LAST_POLL_S)
-    layout = draft.layout.digest()
-    ranks = range(world)
-    files = run_parallel(
-        ranks,
-        lambda rank: _written_file(storage, draft.file_name(rank), layout),
-        threads=FILES_AT_ONCE,
-    )
-    data = to_json(replace(draft, files=tuple(files)))
-    _check_readable(storage, data)
-    if not replacing:
-        if storage.create_exclusive(MANIFEST_NAME, data):
-            return True
-        if step_error_text(storage) is None:
-            return False
-    _replace(storage, data, {file.name for file in files})
-    return True
 
 
 def _check_readable(storage: Storage, data: bytes) -> None:

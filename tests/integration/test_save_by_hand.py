@@ -161,7 +161,7 @@ def refused(tensors, text):
 refused({"x": distribute_tensor(rows, pairs, [Shard(0), Shard(0)])}, "x is a DTensor placed")
 refused({"x": distribute_tensor(rows, pairs, [Replicate(), Shard(1)])}, "x is a DTensor placed")
 both = {"a": turned["x"], "b": distribute_tensor(rows, pairs, [Replicate(), Shard(0)])}
-refused(both, "a and b are cut by different ranks ([0, 2], [0, 1])")
+refused(both, "a and b are sharded over different ranks ([0, 2], [0, 1])")
 dist.destroy_process_group()
 """
 
