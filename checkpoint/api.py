@@ -61,7 +61,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     wait_s: float = DEFAULT_WAIT_S,
 ) -> str:
-    """Write a checkpoint by hand, without an agent; returns the step's directory.
+    """Writes a checkpoint by hand, without an agent; returns the step's directory.
 
     `path`: the checkpoint directory; the step gets a directory in it. `tensors`: what to save,
     nested as you like: tensors, arrays, numbers, strings, None in dicts, lists and tuples. Where
@@ -104,7 +104,7 @@ def save(
 
 
 def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-    """Read a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
+    """Reads a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
 
     `path`: a checkpoint directory (its newest good step) or one step's directory. Without `into`
     every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved. Its tensors
@@ -142,7 +142,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `state` that the checkpoint was saved with; `path` as in `load`."""
+    """Returns the `state` that the checkpoint was saved with; `path` as in `load`."""
     manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
     return {key: value for key, value in manifest.state.items() if key != TREE}
 
@@ -167,7 +167,7 @@ def _prepared(
     state: Mapping[str, Any] | None,
     world_size: int,
 ) -> _Prepared:
-    """What is to be saved and where; `UserError` for what cannot be saved."""
+    """Checks what is to be saved and where; raises `UserError` for what cannot be saved."""
     number = checked_step(step)
     named, json_state = _savable(tensors, state)
     writers = writing_ranks(named, world_size)
@@ -186,7 +186,7 @@ def _prepared(
 def _savable(
     tensors: Mapping[Any, Any], state: Mapping[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
+    """Returns (the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
     named: dict[str, torch.Tensor] = {}
     if not isinstance(tensors, Mapping):
         raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
@@ -219,13 +219,13 @@ def _flat(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _first_level(manifest: Manifest) -> dict[Any, Any]:
-    """What was saved, by its first keys, each value encoded."""
+    """Returns what was saved, by its first keys, each value encoded."""
     tree = manifest.state.get(TREE)
     return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
 
 
 def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
-    """Of what was saved, the values to load: all, or those under the first keys of `own`.
+    """Returns the values to load: all that was saved, or what is under the first keys of `own`.
 
     A key of `own` that was not saved must hold tensors only, whose names say where they are.
     """
@@ -265,7 +265,7 @@ def _only_tensors(encoded: Any) -> bool:
 
 
 def _on_all(work: Callable[[], _T]) -> _T:
-    """What `work` gives, on every rank; where it fails on one it fails on all."""
+    """Returns what `work` gives, on every rank; where it fails on one it fails on all."""
     result: list[_T] = []
     failure: Exception | None = None
     try:
@@ -279,7 +279,7 @@ def _on_all(work: Callable[[], _T]) -> _T:
 
 
 def _ignore(_: str) -> None:
-    """Where another call, or another rank, tells the same."""
+    """Drops a line that another call, or another rank, also prints."""
 
 
 def _is_together() -> bool:
@@ -291,17 +291,17 @@ def _is_rank_0() -> bool:
 
 
 def _from_rank_0(value: int) -> int:
-    """Rank 0's value, on every rank; the value itself where there is no process group."""
+    """Returns rank 0's value, on every rank; the value itself where there is no process group."""
     return _exchanged([value], lambda tensor: dist.broadcast(tensor, src=0))[0]
 
 
 def _greatest(value: int) -> int:
-    """The greatest value of all ranks; the value itself where there is no process group."""
+    """Returns the greatest value of all ranks; the value itself where there is no process group."""
     return _exchanged([value], lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))[0]
 
 
 def _first_words(text: str) -> str:
-    """What the first rank says that has any words, with its number, on every rank."""
+    """Returns on every rank the text of the first rank that has any, and names that rank."""
     if not _is_together():
         return text
     world, rank = dist.get_world_size(), dist.get_rank()

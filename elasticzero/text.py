@@ -12,20 +12,20 @@ SIGPIPE ended; the signal itself would also end it at a connection that broke.""
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text with everything escaped that would not be seen as itself: control characters but
-    line breaks, halves of surrogate pairs, and what the encoding does not have."""
+    """Returns the text with everything escaped that would not be seen as itself: control characters
+    but line breaks, halves of surrogate pairs, and what the encoding does not have."""
     if not text.replace("\n", "").isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
     return text if text.isascii() else text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def shown(name: str) -> str:
-    """A name as it can stand within a line."""
+    """Returns a name as it can stand within a line."""
     return name if name.isprintable() else printable(name.replace("\n", "\\n"))
 
 
 def complain(text: str) -> None:
-    """Print an error on stderr; further lines are indented, so that none passes for our own."""
+    """Prints an error on stderr; further lines are indented, so that none passes for our own."""
     print(printable(text.replace("\n", "\n  ")), file=sys.stderr)
 
 
@@ -34,7 +34,7 @@ def _escaped(character: str) -> str:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print a result, escaped where need be; where that cannot be done, end the command, with a
+    """Prints a result, escaped where need be; where that cannot be done, end the command, with a
     line that says why."""
     try:
         print(printable(text, sys.stdout.encoding or "utf-8"), end=end, flush=True)
@@ -47,18 +47,18 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def count_text(count: int, thing: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Returns a count with its noun: `1 rank`, `2 ranks`."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def list_text(items: Iterable[object], most: int) -> str:
-    """The first `most` items with commas between them, and `...` where there are more."""
+    """Returns the first `most` items with commas between them, and `...` where there are more."""
     texts = list(map(str, items))
     return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def size_text(count: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Returns bytes in the unit that suits them."""
     if count < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -69,7 +69,7 @@ def size_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
+    """Returns a duration in a fitting unit: `0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     for unit, size, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
@@ -79,7 +79,7 @@ def duration_text(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """How long ago, in the largest whole unit."""
+    """Returns how long ago, in the largest whole unit."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             return f"{count_text(int(seconds // length), unit)} ago"
@@ -87,7 +87,7 @@ def age_text(seconds: float) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The rows under their heads, in columns of equal width; ends with a line break."""
+    """Returns the rows under their heads, in columns of equal width; ends with a line break."""
     cells = [[shown(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

@@ -269,13 +269,13 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
-    """Raise `UserError` for options that a format does not have."""
+    """Raises `UserError` for options that a format does not have."""
     if given := [name for name in names if getattr(args, name) is not None]:
         raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
 
 
 def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
-    """Print which tensors `--dtype` leaves as they are."""
+    """Prints which tensors `--dtype` leaves as they are."""
     if args.dtype is not None and (names := unconverted(specs)):
         complain(
             f"--dtype {args.dtype} leaves float8 as it is: {count_text(len(names), 'tensor')}, the "
@@ -286,7 +286,7 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
 def _working(
     args: argparse.Namespace, work: Callable[[step_copy.CopyOptions], _T], left: str
 ) -> _T:
-    """Do a long piece of work with its progress shown; `left`: what an interrupt leaves."""
+    """Runs a long command and shows its progress; `left`: what an interrupt leaves behind."""
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
@@ -303,7 +303,7 @@ def _working(
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends what is done in here as Ctrl-C does, so that it is cleaned up."""
+    """Lets SIGTERM end what runs in here as Ctrl-C does, so that it is cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

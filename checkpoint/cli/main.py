@@ -35,8 +35,8 @@ COMMANDS = {
 def add_commands(
     subparsers: argparse._SubParsersAction[Any], words: Sequence[str] | None = None
 ) -> None:
-    """Hang the commands in; each sets `run_command`, which takes the parsed arguments and returns
-    the exit code.
+    """Adds the commands to the parser; each sets `run_command`, which takes the parsed arguments
+    and returns the exit code.
 
     words: the command line; only commands that it names get their options, and all without.
     """

@@ -20,7 +20,7 @@ from elasticzero.text import age_text, count_text, shown, size_text, table_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """A step at a cheap look: its manifest, and the sizes of its files."""
+    """What can be said of a step without reading its tensors: its manifest and its files' sizes."""
 
     where: str
     manifest: Manifest
@@ -32,7 +32,7 @@ class StepSummary:
     """When the manifest's file was written, by the clock of its file system; None: not known."""
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """Returns the summary as JSON values, for scripts."""
         about: dict[str, Any] = {"path": self.where, "whole": self.error is None}
         if self.error is not None:
             about["reason"] = self.error
@@ -43,7 +43,7 @@ class StepSummary:
 
 
 def summarize(storage: Readable) -> StepSummary:
-    """Look at a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
+    """Summarizes a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
     manifest = catalog.read_manifest(storage)
     error = catalog.step_error(storage)
     return StepSummary(
@@ -56,7 +56,7 @@ def summarize(storage: Readable) -> StepSummary:
 
 
 def row_of(info: catalog.StepInfo) -> dict[str, Any]:
-    """One step in a list, with as much as can be known of it."""
+    """Returns one step in a list, with as much as can be known of it."""
     storage = info.storage
     row: dict[str, Any] = {"step": info.step, "path": storage.where}
     try:
@@ -79,7 +79,7 @@ def row_of(info: catalog.StepInfo) -> dict[str, Any]:
 
 
 def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Sequence[str]) -> str:
-    """The steps of a directory, for a person."""
+    """Returns the steps of a directory, for a person."""
     columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
     lines = []
     for row in rows:
@@ -97,7 +97,8 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
 
 
 def step_text(seen: StepSummary) -> str:
-    """One step, for a person: the whole at a glance, then ranks, kinds of tensors, and each."""
+    """Returns one step, for a person: the whole at a glance, then ranks, kinds of tensors, and
+    each."""
     manifest = seen.manifest
     tensors = manifest.layout.tensors
     elements = sum(spec.nbytes for spec in tensors.values())
@@ -155,7 +156,7 @@ def _tensor_rows(manifest: Manifest) -> list[list[str]]:
 
 
 def _written_s(storage: Readable) -> float | None:
-    """When the manifest was written, where it is a file of this machine's."""
+    """Returns when the manifest was written, where it is a file of this machine's."""
     try:
         return os.stat(os.path.join(storage.where, MANIFEST_NAME)).st_mtime
     except OSError:

@@ -63,7 +63,7 @@ def export_dcp(
     options: DcpExportOptions | None = None,
     copy_options: CopyOptions | None = None,
 ) -> ExportResult:
-    """Write a checkpoint as torch.distributed.checkpoint would; memory holds one tensor at a time.
+    """Writes a checkpoint as torch.distributed.checkpoint would; memory holds one tensor at a time.
 
     The model alone gives the keys of its own `state_dict()`, aliases included. Everything gives
     what was saved by hand as it was nested, and else `{"model": ..., "optimizer": {"state": ...,
@@ -105,7 +105,7 @@ def export_dcp(
 
 
 def _cause(error: CheckpointException, path: Path) -> BaseException:
-    """What went wrong inside of torch's writer, which wraps every exception."""
+    """Returns what went wrong inside of torch's writer, which wraps every exception."""
     cause: BaseException = next(iter(error.failures.values()))[0]
     link: BaseException | None = cause
     while link is not None and not isinstance(link, OSError):
@@ -160,14 +160,15 @@ def _read(source: TensorSource, name: str) -> torch.Tensor:
 
 
 def _model(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
-    """The model's tensors under the keys of its own state dict."""
+    """Returns the model's tensors under the keys of its own state dict."""
     names = {name.removeprefix(MODEL_PREFIX): name for name in tensor_of.specs}
     names |= {alias: MODEL_PREFIX + kept for alias, kept in aliases_of(manifest).items()}
     return {key: tensor_of(name) for key, name in names.items()}
 
 
 def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
-    """All state: nested as it was saved, or as torch's state dicts of model and optimizer are."""
+    """Returns all state: nested as it was saved, or as torch's state dicts of model and optimizer
+    are."""
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
         return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
@@ -191,7 +192,7 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
 
 
 def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str, Any]]:
-    """The optimizer's groups as torch's state dicts have them, parameters by name."""
+    """Returns the optimizer's groups as torch's state dicts have them, parameters by name."""
     return [
         {
             "params": list(group["names"]),
@@ -202,8 +203,8 @@ def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str
 
 
 def _as_torch_has_it(json: Any) -> Any:
-    """An encoded value with its arrays as tensors, and with lists for tuples that hold tensors:
-    torch's format finds tensors in dicts and lists only."""
+    """Returns an encoded value with its arrays as tensors, and with lists for tuples that hold
+    tensors: torch's format finds tensors in dicts and lists only."""
     if isinstance(json, list):
         return [_as_torch_has_it(item) for item in json]
     if not isinstance(json, dict):

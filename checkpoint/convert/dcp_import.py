@@ -38,7 +38,8 @@ from elasticzero.spans import Span
 
 
 def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
-    """What a torch.distributed.checkpoint directory holds, under the names that it has here.
+    """Returns what a torch.distributed.checkpoint directory holds, under the names that it has
+    here.
 
     What lies under the key "model" is the model; without such a key, the tensors at the root are.
     Optimizer state keyed by parameter names comes under `optimizer/<parameter>/`; everything else
@@ -77,8 +78,8 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
 
 
 def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """(the state of the checkpoint that the directory was exported from, the names of the tensors
-    that it nests)."""
+    """Returns (the state of the checkpoint that the directory was exported from, the names of the
+    tensors that it nests)."""
     try:
         state = json.loads(_load(storage, item))
         if isinstance(state, dict) and isinstance(state.get("aliases", {}), dict):
@@ -89,7 +90,8 @@ def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dic
 
 
 def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
-    """Whether an export put a tensor here that stands elsewhere too: for torch's state dicts."""
+    """Returns whether an export put a tensor here that is elsewhere too, as torch's state
+    dicts need it."""
     if TREE in ours:
         return False
     return path[:2] == (OPTIMIZER_KEY, GROUPS_KEY) or (
@@ -98,7 +100,7 @@ def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
 
 
 def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
-    """What each tensor is called here."""
+    """Returns what each tensor is called here."""
     rooted = not any(path[0] == MODEL_KEY for path in tensors)
     names: dict[KeyPath, str] = {}
     for path in tensors:
@@ -117,7 +119,7 @@ def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
 
 
 def _named_paths(json: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Where the tensors that an encoded value names stand in an export of it."""
+    """Yields the path in an export, and the name, of each tensor in an encoded value."""
     if isinstance(json, list):
         for index, item in enumerate(json):
             yield from _named_paths(item, (*path, index))
@@ -139,8 +141,8 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """What is no tensor, and the nesting, as `checkpoint.save` keeps it; the optimizer's groups
-    also as a session keeps them."""
+    """Returns what is no tensor, and the nesting, as `checkpoint.save` keeps it; the optimizer's
+    groups also as a session keeps them."""
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
     for path, value in values.items():
         found: dict[str, torch.Tensor] = {}
@@ -171,7 +173,7 @@ def _is_named(group: Any) -> bool:
 
 
 def _nested(leaves: Mapping[KeyPath, Any]) -> Any:
-    """Encoded values put together: numbers in paths are positions in lists, all else keys."""
+    """Puts encoded values together: numbers in paths are positions in lists, all else keys."""
     if () in leaves:
         return leaves[()]
     below: dict[str | int, dict[KeyPath, Any]] = {}
@@ -259,7 +261,7 @@ _SPOILED = (
 
 
 def _load(storage: Readable, item: StoredItem) -> Any:
-    """What `torch.save` wrote as an item, its checksum compared, no code run."""
+    """Returns what `torch.save` wrote as an item, its checksum compared, no code run."""
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
     window = _Window(storage, item)
     try:

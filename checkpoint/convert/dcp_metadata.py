@@ -76,7 +76,7 @@ class Contents:
 
 
 def read_contents(storage: Readable) -> Contents:
-    """What the directory's `.metadata` says is in it.
+    """Returns what the directory's `.metadata` says is in it.
 
     Raises `UserError` if there is none or if it asks for code to be run, and `CheckpointDamaged` if
     it makes no sense.
@@ -115,7 +115,7 @@ def read_contents(storage: Readable) -> Contents:
 
 
 def _shown(value: object) -> str:
-    """A value in few words, however much is in it."""
+    """Returns a value in few words, however much is in it."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}({', '.join(map(_shown, value.args))})"
     short = reprlib.Repr()
@@ -208,7 +208,7 @@ def _tensor(name: str, about: Any, places: Mapping[Any, StoredItem]) -> StoredTe
 
 
 def _whole(numbers: Any) -> tuple[int, ...]:
-    """A tuple of numbers from 0 on; `ValueError` for anything else."""
+    """Returns a tuple of numbers from 0 on; `ValueError` for anything else."""
     if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
         raise ValueError(f"{_shown(numbers)} is not a shape of up to {_MAX_DIMS} dimensions")
     if any(type(number) is not int or number < 0 for number in numbers):

@@ -83,7 +83,7 @@ def export_hf(
     options: HfExportOptions | None = None,
     copy_options: CopyOptions | None = None,
 ) -> ExportResult:
-    """Write the model's own tensors under their own names.
+    """Writes the model's own tensors under their own names.
 
     `target`: a new or empty directory, or a URL. The index, which only several files need, comes
     last. An export that fails leaves `target` as it was.
@@ -117,7 +117,8 @@ def export_hf(
 
 
 def what_else(where: str, *, has_config: bool) -> str:
-    """What a Transformers model's `from_pretrained` needs besides the weights, in one line."""
+    """Returns what a Transformers model's `from_pretrained` needs besides the weights, in one
+    line."""
     config = "" if has_config else "config.json (model.config.save_pretrained, or --config FILE), "
     return (
         f"for from_pretrained({where!r}) put beside it what a checkpoint does not hold: {config}"
@@ -127,7 +128,7 @@ def what_else(where: str, *, has_config: bool) -> str:
 
 
 def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
-    """Raise `UserError` for a name that a safetensors file cannot hold without its prefix."""
+    """Raises `UserError` for a name that a safetensors file cannot hold without its prefix."""
     try:
         check_tensor_names(name.removeprefix(MODEL_PREFIX) for name in names)
         check_tensor_names([*aliases, *aliases.values()])
@@ -136,7 +137,7 @@ def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
 
 
 def check_export_target(target: str) -> None:
-    """Raise `UserError` for a directory that is, or would lie in, a step or a checkpoint
+    """Raises `UserError` for a directory that is, or would lie in, a step or a checkpoint
     directory."""
     where = open_directory(target).where
     catalog.check_outside_steps(where)
@@ -149,7 +150,8 @@ def check_export_target(target: str) -> None:
 
 
 def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
-    """The model's own tensors by their names in the checkpoint; `UserError` if there are none."""
+    """Returns the model's own tensors by their names in the checkpoint; `UserError` if there are
+    none."""
     names = model_names(manifest.layout.tensors)
     if not names:
         raise UserError(f"{source.where} has no tensors named {MODEL_PREFIX}...: nothing to export")
@@ -157,7 +159,7 @@ def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
 
 
 def aliases_of(manifest: Manifest) -> dict[str, str]:
-    """The other names of the model's tensors: {alias: the name that is kept}."""
+    """Returns the other names of the model's tensors: {alias: the name that is kept}."""
     stated = manifest.state.get("aliases")
     pairs = stated.items() if isinstance(stated, Mapping) else ()
     held = manifest.layout.tensors
@@ -192,7 +194,8 @@ def _file_job(
 
 
 def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[str, TensorSpec]]:
-    """The tensors in their order, cut into parts of at most `max_shard_bytes`, none empty."""
+    """Returns the tensors in their order, cut into parts of at most `max_shard_bytes`, none
+    empty."""
     parts: list[dict[str, TensorSpec]] = [{}]
     room = max_shard_bytes
     for name, spec in specs.items():
@@ -205,7 +208,7 @@ def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[
 
 
 def _index(files: Mapping[str, Mapping[str, TensorSpec]], total_bytes: int) -> bytes:
-    """Which file holds which tensor."""
+    """Returns which file holds which tensor."""
     weight_map = {n.removeprefix(MODEL_PREFIX): file for file, part in files.items() for n in part}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"
@@ -223,7 +226,7 @@ def _config(path: Path) -> bytes:
 
 
 def open_hf(url: str) -> ForeignCheckpoint:
-    """A model in Hugging Face safetensors: one file, or a directory of them.
+    """Returns a model in Hugging Face safetensors: one file, or a directory of them.
 
     `url`: the file, or the directory. Raises `UserError` for what is no such model, and
     `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
@@ -280,7 +283,7 @@ class _Files:
 
 
 def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
-    """(where the files are, the tensors to take from each; None: all)."""
+    """Returns (where the files are, the tensors to take from each; None: all)."""
     parent, _, name = str(url).rstrip("/").rpartition("/")
     if name.endswith(".safetensors"):
         return open_storage(parent or "."), {name: None}
@@ -307,7 +310,7 @@ def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
 
 
 def check_foreign(url: str) -> None:
-    """Raise `UserError` for a directory that holds nothing, or what needs no import."""
+    """Raises `UserError` for a directory that holds nothing, or what needs no import."""
     directory = open_directory(url)
     names = directory.names()
     if not names:
@@ -318,7 +321,7 @@ def check_foreign(url: str) -> None:
 
 
 def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
-    """The tensors to take from each file, by the index."""
+    """Returns the tensors to take from each file, by the index."""
     where = f"{storage.where}/{index}"
     try:
         weight_map: Any = strict_json(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]

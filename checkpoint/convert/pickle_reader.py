@@ -63,7 +63,7 @@ Stand = type[InertRecord] | type[Size] | type[Mapped] | str
 
 
 def read_pickle(data: bytes, find: Callable[[str, str], Stand]) -> Any:
-    """The value in a pickle.
+    """Returns the value in a pickle.
 
     `find`: gives the stand-in for a module's name, or raises. Raises `ValueError`, `IndexError`,
     `KeyError`, `TypeError` or `struct.error` for what torch's metadata cannot be.
@@ -169,14 +169,14 @@ class _Machine:
         self._stack.pop()
 
     def _discard(self, _: list[Any]) -> None:
-        """What was above a mark is dropped."""
+        """Drops what is above the last mark."""
 
     def _mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
 
     def _marked(self) -> list[Any]:
-        """What is above the last mark."""
+        """Returns what is above the last mark."""
         found, self._stack = self._stack, self._below.pop()
         return found
 

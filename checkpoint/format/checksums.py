@@ -44,7 +44,7 @@ class BlockSums:
         self._open = xxhash.xxh3_64()
 
     def watch(self, chunks: Iterable[Bytes]) -> Iterator[memoryview]:
-        """The same bytes, each taken into the checksums just before it is handed on."""
+        """Yields the same bytes, each taken into the checksums just before it is handed on."""
         for chunk in chunks:
             view = memoryview(chunk)
             for start in range(0, len(view), _PASS_BYTES):
@@ -53,7 +53,8 @@ class BlockSums:
                 yield part
 
     def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
-        """(contents of the checksum file, what a manifest says) of the shard file `name`."""
+        """Returns (contents of the checksum file, what a manifest says) of the shard file
+        `name`."""
         if self.size % BLOCK_BYTES:
             self._close_block()
         return _finished(name, self.size, self._done, layout_digest)
@@ -74,7 +75,7 @@ class BlockSums:
 
 
 class SharedSums:
-    """Checksums of a file's blocks, each by that thread of several that comes to it first."""
+    """Checksums of a file's blocks, each computed by the first of several threads to reach it."""
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of the file."""
@@ -82,7 +83,7 @@ class SharedSums:
         self._blocks: list[int | None] = [None] * -(-size // BLOCK_BYTES)
 
     def add(self, start: int, view: memoryview) -> None:
-        """Take in the bytes from `start` on: whole blocks, or up to the file's end."""
+        """Takes in the bytes from `start` on: whole blocks, or up to the file's end."""
         for offset in range(0, len(view), BLOCK_BYTES):
             block = (start + offset) // BLOCK_BYTES
             if self._blocks[block] is None:
@@ -129,7 +130,8 @@ class BlockChecksums:
 
 
 def missing_file_error(storage: Readable, name: str) -> CheckpointDamaged:
-    """The error for a file of a step that is not there: damage, unless the whole step has gone."""
+    """Returns the error for a file of a step that is not there: damage, unless the whole step has
+    gone."""
     where = f"{storage.where}/{name}"
     try:
         storage.size(MANIFEST_NAME)
@@ -144,7 +146,8 @@ def missing_file_error(storage: Readable, name: str) -> CheckpointDamaged:
 
 
 def read_sums(storage: Readable, shard_name: str) -> BlockChecksums:
-    """The checksums of a shard; `CheckpointDamaged` if they are missing or make no sense."""
+    """Returns the checksums of a shard; `CheckpointDamaged` if they are missing or make no
+    sense."""
     name = shard_name + SUMS_SUFFIX
     where = f"{storage.where}/{name}"
     try:
@@ -155,7 +158,8 @@ def read_sums(storage: Readable, shard_name: str) -> BlockChecksums:
 
 
 def parse_sums(data: bytes, where: str) -> BlockChecksums:
-    """The contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with it."""
+    """Returns the contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with
+    it."""
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes; use another step")
     magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
@@ -176,7 +180,7 @@ def parse_sums(data: bytes, where: str) -> BlockChecksums:
 
 
 class BlockReader:
-    """Verified reads of one file's bytes: none leaves it that its checksum does not vouch for."""
+    """Reads one file's bytes and returns none that does not match its checksum."""
 
     def __init__(self, storage: Readable, file: ShardFile) -> None:
         """Reads the checksums; raises `CheckpointDamaged` if they are not those that `file` names
@@ -194,7 +198,7 @@ class BlockReader:
         self._kept_from = 0
 
     def twin(self) -> BlockReader:
-        """Another reader of the file, for another thread: it keeps blocks of its own."""
+        """Returns another reader of the file, for another thread: it keeps blocks of its own."""
         twin = copy.copy(self)
         twin._rooms = twin._kept = memoryview(b"")
         return twin
@@ -209,11 +213,11 @@ class BlockReader:
         return self._sums.size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on. Raises `CheckpointDamaged`."""
+        """Fills `buffer` from byte `start` on. Raises `CheckpointDamaged`."""
         self.fill([(start, buffer)])
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its byte of the file on; best in the file's order.
+        """Fills each buffer from its byte of the file on; best in the file's order.
 
         What follows without a gap is read in one go, straight into place, with the rest of its
         first and last block beside it. The last block's rest is kept, and so is a block that a
@@ -232,7 +236,7 @@ class BlockReader:
                 self._take_kept(start, stop, rest)
 
     def _take_kept(self, start: int, stop: int, rest: Views) -> int:
-        """Fill from what is kept, as far as that goes; returns where."""
+        """Fills from what is kept, as far as that goes; returns where."""
         within = start - self._kept_from
         if not 0 <= within < len(self._kept):
             return start
@@ -243,7 +247,7 @@ class BlockReader:
         return stop
 
     def _fill_straight(self, start: int, stop: int, views: list[memoryview]) -> None:
-        """Bytes of several blocks."""
+        """Reads bytes of several blocks straight into place."""
         block_bytes = self._sums.block_bytes
         before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
         self._kept = memoryview(b"")
@@ -261,7 +265,7 @@ class BlockReader:
         self._kept_from, self._kept = stop, kept
 
     def _keep(self, block: int) -> None:
-        """One whole block, verified."""
+        """Reads one whole block, verifies it and keeps it."""
         self._kept = memoryview(b"")
         start, view = self._window(block)
         self._fill(start, view)
@@ -269,7 +273,7 @@ class BlockReader:
         self._kept_from, self._kept = start, view
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
-        """Read every block, and give the byte range of each stretch of bad ones."""
+        """Reads every block and yields the byte range of each stretch of bad ones."""
         bad: tuple[int, int] | None = None
         self._kept = memoryview(b"")
         for block in range(len(self._sums.blocks)):
@@ -289,12 +293,12 @@ class BlockReader:
             yield (self.size, actual)
 
     def _window(self, block: int) -> tuple[int, memoryview]:
-        """(a block's first byte, room for it)."""
+        """Returns (a block's first byte, room for it)."""
         start = block * self._sums.block_bytes
         return start, self._room(1)[: min(self._sums.block_bytes, self.size - start)]
 
     def _room(self, number: int) -> memoryview:
-        """Room for a block: 0 for what nobody wants, 1 for what is kept."""
+        """Returns room for a block: 0 for bytes to discard, 1 for bytes to keep."""
         size = min(self._sums.block_bytes, self.size)
         if not self._rooms:
             self._rooms = memoryview(bytearray(2 * size))
@@ -334,7 +338,8 @@ class BlockReader:
 def _stretches(
     pieces: Sequence[tuple[int, memoryview]],
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Pieces that follow each other without a gap, put together: (first byte, the buffers)."""
+    """Yields pieces that follow each other without a gap, put together: (first byte, the
+    buffers)."""
     start, reached = 0, -1
     views: list[memoryview] = []
     for at, view in pieces:

@@ -17,7 +17,7 @@ _MOST_CUTS = 200
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> None:
-    """Raise `ValueError` unless the boxes make up the whole tensor, each element once.
+    """Raises `ValueError` unless the boxes make up the whole tensor, each element once.
 
     Takes as long as sorting the boxes, for every division into rows, columns or tiles.
     """
@@ -42,7 +42,7 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> Non
 
 
 def _divided(boxes: list[_Box], dim: int) -> list[list[_Box]]:
-    """The boxes in groups between which a cut along `dim` divides no box."""
+    """Returns the boxes in groups between which a cut along `dim` divides no box."""
     groups: list[list[_Box]] = []
     reached = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):

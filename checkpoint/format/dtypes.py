@@ -34,20 +34,20 @@ _SPELLINGS = {dtype: spelling for spelling, dtype in _TORCH_DTYPES.items()}
 
 
 def torch_dtype(spelling: str) -> torch.dtype:
-    """The dtype that safetensors spells so."""
+    """Returns the dtype that safetensors spells so."""
     return _TORCH_DTYPES[spelling]
 
 
 def spelling_of(dtype: torch.dtype) -> str:
-    """Safetensors' spelling of a dtype; `UserError` where it has none."""
+    """Returns safetensors' spelling of a dtype; `UserError` where it has none."""
     if dtype not in _SPELLINGS:
         raise UserError(f"a checkpoint cannot hold tensors of {dtype}: safetensors has none")
     return _SPELLINGS[dtype]
 
 
 def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
-    """A tensor's description (a DTensor's: of the whole); `UserError` that begins with `name` for a
-    dtype or a shape that no checkpoint can hold."""
+    """Returns a tensor's description (a DTensor's: of the whole); `UserError` that begins with
+    `name` for a dtype or a shape that no checkpoint can hold."""
     try:
         return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
     except (ValueError, UserError) as error:
@@ -55,7 +55,7 @@ def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raise `UserError` for a tensor whose elements cannot be copied: it has none yet, or they are
+    """Raises `UserError` for a tensor whose elements cannot be copied: it has none yet, or they are
     not laid out by strides."""
     if torch.nn.parameter.is_lazy(tensor):
         raise UserError(
@@ -74,7 +74,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
-    """Raise `UserError` for a tensor of which several elements may lie in the same memory."""
+    """Raises `UserError` for a tensor of which several elements may lie in the same memory."""
     room = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < room:
@@ -87,12 +87,12 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its elements as they are: in row-major order, and no lazy
-    conjugation or negation."""
+    """Returns whether a tensor's memory holds its elements as they are: in row-major order, and no
+    lazy conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory that is as it is stored, not copied."""
+    """Returns the bytes of a tensor in host memory that is as it is stored, not copied."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().data

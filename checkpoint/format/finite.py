@@ -34,21 +34,21 @@ class Range:
 
 
 def check_finite(data: memoryview, ranges: Iterable[Range], where: str) -> None:
-    """Raise `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
+    """Raises `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
     bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
     if bad:
         raise not_finite_error(where, bad)
 
 
 def not_finite_error(where: str, names: list[str]) -> NotFinite:
-    """The error for tensors of these names."""
+    """Returns the error for tensors of these names."""
     more = f" and {len(names) - TENSORS_SHOWN} more" if len(names) > TENSORS_SHOWN else ""
     listed = ", ".join(map(repr, names[:TENSORS_SHOWN])) + more
     return NotFinite(f"the training state of {where} holds NaN or infinity in {listed}")
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Whether these numbers are; True for a dtype that is not in `CHECKED_DTYPES`."""
+    """Returns whether these numbers are; True for a dtype that is not in `CHECKED_DTYPES`."""
     kind, bits = _EXPONENTS.get(dtype, (_SUMMED.get(dtype), 0))
     if kind is None:
         return True

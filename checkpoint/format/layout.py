@@ -48,7 +48,7 @@ _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element; `ValueError` for a dtype that safetensors does not have."""
+    """Returns the bytes of one element; `ValueError` for a dtype that safetensors does not have."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -98,7 +98,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that are dealt to the ranks together, by one rule."""
+    """Tensors that are distributed over the ranks together, by one rule."""
 
     rule: Rule
     tensors: tuple[str, ...]
@@ -160,7 +160,7 @@ class Layout:
         object.__setattr__(self, "_known", {})
 
     def digest(self) -> str:
-        """xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
+        """Returns xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
         if "digest" not in self._known:
             self._known["digest"] = self._digest()
         return str(self._known["digest"])
@@ -172,13 +172,14 @@ class Layout:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def json(self) -> Any:
-        """The layout's own part of a manifest's JSON."""
+        """Returns the layout's own part of a manifest's JSON."""
         if "json" not in self._known:
             self._known["json"] = encode(self)
         return self._known["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:
-        """What `rank` holds, in the groups' order; a tensor without elements lies with one rank."""
+        """Returns what `rank` holds, in the groups' order; a tensor without elements lies with one
+        rank."""
         known = self._known.get("spans")
         if known is None or known[0] != rank:
             self._known["spans"] = known = (rank, self._spans(rank))
@@ -202,7 +203,7 @@ class Layout:
         return held
 
     def holders(self, name: str, within: Span | None = None) -> list[tuple[int, Span]]:
-        """(rank, span) of every rank that `spans` gives a part of the tensor, by rank.
+        """Returns (rank, span) of every rank that `spans` gives a part of the tensor, by rank.
 
         `within`: only of those that hold elements of this span.
         """

@@ -69,32 +69,32 @@ class Manifest:
                 raise ValueError(f"file {file.name} has {file.bytes} bytes")
 
     def file_name(self, rank: int) -> str:
-        """The name of one rank's shard file."""
+        """Returns the name of one rank's shard file."""
         return shard_file_name(rank, self.layout.world_size, self.token)
 
 
 def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
-    """A draft as one rank knows it: with that rank's file, and of the others the names."""
+    """Returns a draft as one rank knows it: with that rank's file, and of the others the names."""
     world = range(draft.layout.world_size)
     others = tuple(ShardFile(draft.file_name(r), 0, None) for r in world)
     return replace(draft, files=(*others[:rank], file, *others[rank + 1 :]))
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file."""
+    """Returns the bytes of the manifest's file."""
     parts = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "layout"}
     return with_digest(encode(parts) | {"layout": manifest.layout.json()})
 
 
 def with_digest(value: Mapping[str, Any]) -> bytes:
-    """A manifest's file from its JSON: an object whose last key is the digest of what is before
-    it."""
+    """Returns a manifest's file from its JSON: an object whose last key is the digest of what is
+    before it."""
     text = json.dumps(value, separators=(",", ":")).encode()[:-1]
     return text + b',"digest":"%s"}\n' % _digest(text)
 
 
 def from_json(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`.
+    """Returns the manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`.
 
     The digest is compared before anything is parsed.
     """
@@ -124,7 +124,7 @@ def from_json(data: bytes, where: str) -> Manifest:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Raise `RecordError` where the files cannot hold what the layout promises."""
+    """Raises `RecordError` where the files cannot hold what the layout promises."""
     if not manifest.files:
         raise RecordError("it names no files")
     held = sum(file.bytes for file in manifest.files)

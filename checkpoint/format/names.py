@@ -32,18 +32,18 @@ _PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
 
 
 def shard_file_name(rank: int, world_size: int, token: str) -> str:
-    """The name of one rank's shard file; its checksums stand in the same name + `.sums`."""
+    """Returns the name of one rank's shard file; its checksum file has the same name + `.sums`."""
     return f"rank-{rank:05d}-of-{world_size:05d}-{token}.safetensors"
 
 
 def snapshot_manifest_name(rank: int, world_size: int) -> str:
-    """The name of one rank's own manifest in a snapshot."""
+    """Returns the name of one rank's own manifest in a snapshot."""
     return f"manifest-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
 def checked_step(step: object) -> int:
-    """A step's number as an int, for which any kind of integer will do; `UserError` for one that no
-    step can have."""
+    """Returns a step's number as an int, given any kind of integer; `UserError` for a number that
+    no step can have."""
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise UserError(f"step {step!r} must be a whole number")
     number = operator.index(step)
@@ -53,28 +53,28 @@ def checked_step(step: object) -> int:
 
 
 def step_directory(step: int) -> str:
-    """The name of the directory of one step."""
+    """Returns the name of the directory of one step."""
     return f"step-{step:012d}"
 
 
 def step_of(directory: str) -> int | None:
-    """The step that a directory's name says, or None for any other name."""
+    """Returns the step that a directory's name says, or None for any other name."""
     match = _STEP_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match and step_directory(int(match[1])) == directory else None
 
 
 def snapshot_draft_name(rank: int, world_size: int) -> str:
-    """The name of the draft that a worker leaves beside a shard that is not sealed yet."""
+    """Returns the name of the draft that a worker leaves beside a shard that is not sealed yet."""
     return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
 def rank_of_snapshot_manifest(name: str) -> tuple[int, int] | None:
-    """(rank, world size) of a snapshot's manifest, or None for any other name."""
+    """Returns (rank, world size) of a snapshot's manifest, or None for any other name."""
     return _ranks_in(name, _SNAPSHOT_MANIFEST, snapshot_manifest_name)
 
 
 def rank_of_snapshot_draft(name: str) -> tuple[int, int] | None:
-    """(rank, world size) of a snapshot's draft, or None for any other name."""
+    """Returns (rank, world size) of a snapshot's draft, or None for any other name."""
     return _ranks_in(name, _SNAPSHOT_DRAFT, snapshot_draft_name)
 
 
@@ -88,45 +88,46 @@ def _ranks_in(
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Whether a sealed snapshot may have a file of this name."""
+    """Returns whether a sealed snapshot may have a file of this name."""
     return bool(_SNAPSHOT_SHARD.fullmatch(name) or _SNAPSHOT_MANIFEST.fullmatch(name))
 
 
 def generation_directory(generation: int) -> str:
-    """The name of the directory of one generation's snapshots."""
+    """Returns the name of the directory of one generation's snapshots."""
     return f"gen-{generation}"
 
 
 def generation_of(directory: str) -> int | None:
-    """The generation that a directory's name says, or None for any other name."""
+    """Returns the generation that a directory's name says, or None for any other name."""
     match = _GENERATION_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match else None
 
 
 def is_token(text: str) -> bool:
-    """Whether a save may have this token: it becomes part of the names of its files."""
+    """Returns whether a save may have this token: it becomes part of the names of its files."""
     return re.fullmatch(_TOKEN, text) is not None
 
 
 def token_generation(token: str) -> int | None:
-    """The generation that a token names; None for a token of a checkpoint saved by hand."""
+    """Returns the generation that a token names; None for a token of a checkpoint saved by hand."""
     match = _TOKEN_OF_JOB.fullmatch(token)
     return int(match[1]) if match else None
 
 
 def token_of_file(name: str) -> str | None:
-    """The token in the name of a shard or checksum file, partial or whole; None for other names."""
+    """Returns the token in the name of a shard or checksum file, partial or whole; None for other
+    names."""
     match = _FILE_OF_SAVE.fullmatch(name)
     return match[1] if match else None
 
 
 def is_partial(name: str) -> bool:
-    """Whether a writer gave the file this name until it would be whole."""
+    """Returns whether a writer gave the file this name until it would be whole."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 def is_own_partial(name: str) -> bool:
-    """Whether this is a name that our writers give, with process and random number.
+    """Returns whether this is a name that our writers give, with process and random number.
 
     A user's directory may hold other names that end in `.partial`.
     """

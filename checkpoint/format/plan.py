@@ -28,7 +28,7 @@ class Copy:
 
 
 def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:
-    """The copies that fill every wanted span, each element once, in the order of `wanted`.
+    """Returns the copies that fill every wanted span, each element once, in the order of `wanted`.
 
     Raises `CheckpointMismatch` for a tensor or elements that the checkpoint does not have.
     """

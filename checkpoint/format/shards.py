@@ -44,7 +44,8 @@ class TensorEntry:
 
 
 def shard_specs(manifest: Manifest, rank: int) -> dict[str, TensorSpec]:
-    """What stands in a rank's file, in its order: wide dtypes first, else as the layout says.
+    """Returns what is in a rank's file, in its order: wide dtypes first, else as the layout
+    says.
 
     A span that is the whole tensor has the tensor's shape, any other is 1-D.
     """
@@ -57,7 +58,7 @@ def shard_specs(manifest: Manifest, rank: int) -> dict[str, TensorSpec]:
 
 
 def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a safetensors file that holds `specs` in that order."""
+    """Returns the first bytes of a safetensors file that holds `specs` in that order."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, spec in specs.items():
@@ -75,7 +76,7 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
 
 
 def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
-    """(the first bytes of a rank's shard file, the bytes of the whole file)."""
+    """Returns (the first bytes of a rank's shard file, the bytes of the whole file)."""
     specs = shard_specs(manifest, rank)
     metadata = {
         "format": "pt",
@@ -91,7 +92,7 @@ def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
 def write_shard(
     storage: Storage, manifest: Manifest, rank: int, chunks: Iterable[Bytes]
 ) -> ShardFile:
-    """Write a rank's shard file and then its checksum file, which says that the shard is whole.
+    """Writes a rank's shard file and then its checksum file, which says that the shard is whole.
 
     `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere; a chunk may
     be reused once the next is asked for.
@@ -117,7 +118,7 @@ class ShardReader:
         self.metadata, self.entries = _read_header(self._blocks)
 
     def twin(self) -> ShardReader:
-        """Another reader of the shard, for another thread."""
+        """Returns another reader of the shard, for another thread."""
         twin = copy.copy(self)
         twin._blocks = self._blocks.twin()
         return twin
@@ -132,14 +133,14 @@ class ShardReader:
         return self._blocks.size
 
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
-        """Fill `buffer` with elements `span` of what the file holds of a tensor.
+        """Fills `buffer` with elements `span` of what the file holds of a tensor.
 
         `buffer`: writable bytes, as many as the span has. Raises `CheckpointDamaged`.
         """
         self.fill([(name, span, buffer)])
 
     def fill(self, parts: Iterable[tuple[str, Span, memoryview]]) -> None:
-        """`read_into` of several parts; fastest in the file's order."""
+        """Reads several parts as `read_into` does; fastest in the file's order."""
         pieces = []
         for name, span, buffer in parts:
             entry = self.entries[name]
@@ -152,7 +153,7 @@ class ShardReader:
 
 
 def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
-    """A rank's shard, found to hold what the manifest says; raises `CheckpointDamaged`."""
+    """Returns a rank's shard, found to hold what the manifest says; raises `CheckpointDamaged`."""
     file = manifest.files[rank]
     shard = ShardReader(storage, file)
     if (size := storage.size(file.name)) != shard.size:
@@ -184,7 +185,8 @@ def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, TensorE
 def parse_header(
     text: bytes, file_bytes: int, where: str
 ) -> tuple[dict[str, str], dict[str, TensorEntry]]:
-    """(metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not one."""
+    """Returns (metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not
+    one."""
     base = 8 + len(text)
     try:
         table = strict_json(text)
@@ -210,7 +212,7 @@ def parse_header(
 
 
 def _check_dtype(name: str, dtype: object, where: str) -> None:
-    """Raise `UserError` for a dtype that safetensors may have, and this format has not."""
+    """Raises `UserError` for a dtype that safetensors may have but this format has not."""
     if isinstance(dtype, str) and dtype not in ITEM_BYTES and _DTYPE.fullmatch(dtype):
         raise UserError(
             f"{where}: tensor {name!r} has the dtype {dtype}, which no checkpoint here can hold "

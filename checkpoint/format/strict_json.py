@@ -22,8 +22,9 @@ _REASON_CHARACTERS = 300
 
 
 def strict_json(data: bytes) -> Any:
-    """The value of a JSON text; `ValueError` or `RecursionError` if it is none, if a key stands
-    twice in one object, or if its values would take more memory than `MEMORY_LIMIT_BYTES`."""
+    """Returns the value of a JSON text; `ValueError` or `RecursionError` if it is none, if a key
+    appears twice in one object, or if its values would take more memory than `MEMORY_LIMIT_BYTES`.
+    """
     check_memory(data)
     return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
 
@@ -60,7 +61,8 @@ def check_depth(value: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What a parser's error says, in one line that can be printed, whatever stood in the file."""
+    """Returns what a parser's error says, in one line that can be printed, whatever stood in the
+    file."""
     text = re.sub(r"\s+", " ", str(error)[: 2 * _REASON_CHARACTERS]) or type(error).__name__
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _REASON_CHARACTERS else text[:_REASON_CHARACTERS] + "..."

@@ -40,20 +40,21 @@ class ReaderState:
         self._twin: ShardReader | None = None
 
     def own(self, shard: ShardReader) -> ShardReader:
-        """A reader of the shard that only this thread uses."""
+        """Returns a reader of the shard that only this thread uses."""
         if self._twin is None or self._shard is not shard:
             self._shard, self._twin = shard, shard.twin()
         return self._twin
 
     def staging(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory, at most `READ_STAGING_BYTES`."""
+        """Returns `size` bytes of host memory, at most `READ_STAGING_BYTES`."""
         if self._buffer is None:
             self._buffer = torch.empty(READ_STAGING_BYTES, dtype=torch.uint8)
         return self._buffer[:size]
 
 
 def split_reads(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
-    """Parts of about `READ_PART_BYTES` in the file's order, cut where a checksum block ends."""
+    """Yields parts of about `READ_PART_BYTES` in the file's order, cut where a checksum block
+    ends."""
     part: list[Fill] = []
     size = 0
     limit = sys.maxsize
@@ -78,7 +79,7 @@ def split_reads(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
 
 
 def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
-    """The first `count` elements of a copy, and the rest."""
+    """Returns the first `count` elements of a copy, and the rest."""
     tensor, shard = copy.span_in_tensor, copy.span_in_shard
     head = replace(
         copy,
@@ -95,7 +96,7 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
 
 
 def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
-    """Put every copy's elements in their place; returns their bytes."""
+    """Puts every copy's elements in their place; returns their bytes."""
     straight = []
     size = 0
     for copy, tensor in fills:
@@ -133,7 +134,7 @@ def _first_byte(shard: ShardReader, copy: Copy) -> int:
 
 
 def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Put values at row-major positions from `start` on of a tensor laid out in another order."""
+    """Puts values at row-major positions from `start` on of a tensor laid out in another order."""
     positions = torch.arange(start, start + values.numel(), device=tensor.device)
     where = torch.unravel_index(positions, tensor.shape)
     tensor[where] = values.to(tensor.device)

@@ -36,7 +36,7 @@ def _busy_s() -> float:
 
 
 def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
-    """Read every part once.
+    """Reads every part once.
 
     `begin`: called once in each thread; returns the function that reads a part there. `most`:
     maximum number of threads. The first error stops every thread at its next part, and is raised.
@@ -84,7 +84,7 @@ class _Pool(Generic[P]):
             self._stopped = True
 
     def _run(self) -> None:
-        """Part after part until none is left or another thread has failed."""
+        """Reads part after part until none is left or another thread has failed."""
         try:
             read = self._begin()
             while (part := self._take()) is not None:

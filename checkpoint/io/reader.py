@@ -57,7 +57,7 @@ class Checkpoint:
         self._lock = threading.Lock()
 
     def check(self, expected: Mapping[str, TensorSpec], *, allow_more: bool = False) -> None:
-        """Raise `CheckpointMismatch` naming the first few tensors that are missing, not expected
+        """Raises `CheckpointMismatch` naming the first few tensors that are missing, not expected
         (unless `allow_more`), or of another dtype or shape."""
         held = self.manifest.layout.tensors
         wrong = [f"{name} is missing" for name in expected if name not in held]
@@ -77,11 +77,12 @@ class Checkpoint:
             )
 
     def read(self, name: str, span: Span, out: torch.Tensor) -> None:
-        """Fill `out` with elements `span` of a tensor."""
+        """Fills `out` with elements `span` of a tensor."""
         self.load([Target(name, span, out)])
 
     def load(self, targets: Iterable[Target]) -> None:
-        """Fill every target: each shard front to back, up to `MAX_THREADS` parts of them at a time.
+        """Fills every target: each shard front to back, up to `MAX_THREADS` parts of them at a
+        time.
 
         A part that one source of its shard cannot give comes from the next source. Raises
         `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
@@ -120,7 +121,7 @@ class Checkpoint:
                 yield Part(rank, fills)
 
     def _read_part(self, state: ReaderState, part: Part) -> None:
-        """Fill from one rank's shard; from its next source when one fails on the way."""
+        """Reads a part of one rank's shard; when a source fails, from the next."""
         while True:
             shard = self._shard(part.rank)
             try:
@@ -134,7 +135,7 @@ class Checkpoint:
             return
 
     def _shard(self, rank: int) -> ShardReader:
-        """A rank's shard, from the first of its sources that opens."""
+        """Returns a rank's shard, from the first of its sources that opens."""
         with self._lock:
             while rank not in self._open:
                 if not self._ways.get(rank):
@@ -152,7 +153,7 @@ class Checkpoint:
             return self._open[rank]
 
     def _give_up(self, rank: int, shard: ShardReader) -> bool:
-        """Whether there is another source to try than the one that gave `shard`."""
+        """Returns whether there is another source to try than the one that gave `shard`."""
         with self._lock:
             if self._open.get(rank) is not shard:
                 return True
@@ -163,7 +164,8 @@ class Checkpoint:
 
 
 def open_step(storage: Readable) -> Checkpoint:
-    """The checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not there."""
+    """Returns the checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not
+    there."""
     manifest = catalog.read_manifest(storage)
     return Checkpoint(
         manifest,
@@ -174,7 +176,7 @@ def open_step(storage: Readable) -> Checkpoint:
 def open_snapshot(
     places: Mapping[int, Sequence[Readable]], generation: int, step: int
 ) -> Checkpoint:
-    """The snapshot of a step whose shards lie with several nodes.
+    """Returns the snapshot of a step whose shards are held by several nodes.
 
     `places`: for every rank that wrote, the storages of that step's directory that may hold its
     shard, best first. Raises `StorageError` or `CheckpointDamaged` when no source of a rank works.
@@ -201,7 +203,7 @@ def open_snapshot(
 
 
 def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
-    """Rank 0's own manifest, from the first source that has it whole."""
+    """Returns rank 0's own manifest, from the first source that has it whole."""
     name = snapshot_manifest_name(0, world_size)
     for number, storage in enumerate(sources, 1):
         try:

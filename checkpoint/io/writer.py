@@ -22,7 +22,7 @@ WRITE_STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
 DEFAULT_WAIT_S = 600.0
 _GO, _COMMITTED, _REPLACE, _FAILED = range(4)
-"""What ranks tell each other of a save; the greatest counts."""
+"""What ranks report of a save; the greatest value of all ranks counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SaveCoordination:
     wait_s: float = DEFAULT_WAIT_S
     """How long rank 0 waits for the others' files to appear."""
     replacing: bool = False
-    """On any rank: the step that stands is known to be damaged, and is to be replaced."""
+    """On any rank: the committed step is known to be damaged, and is to be replaced."""
 
 
 def write_checkpoint(
@@ -76,12 +76,12 @@ def write_checkpoint(
     pieces: Iterable[TensorPiece],
     coordination: SaveCoordination | None = None,
 ) -> WriteResult:
-    """Write this rank's part of a checkpoint; rank 0 then commits it.
+    """Writes this rank's part of a checkpoint; rank 0 then commits it.
 
     `draft`: the same on every rank, with `files` left empty. `rank`: in
     `draft.layout`; None: this process writes nothing, and only takes part in what the ranks agree
-    on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that stands
-    already is left alone (bytes 0).
+    on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that is
+    already committed is left alone (bytes 0).
 
     A save that fails on any rank fails on all and leaves nothing behind. A rank that failed raises
     its own error, any other a `RetryError` with the words of `coordination.tell`. A save that fails
@@ -170,7 +170,7 @@ class _Save:
             commit.discard(self._directory, self._draft, self._rank)
 
     def _came_first(self) -> bool:
-        """Whether another save of the step was committed before this one."""
+        """Returns whether another save of the step was committed before this one."""
         if self._replacing:
             return False
         with suppress(ElasticZeroError, OSError):
@@ -199,7 +199,8 @@ class _Save:
 def ordered_pieces(
     draft: Manifest, rank: int, pieces: Iterable[TensorPiece]
 ) -> list[tuple[TensorSpec, torch.Tensor]]:
-    """A rank's pieces in the order of its shard file; `ValueError` if they are not the layout's."""
+    """Returns a rank's pieces in the order of its shard file; `ValueError` if they are not the
+    layout's."""
     by_name = {piece.name: piece.data for piece in pieces}
     specs = shard_specs(draft, rank)
     if by_name.keys() != specs.keys():
@@ -215,7 +216,7 @@ def ordered_pieces(
 
 
 def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[TensorPiece]) -> Iterator[Bytes]:
-    """The bytes of a rank's pieces, in the order of its shard file."""
+    """Yields the bytes of a rank's pieces, in the order of its shard file."""
     return _stream(data for _, data in ordered_pieces(draft, rank, pieces))
 
 

@@ -45,11 +45,11 @@ class MemorySlot:
 
     @property
     def root(self) -> Path:
-        """Of the node's snapshots beside which it lies."""
+        """The directory of the node's snapshots in which it lies."""
         return self.path.parent.parent
 
     def free(self) -> bool:
-        """Whether nobody links what it holds."""
+        """Returns whether no link to its contents exists."""
         return os.fstat(self._fd).st_nlink <= 1
 
     @property
@@ -57,7 +57,7 @@ class MemorySlot:
         return os.fstat(self._fd).st_size
 
     def resize(self, size: int) -> None:
-        """Give the file `size` bytes, all of them allocated; raises `OSError`."""
+        """Gives the file `size` bytes, all of them allocated; raises `OSError`."""
         if size > self._mapped_bytes:
             mapped = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
             os.posix_fallocate(self._fd, 0, mapped)
@@ -69,26 +69,26 @@ class MemorySlot:
             try:
                 os.posix_fallocate(self._fd, 0, size)
             except OSError:
-                os.ftruncate(self._fd, before)  # a hole would kill who writes into it later
+                os.ftruncate(self._fd, before)  # a write into a hole would kill the process
                 raise
 
     def view(self) -> memoryview:
-        """The bytes it holds, writable, in place; valid until it grows."""
+        """Returns the bytes it holds, writable, in place; valid until it grows."""
         assert self._map is not None
         return memoryview(self._map)[: self.bytes]
 
     def link(self, path: Path) -> None:
-        """Make what it holds visible under `path`, in place of what is there."""
+        """Makes what it holds visible under `path`, in place of what is there."""
         path.unlink(missing_ok=True)
         os.link(self.path, path)
 
     def close(self) -> None:
-        """Close the descriptor; views stay valid until they are dropped."""
+        """Closes the descriptor; views stay valid until they are dropped."""
         os.close(self._fd)
         self.closed = True
 
     def give_back(self) -> None:
-        """Give the memory of a free slot back; it is of no use any more."""
+        """Gives the memory of a free slot back; it is of no use any more."""
         self.path.unlink(missing_ok=True)
         self._map = None
         self.close()
@@ -105,7 +105,7 @@ class Slots:
         self._slots: list[MemorySlot] = []
 
     def reserve(self, size: int) -> list[MemorySlot]:
-        """Allocate and map the free ones of both slots for shards of `size` bytes, and give them.
+        """Allocates and maps the free ones of both slots for shards of `size` bytes; returns them.
 
         Raises `StorageError` when the memory is not there.
         """
@@ -115,7 +115,8 @@ class Slots:
         return [self._resized(number, size) for number in free]
 
     def take(self, size: int, *, extra: bool = False) -> MemorySlot:
-        """A free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is free.
+        """Returns a free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is
+        free.
 
         Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
         """
@@ -128,7 +129,7 @@ class Slots:
         raise SlotsInUse(f"both slots of {self._name} in {self._roots[0] / SLOTS} are in use")
 
     def _drop_extra(self) -> None:
-        """Give a third slot's memory back, of this process or of one before it."""
+        """Gives a third slot's memory back, of this process or of one before it."""
         while len(self._slots) > 2 and self._slots[2].free():
             self._slots.pop().close()
         for root in self._roots:
@@ -143,7 +144,7 @@ class Slots:
         self._slots.clear()
 
     def _open(self, number: int) -> MemorySlot:
-        """Where it lies already, or else in shared memory."""
+        """Opens a slot where it already is, or else in shared memory."""
         there = [root for root in self._roots if self._path(number, root).exists()]
         return self._open_in(there[0] if there else self._roots[0], number)
 
@@ -156,7 +157,8 @@ class Slots:
         return root / SLOTS / f"{self._name}-{number}"
 
     def _resized(self, number: int, size: int) -> MemorySlot:
-        """A free slot with `size` bytes: on the disk where shared memory has no room for it."""
+        """Returns a free slot with `size` bytes: on the disk where shared memory has no room for
+        it."""
         slot = self._slots[number]
         movable = len(self._roots) > 1 and slot.root == self._roots[0]
         try:
@@ -176,13 +178,13 @@ class Slots:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room in a directory's file system."""
+    """Returns the free room in a directory's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def allocated_bytes(root: Path) -> int:
-    """What the slots in a directory of snapshots have of its file system's room."""
+    """Returns how much of its file system the slots in a directory of snapshots take."""
     with suppress(FileNotFoundError):
         return sum(entry.stat().st_blocks * 512 for entry in os.scandir(root / SLOTS))
     return 0

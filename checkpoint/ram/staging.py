@@ -35,7 +35,7 @@ class _StagingOptions:
 
 
 def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
-    """Where in a shard's file, of which the tensors begin at `start`, what is trained lies."""
+    """Returns where the trained tensors are in a shard's file whose tensors begin at `start`."""
     found = []
     for name, spec in shard_specs(draft, rank).items():
         if name in trained and spec.nbytes and spec.dtype in CHECKED_DTYPES:
@@ -57,7 +57,7 @@ class SharedMemoryStager:
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, size: int) -> None:
-        """Allocate and map memory for shards of `size` bytes, so that no write pays for it."""
+        """Allocates and maps memory for shards of `size` bytes, so that no write pays for it."""
         for slot in self._slots.reserve(size):
             self._bytes_of(slot)[::_PAGE_BYTES].zero_()
 
@@ -71,7 +71,7 @@ class SharedMemoryStager:
         extra: bool = False,
         trained: Collection[str] = (),
     ) -> int:
-        """Copy a rank's pieces into a slot, and say so by a draft; returns the shard's bytes.
+        """Copies a rank's pieces into a slot and writes a draft; returns the shard's bytes.
 
         `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots, by generation
         and step, that may not go; all others' slots are given back first. `extra`: take a third
@@ -137,7 +137,8 @@ class SharedMemoryStager:
             self._side_stream().synchronize()
 
     def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
-        """The slot's memory as a tensor; pinned where there is a GPU, and the system lets it be."""
+        """Returns the slot's memory as a tensor; pinned where there is a GPU, and the system lets
+        it be."""
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:
             if known is not None:
@@ -150,7 +151,8 @@ class SharedMemoryStager:
         return known
 
     def _side_stream(self) -> torch.cuda.Stream:
-        """A stream on which copies wait for the training's work, and for nothing that follows."""
+        """Returns a stream on which copies wait for the training's work, and for nothing that
+        follows."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._gpu)
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))

@@ -44,7 +44,7 @@ from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import decode, encode
 
 HELD = "held"
-"""The folder of the links of those who read a shard while its snapshot may go."""
+"""The folder of the links that readers hold while a snapshot may be removed."""
 _PART_BYTES = 16 << 20
 """Copied at a time: what a disk takes past the page cache as fast as it can."""
 _SHARD_SUFFIX = ".safetensors"
@@ -92,14 +92,14 @@ class HeldShard:
         self.sums = sums
 
     def parts(self, *, sealed: bool) -> Iterator[memoryview]:
-        """The file's bytes. Unless it is `sealed`, checksums are computed on the way."""
+        """Yields the file's bytes. Unless it is `sealed`, checksums are computed on the way."""
         for start, part in self._passes():
             if not sealed:
                 self.sums.add(start, part)
             yield part
 
     def add_sums(self) -> None:
-        """Compute the checksums that are missing, from the end on: a copy comes from the front."""
+        """Computes the checksums that are missing, from the end on: a copy comes from the front."""
         for start, part in reversed(list(self._passes())):
             self.sums.add(start, part)
 
@@ -127,13 +127,13 @@ class SnapshotStore:
         the next."""
 
     def path(self, generation: int, step: int, root: Path | None = None) -> Path:
-        """The directory of one snapshot, there or not. `root`: one of the two directories; None:
-        the one in shared memory."""
+        """Returns the directory of one snapshot, there or not. `root`: one of the two directories;
+        None: the one in shared memory."""
         return (root or self.root) / generation_directory(generation) / step_directory(step)
 
     def path_of(self, shard: ShardName) -> Path:
-        """The directory of the snapshot's part that holds this shard; where none does, the one in
-        shared memory."""
+        """Returns the directory of the snapshot's part that holds this shard; where none does, the
+        one in shared memory."""
         return self.path(shard.generation, shard.step, self._root_of(shard))
 
     def _root_of(self, shard: ShardName) -> Path:
@@ -143,11 +143,11 @@ class SnapshotStore:
         return self.root
 
     def open(self, generation: int, step: int, root: Path | None = None) -> DiskStorage:
-        """The files of one snapshot in one of the two directories."""
+        """Returns the files of one snapshot in one of the two directories."""
         return DiskStorage(self.path(generation, step, root), durable=False)
 
     def held(self) -> list[HeldSnapshot]:
-        """Every snapshot of which some rank's shard stands here whole, oldest first."""
+        """Returns every snapshot of which some rank's shard is here whole, oldest first."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for shard in self._shards(rank_of_snapshot_manifest):
             if self._whole(shard):
@@ -161,27 +161,28 @@ class SnapshotStore:
         ]
 
     def drafts(self) -> list[ShardName]:
-        """Shards that workers have written and nobody has sealed, oldest first."""
+        """Returns the shards that are written and not sealed, oldest first."""
         return self._shards(rank_of_snapshot_draft)
 
     def has(self, shard: ShardName) -> bool:
-        """Whether a shard was written, sealed or not."""
+        """Returns whether a shard was written, sealed or not."""
         return _is_in(self.path_of(shard), shard)
 
     def sealed(self, shard: ShardName) -> bool:
-        """Whether a shard is whole: this node's own with its checksums, or a replica."""
+        """Returns whether a shard is whole: this node's own with its checksums, or a replica."""
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         return (self.path_of(shard) / name).exists()
 
     def read_seal(self, shard: ShardName) -> Seal:
-        """The seal of a sealed shard; `FileNotFoundError` where there is none."""
+        """Returns the seal of a sealed shard; `FileNotFoundError` where there is none."""
         path = self.path_of(shard)
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         sums = (path / (self.file_of(shard) + SUMS_SUFFIX)).read_bytes()
         return Seal(sums, (path / name).read_bytes())
 
     def file_of(self, shard: ShardName) -> str:
-        """The name of a written shard's file, sealed or not; `FileNotFoundError` if it is gone."""
+        """Returns the name of a written shard's file, sealed or not; `FileNotFoundError` if it is
+        gone."""
         path = self.path_of(shard)
         start = shard_file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
         for name in _names(path):
@@ -190,7 +191,7 @@ class SnapshotStore:
         raise FileNotFoundError(f"{path} holds no shard of rank {shard.rank}")
 
     def drop(self, shard: ShardName) -> None:
-        """Remove one rank's part of a snapshot, its manifest first."""
+        """Removes one rank's part of a snapshot, its manifest first."""
         path = self.path_of(shard)
         of = f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
         for name in sorted(_names(path), key=lambda name: not name.startswith("manifest")):
@@ -198,7 +199,7 @@ class SnapshotStore:
                 (path / name).unlink(missing_ok=True)
 
     def drop_draft(self, shard: ShardName) -> None:
-        """Give up a shard that cannot be sealed."""
+        """Gives up a shard that cannot be sealed."""
         path = self.path_of(shard)
         (path / snapshot_draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
 
@@ -209,7 +210,7 @@ class SnapshotStore:
         must_be_finite: Collection[Range] = (),
         root: Path | None = None,
     ) -> None:
-        """Say that a rank's shard is written: the last thing its writer does.
+        """Records that a rank's shard is written: the last thing its writer does.
 
         must_be_finite: of its file, what must be for it to be sealed. root: which of the two
         directories it is in.
@@ -223,7 +224,7 @@ class SnapshotStore:
         storage.write(snapshot_draft_name(rank, manifest.layout.world_size), [text])
 
     def seal(self, shard: ShardName) -> Seal | None:
-        """Add the checksums and the manifest to a shard that its worker has written.
+        """Adds the checksums and the manifest to a shard that its worker has written.
 
         Returns both; None where it is sealed already. Raises `FileNotFoundError` when the snapshot
         is gone, and `NotFinite` where what is trained is not finite: such a state is never one to
@@ -259,8 +260,8 @@ class SnapshotStore:
 
     @contextmanager
     def holding(self, shard: ShardName, name: str) -> Iterator[HeldShard]:
-        """A shard's file, by a link of one's own: its slot stays as it is while it is read, though
-        its snapshot may go."""
+        """Yields a shard's file through a link of its own: the slot stays unchanged while it is
+        read, although its snapshot may be removed."""
         root = self._root_of(shard)
         folder = root / HELD
         folder.mkdir(exist_ok=True)
@@ -275,7 +276,7 @@ class SnapshotStore:
             own.unlink(missing_ok=True)
 
     def _mapped(self, path: Path) -> memoryview:
-        """A slot's bytes. Its inode is its own for as long as it is mapped here."""
+        """Returns a slot's bytes. Its inode is its own for as long as it is mapped here."""
         living = {place for root in self._roots for place in _inodes(root / SLOTS)}
         self._maps = {place: known for place, known in self._maps.items() if place in living}
         with path.open("rb") as file:
@@ -288,7 +289,7 @@ class SnapshotStore:
         return memoryview(known)[: status.st_size]
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
-        """Remove every snapshot but those of these (generation, step)."""
+        """Removes every snapshot but those of these (generation, step)."""
         kept = {generation for generation, _ in states}
         for root in self._roots:
             for generation in _generations(root):
@@ -301,14 +302,14 @@ class SnapshotStore:
                         folder.rmdir()
 
     def clear(self) -> None:
-        """Remove every snapshot and slot; the roots themselves stay."""
+        """Removes every snapshot and slot; the roots themselves stay."""
         for root in self._roots:
             generations = [generation_directory(generation) for generation in _generations(root)]
             for name in (*generations, SLOTS, HELD):
                 shutil.rmtree(root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        """Open one of a snapshot's files to read; `FileNotFoundError` for any other name."""
+        """Opens one of a snapshot's files to read; `FileNotFoundError` for any other name."""
         if not is_snapshot_file(name) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
         paths = [self.path(generation, step, root) / name for root in self._roots]
@@ -318,7 +319,8 @@ class SnapshotStore:
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
     def _shards(self, rank_of: Callable[[str], tuple[int, int] | None]) -> list[ShardName]:
-        """Every shard of which there is a file with a name that `rank_of` reads, oldest first."""
+        """Returns every shard of which there is a file with a name that `rank_of` reads, oldest
+        first."""
         found = set()
         for root in self._roots:
             for generation in _generations(root):
@@ -351,7 +353,7 @@ def _generations(root: Path) -> list[int]:
 
 
 def _is_in(path: Path, shard: ShardName) -> bool:
-    """Whether a snapshot's directory has a shard, sealed or not."""
+    """Returns whether a snapshot's directory has a shard, sealed or not."""
     of = (shard.rank, shard.world_size)
     # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
     return (path / snapshot_draft_name(*of)).exists() or (

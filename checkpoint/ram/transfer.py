@@ -29,13 +29,13 @@ def persist(
     replacing: bool = False,
     again: bool = False,
 ) -> tuple[Manifest, int]:
-    """Copy a shard and its checksums from memory to storage.
+    """Copies a shard and its checksums from memory to storage.
 
     `seal`: gives the shard's seal, and waits for it if need be: the shard is copied meanwhile, and
     its snapshot may go once the copy has begun. `again`: it may have been copied before, and is not
-    copied twice. Returns that one rank's manifest, and the bytes written: 0 where the step stands
-    already, unless that one is to be replaced. Raises `StorageError`, and `FileNotFoundError` where
-    the snapshot is gone.
+    copied twice. Returns that one rank's manifest, and the bytes written: 0 where the step is
+    committed already, unless that one is to be replaced. Raises `StorageError`, and
+    `FileNotFoundError` where the snapshot is gone.
     """
     name = store.file_of(shard)
     where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
@@ -60,7 +60,7 @@ def persist(
 
 
 def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
-    """Whether storage has this very shard, whole: its checksums are written last."""
+    """Returns whether storage has this very shard, whole: its checksums are written last."""
     name = file.name + SUMS_SUFFIX
     try:
         return storage.size(file.name) == file.bytes and (
@@ -73,7 +73,7 @@ def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
 def await_commit(
     storage: Storage, token: str, give_up: Callable[[], str | None], *, wait_s: float
 ) -> None:
-    """Wait until the step stands: by the save of this token, or by another that came first.
+    """Waits until the step is committed by the save of this token, or by another that came first.
 
     Raises `StorageError` after `wait_s`, or with the reason of `give_up`.
     """
@@ -103,7 +103,7 @@ def pull(
     shard: ShardName,
     over: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Copy a sealed shard from another node, each block verified as it comes; False if it was
+    """Copies a sealed shard from another node, each block verified as it comes; False if it was
     given up because `over()`.
 
     What has come stays out of sight until all of it is here: the manifest is written last. Raises

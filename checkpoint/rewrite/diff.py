@@ -48,7 +48,7 @@ class CheckpointDiff:
 def compare(
     a: Readable, b: Readable, *, model_only: bool = False, copy_options: CopyOptions | None = None
 ) -> CheckpointDiff:
-    """Compare every tensor by its bits, both sides verified, and all other state.
+    """Compares every tensor by its bits, both sides verified, and all other state.
 
     `model_only`: nothing but the model's own tensors.
     """
@@ -98,7 +98,7 @@ def _difference(
 def _paired(
     a: TensorSource, b: TensorSource, name: str, spec: TensorSpec
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """(index of the first element, the same elements of both) until the tensor ends."""
+    """Yields (index of the first element, the same elements of both) until the tensor ends."""
     width, position = itemsize(spec.dtype), 0
     whole = Span(0, spec.numel)
     left_chunks, right_chunks = a.chunks(name, whole), b.chunks(name, whole)
@@ -112,7 +112,7 @@ def _paired(
 
 
 def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[int, int]:
-    """(index of the first element that differs, how many do)."""
+    """Returns (index of the first element that differs, how many do)."""
     import numpy as np
 
     kind = np.dtype(f"u{width}")
@@ -121,7 +121,7 @@ def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[i
 
 
 def _unlike(a: Any, b: Any, path: str) -> Iterator[str]:
-    """The paths at which two JSON values are not the same."""
+    """Yields the paths at which two JSON values are not the same."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             here = f"{path}/{key}" if path else str(key)

@@ -39,12 +39,12 @@ class ProgressBar:
             self._stream.flush()
 
     def expect(self, total_bytes: int) -> None:
-        """What there is to do; the time left is told from here on."""
+        """Adds to the total; from now on the time left is shown."""
         with self._lock:
             self._total_bytes += total_bytes
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Counts `count` more bytes as done."""
         with self._lock:
             self.done_bytes += count
             now = self._clock()

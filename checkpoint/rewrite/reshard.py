@@ -59,12 +59,12 @@ class TargetShape:
 
 
 def rule_of(strategy: str) -> Rule:
-    """How a strategy deals the tensors that it divides."""
+    """Returns the rule by which a strategy distributes the tensors that it divides."""
     return "fsdp_rows" if strategy == "zero3" else "even"
 
 
 def reshape_layout(layout: Layout, shape: TargetShape) -> Layout:
-    """The same tensors dealt to another world.
+    """Returns a layout of the same tensors for another world.
 
     Tensors that lie whole with ranks beyond the new world move to rank modulo its size.
     """
@@ -85,7 +85,7 @@ def reshard(
     shape: TargetShape,
     copy_options: CopyOptions | None = None,
 ) -> CopyResult:
-    """Write the step in `source` again, into `directory`, as a world of another shape would have.
+    """Writes the step in `source` again, into `directory`, as a world of another shape would have.
 
     The same source and shape give the same file names, so a run that was interrupted goes on where
     it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
@@ -130,7 +130,7 @@ class ForeignCheckpoint:
 
 
 def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> ForeignCheckpoint:
-    """The same with tensors that stand under two names kept under one.
+    """Returns the same checkpoint with tensors that have two names stored under one.
 
     `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
     that are not there, and for tensors that are not the same.
@@ -151,7 +151,7 @@ def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> Forei
 
 
 def _renamed(json: Any, names: Mapping[str, str]) -> Any:
-    """An encoded value in which some tensors have other names."""
+    """Returns an encoded value in which some tensors have other names."""
     if isinstance(json, list):
         return [_renamed(item, names) for item in json]
     if not isinstance(json, dict):
@@ -162,7 +162,7 @@ def _renamed(json: Any, names: Mapping[str, str]) -> Any:
 
 
 def _sum(source: TensorSource, name: str) -> str:
-    """xxh3_128 of a tensor's elements."""
+    """Returns xxh3_128 of a tensor's elements."""
     found = xxhash.xxh3_128()
     for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
         found.update(chunk)
@@ -176,7 +176,7 @@ def import_foreign(
     shape: TargetShape,
     copy_options: CopyOptions | None = None,
 ) -> CopyResult:
-    """Write what another program saved as a checkpoint; raises `UserError` if `directory` has one
+    """Writes what another program saved as a checkpoint; raises `UserError` if `directory` has one
     of that step."""
     step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
@@ -201,7 +201,7 @@ def import_foreign(
 
 
 def new_layout(specs: Mapping[str, TensorSpec], shape: TargetShape) -> Layout:
-    """Tensors that nobody has dealt yet, as a strategy deals them; one group for each dtype."""
+    """Returns the layout of new tensors by a strategy's rule, with one group for each dtype."""
     by_dtype: dict[str, list[str]] = {}
     for name, spec in specs.items():
         by_dtype.setdefault(spec.dtype, []).append(name)

@@ -28,8 +28,8 @@ _MOST_OPEN_SHARDS = 256
 
 
 def model_names(names: Iterable[str]) -> set[str]:
-    """Which tensors are the model's own: those named `model/...`; where none is, as when a model
-    was saved by hand, those whose names have no "/"."""
+    """Returns which tensors are the model's own: those named `model/...`; where none is, as when a
+    model was saved by hand, those whose names have no "/"."""
     given = list(names)
     prefixed = {name for name in given if name.startswith(MODEL_PREFIX)}
     return prefixed or {name for name in given if "/" not in name}
@@ -44,8 +44,8 @@ class TensorSource(Protocol):
         ...
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """The bytes of a span of a tensor, whole elements at a time; each chunk is valid until the
-        next is asked for."""
+        """Yields the bytes of a span of a tensor, whole elements at a time; each chunk is valid
+        until the next is asked for."""
         ...
 
 
@@ -84,7 +84,7 @@ class CheckpointSource:
 
 
 def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """What the tensors are after conversion.
+    """Returns what the tensors are after conversion.
 
     `dtype`: a key of `CAST_DTYPES`, or None for no change. Only tensors of the model are
     converted: optimizer state and masters stay as they are.
@@ -101,8 +101,8 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, 
 
 
 def unconverted(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """The model's tensors of float8, which no conversion changes: their values mean nothing without
-    the scales that the model keeps beside them."""
+    """Returns the model's tensors of float8, which no conversion changes: their values mean nothing
+    without the scales that the model keeps beside them."""
     models = model_names(specs)
     return [name for name in specs if name in models and specs[name].dtype.startswith("F8_")]
 

@@ -59,7 +59,7 @@ class CopyOptions:
             raise UserError(f"{self.workers} workers: give 1 or more")
 
     def threads(self, jobs: int) -> int:
-        """How many threads to use for so many jobs."""
+        """Returns how many threads to use for so many jobs."""
         cores = len(os.sched_getaffinity(0))
         wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
         return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
@@ -90,7 +90,7 @@ class _Watched:
 
 
 def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: CopyOptions) -> None:
-    """Run the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
+    """Runs the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
     chunk and the failure is raised."""
     threads = copy_options.threads(len(jobs))
     stop = threading.Event()
@@ -118,7 +118,7 @@ def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: Cop
 
 @contextmanager
 def new_directory(url: str) -> Iterator[Storage]:
-    """A new or empty directory to write files into; where that fails it is again as it was.
+    """Yields a new or empty directory to write files into; where that fails it is again as it was.
 
     Half-written files of one that was killed do not count, and go.
     """
@@ -147,7 +147,7 @@ def new_directory(url: str) -> Iterator[Storage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """A step that stands now."""
+    """What a copy wrote, or found already written."""
 
     where: str
     step: int
@@ -157,7 +157,7 @@ class CopyResult:
     kept: int = 0
     """Rank files that an earlier, interrupted run had finished."""
     already: bool = False
-    """All of it stood there before."""
+    """The whole step was committed before."""
 
 
 def write_step(
@@ -168,11 +168,11 @@ def write_step(
     *,
     resumable: bool = False,
 ) -> CopyResult:
-    """Write every rank's file of a step from a source, then commit it.
+    """Writes every rank's file of a step from a source, then commits it.
 
     `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: its token
     says all that the bytes depend on; then finished files stay when the user interrupts. A failure
-    leaves nothing. Raises `UserError` if another checkpoint of that step stands in the directory.
+    leaves nothing. Raises `UserError` if the directory has another checkpoint of that step.
     """
     catalog.check_writable(directory)
     try:
@@ -222,7 +222,7 @@ def _rank_job(storage: Storage, draft: Manifest, rank: int) -> CopyJob:
 def _finished(
     storage: Storage, names: set[str], draft: Manifest, rank: int, layout_digest: str
 ) -> bool:
-    """Whether an earlier run wrote this rank's file, all of it."""
+    """Returns whether an earlier run wrote this rank's file, all of it."""
     name = draft.file_name(rank)
     if not {name, name + SUMS_SUFFIX} <= names:
         return False
@@ -235,7 +235,7 @@ def _finished(
 
 
 def _standing(storage: Storage, draft: Manifest) -> CopyResult:
-    """The step that stands already, if it is the draft's; else `UserError`."""
+    """Returns the committed step if it is the draft's; else raises `UserError`."""
     if catalog.read_manifest(storage).token != draft.token:
         raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
     return _copied(storage, already=True)
@@ -256,7 +256,7 @@ def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyRe
 
 
 def _remove_partials(storage: Storage, draft: Manifest) -> None:
-    """Remove what runs of this token that were killed left half-written, as far as possible."""
+    """Removes what runs of this token that were killed left half-written, as far as possible."""
     files = {draft.file_name(rank) for rank in range(draft.layout.world_size)}
     with suppress(ElasticZeroError, OSError):
         for name in storage.names():

@@ -44,7 +44,7 @@ class StepInfo:
 
 
 def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
-    """The manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong.
+    """Returns the manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong.
 
     `name`: of a snapshot's manifest, which knows one rank's file only.
     """
@@ -66,8 +66,8 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def step_error(storage: Readable) -> ElasticZeroError | None:
-    """Why a step is not good, or None: the manifest makes sense, and its files are there and have
-    exactly their size.
+    """Returns why a step is not good, or None: the manifest makes sense, and its files are there
+    and have exactly their size.
 
     This alone says whether a step is good: every command, `load`, an agent's look for the newest
     good step and retention ask it. It reads no tensor; `elasticzero checkpoint verify` does so
@@ -85,13 +85,13 @@ def step_error(storage: Readable) -> ElasticZeroError | None:
 
 
 def step_error_text(storage: Readable) -> str | None:
-    """`step_error` in words."""
+    """Returns `step_error` as text."""
     error = step_error(storage)
     return None if error is None else str(error)
 
 
 def describe_step_error(error: ElasticZeroError) -> str:
-    """What is the matter with a step: that it is damaged, or only cannot be read, and why."""
+    """Says whether a step is damaged or only cannot be read, and why."""
     return f"{'cannot be read' if out_of_reach(error) else 'is damaged'} ({error})"
 
 
@@ -107,17 +107,18 @@ def _file_fault(storage: Readable, file: ShardFile) -> str | None:
 
 
 def steps(directory: Directory) -> list[StepInfo]:
-    """The committed steps of a checkpoint directory, newest first, good or not."""
+    """Returns the committed steps of a checkpoint directory, newest first, good or not."""
     return [info for info in every_step(directory) if _has_manifest(info.storage)]
 
 
 def uncommitted(directory: Directory) -> list[StepInfo]:
-    """Steps' directories without a manifest, newest first: saves that failed or are going on."""
+    """Returns steps' directories without a manifest, newest first: saves that failed or are still
+    running."""
     return [info for info in every_step(directory) if not _has_manifest(info.storage)]
 
 
 def every_step(directory: Directory) -> list[StepInfo]:
-    """Every step's directory, committed or not, newest first."""
+    """Returns every step's directory, committed or not, newest first."""
     found = [
         StepInfo(step, name, directory.step(name))
         for name in directory.names()
@@ -127,7 +128,7 @@ def every_step(directory: Directory) -> list[StepInfo]:
 
 
 def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
-    """The newest committed step that is good at a cheap look, or None."""
+    """Returns the newest committed step that is good at a cheap look, or None."""
     for info in every_step(directory):
         if info.step not in excluding and step_error_text(info.storage) is None:
             return info.step
@@ -139,7 +140,8 @@ def _tell(line: str) -> None:
 
 
 def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
-    """The good step that a path or URL means: itself, or a checkpoint directory's newest good one.
+    """Returns the good step that a path or URL means: itself, or a checkpoint directory's newest
+    good one.
 
     `tell`: gets one line about newer steps that are passed over. Raises `CheckpointDamaged` for
     one step that is not good, `UserError` if there is none, and `StorageError` if one might be but
@@ -152,12 +154,12 @@ def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) 
 
 
 def find(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
-    """As `resolve`, but the directory of one step is taken as it is, good or not: to look at it."""
+    """Resolves as `resolve` does, but takes the directory of one step as it is, good or not."""
     return _find(url, tell)[0]
 
 
 def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[Storage, bool]:
-    """(the step that `url` means, whether it is known to be good)."""
+    """Returns (the step that `url` means, whether it is known to be good)."""
     directory = open_directory(url)
     names = directory.names()
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
@@ -189,7 +191,7 @@ def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[S
 
 
 def check_writable(directory: Directory) -> None:
-    """Make the directory if need be, and try that it can be written.
+    """Makes the directory if need be, and checks that it can be written.
 
     Raises `StorageError` if not, and `UserError` as `check_target` does.
     """
@@ -199,7 +201,7 @@ def check_writable(directory: Directory) -> None:
 
 
 def check_target(directory: Directory) -> None:
-    """Raise `UserError` for a directory that no checkpoint may be written into: one that lies in a
+    """Raises `UserError` for a directory that no checkpoint may be written into: one that lies in a
     step's directory, or holds something that is not checkpoints."""
     check_outside_steps(directory.where)
     names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
@@ -212,7 +214,7 @@ def check_target(directory: Directory) -> None:
 
 
 def check_outside_steps(where: str) -> None:
-    """Raise `UserError` for a place in a step's directory, which is no place for anything else."""
+    """Raises `UserError` for a place in a step's directory, which is no place for anything else."""
     for part in where.split("/"):
         if step_of(part) is not None:
             raise UserError(
@@ -222,7 +224,8 @@ def check_outside_steps(where: str) -> None:
 
 
 def _has_manifest(storage: Storage) -> bool:
-    """Whether a step is committed; one that cannot be looked at counts, for it is then damaged."""
+    """Returns whether a step is committed; one that cannot be read counts as
+    committed, because it is then damaged."""
     try:
         storage.size(MANIFEST_NAME)
     except FileNotFoundError:

@@ -33,12 +33,14 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 
 
 def prepare(directory: Directory, step: int) -> Storage:
-    """The storage of a step about to be written; its directory is made if it is not there."""
+    """Returns the storage of a step about to be written; its directory is made if it is not
+    there."""
     return directory.make(step_directory(step))
 
 
 def is_good(storage: Storage) -> bool:
-    """Whether the step is committed and, at a cheap look, good: then nobody writes it again."""
+    """Returns whether the step is committed and its files have their sizes: then no save writes it
+    again."""
     return MANIFEST_NAME in storage.names() and step_error_text(storage) is None
 
 
@@ -115,7 +117,7 @@ def _await_shards(
 
 
 def _check_readable(storage: Storage, data: bytes) -> None:
-    """Raise `StorageError` for a manifest that no look at the step would read again."""
+    """Raises `StorageError` for a manifest that is too large to be read again."""
     try:
         check_memory(data)
         if len(data) > MANIFEST_LIMIT_BYTES:
@@ -128,7 +130,7 @@ def _check_readable(storage: Storage, data: bytes) -> None:
 
 
 def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
-    """Put our manifest in the place of a damaged one, then remove the files that one named."""
+    """Replaces a damaged manifest by ours, then removes the files that the old one named."""
     old: tuple[ShardFile, ...] = ()
     with suppress(ElasticZeroError, FileNotFoundError):
         old = read_manifest(storage).files
@@ -136,12 +138,12 @@ def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
     for file in old:
         if file.name not in names:
             for left in (file.name, file.name + SUMS_SUFFIX):
-                with suppress(ElasticZeroError):  # the step stands; this is only tidied up
+                with suppress(ElasticZeroError):  # the step is committed; this only cleans up
                     storage.remove(left)
 
 
 def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
-    """Remove a rank's files of a save that failed, unless a manifest names them, and the step's
+    """Removes a rank's files of a save that failed, unless a manifest names them, and the step's
     directory if nothing is left in it; returns whether that could be done."""
     step, name = step_directory(draft.step), draft.file_name(rank)
     storage = directory.step(step)

@@ -89,11 +89,12 @@ def apply_retention(
     *,
     bad_steps: Collection[int] = (),
 ) -> CleanupResult:
-    """Remove the steps that need not stay and the leftovers of failed saves; never raises.
+    """Removes the steps that need not stay and the leftovers of failed saves; never raises.
 
     `committed`: what the caller has just written, with checksums, and committed: the newest
-    checkpoint that is known to be right in every byte. Nothing goes unless it stands, and it stays.
-    `bad_steps`: known to be damaged though their sizes are right; they do not count as good.
+    checkpoint that is known to be right in every byte. Nothing is removed unless it is still
+    committed, and it stays. `bad_steps`: known to be damaged though their sizes are right; they do
+    not count as good.
     """
     cleaner = _Cleaner(directory, committed)
     with cleaner.noting():
@@ -122,9 +123,9 @@ def clean_up_after_manual_save(directory: Directory, committed: Manifest) -> Cle
 
 
 def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
-    """Remove the leftovers of failed saves where `save`, not committed yet, finds no space.
+    """Removes the leftovers of failed saves where `save`, not committed yet, finds no space.
 
-    What any save that goes on may still need stays: all files of this one's step, and what is of a
+    What any running save may still need stays: all files of this one's step, and what is of a
     newer generation, or was saved by hand within the hour. Never raises.
     """
     cleaner = _Cleaner(directory, save, committed=False)
@@ -152,7 +153,7 @@ class _Cleaner:
         self._committed = save
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
-        """Remove a committed step, its manifest first: it is never committed without its files."""
+        """Removes a committed step, its manifest first: it is never committed without its files."""
         storage = self._directory.step(name)
         with self.noting():
             named = _token_of_step(storage)
@@ -168,7 +169,7 @@ class _Cleaner:
             self.remove_leftovers(name, step, {file: times[file] for file in rest})
 
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
-        """Remove files that no manifest names, where nobody can still be writing them."""
+        """Removes files that no manifest names and that no save can still be writing."""
         storage = self._directory.step(name)
         with self.noting():
             tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
@@ -196,7 +197,8 @@ class _Cleaner:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """An error becomes a line: what could not be removed now is tried after the next save."""
+        """Turns an error into a problem in the result: the removal is tried again after the next
+        save."""
         try:
             yield
         except ElasticZeroError as error:
@@ -205,17 +207,18 @@ class _Cleaner:
             self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
     def _is_dead(self, step: int, token: str, written_s: float) -> bool:
-        """Whether a file of this token belongs to a save that is over."""
+        """Returns whether a file of this token belongs to a save that is over."""
         if token == self._committed.token:
             return step < self._committed.step
         generation = token_generation(token)
-        if generation is None:  # by hand: it never replaces what stands
+        if generation is None:  # by hand: it never replaces a committed step
             beaten = self._stands and step == self._committed.step
             return beaten or self.now_s - written_s > HOUR_S
         return generation < self._committed.generation or self.now_s - written_s > DAY_S
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:
-        """Whether a newer generation of this job wrote it; what is a day old is another job's."""
+        """Returns whether a newer generation of this job wrote it; what is a day old is another
+        job's."""
         generation = token_generation(token) if token is not None else None
         newer = generation is not None and generation > self._committed.generation
         return newer and self.now_s - written_s <= DAY_S
@@ -233,7 +236,7 @@ def _staying(
     files: Mapping[str, Mapping[str, float]],
     bad_steps: Collection[int],
 ) -> set[int]:
-    """The committed steps that are not to be removed.
+    """Returns the committed steps that are not to be removed.
 
     Only what is older than the last of the newest good ones goes: a damaged step that is newer
     stays for a person to look at.
@@ -254,7 +257,7 @@ def _staying(
 
 
 def _token_of_step(storage: Storage) -> str | None:
-    """The token in a step's manifest; none where it cannot be read."""
+    """Returns the token in a step's manifest; none where it cannot be read."""
     try:
         return read_manifest(storage).token
     except CheckpointDamaged:

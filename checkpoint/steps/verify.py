@@ -26,7 +26,7 @@ class Corruption:
 
 
 def find_corruption(storage: Readable) -> Iterator[Corruption]:
-    """Everything wrong with a step: its manifest, and every block of every file it names.
+    """Yields everything wrong with a step: its manifest, and every block of every file it names.
 
     Of a file that says itself that it is another, the reason tells which. Raises `StorageError`
     where nothing can be said of the bytes: no permission, or no answer.
@@ -65,15 +65,16 @@ def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterato
 
 
 def _fault(name: str, error: ElasticZeroError) -> Corruption:
-    """An error as a fault of a file; raised anew where it says nothing about the file's bytes."""
+    """Returns an error as corruption of a file; raises it where it says nothing about the file's
+    bytes."""
     if out_of_reach(error):
         raise error
     return Corruption(file=name, reason=str(error))
 
 
 def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:
-    """Which file stands in the place of a rank's, as its header says without proof; None if that
-    cannot be read, or says that it is the right one."""
+    """Returns which file is in the place of a rank's, as its header says without proof; None if
+    that cannot be read, or says that it is the right one."""
     name = manifest.files[rank].name
     try:
         size = storage.size(name)

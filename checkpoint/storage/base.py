@@ -36,12 +36,12 @@ class Readable(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """Bytes of the file."""
+        """Returns the bytes of the file."""
         ...
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        """Fill the buffers, one after the other, from byte `start` on; returns how many bytes came:
-        fewer than they hold only at the file's end."""
+        """Fills the buffers, one after the other, from byte `start` on; returns how many bytes
+        came: fewer than they hold only at the file's end."""
         ...
 
 
@@ -51,7 +51,7 @@ class Storage(Readable, Protocol):
     def write(
         self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
     ) -> None:
-        """Create or replace the file; it has its name only once it is whole and durable.
+        """Creates or replaces the file; it has its name only once it is whole and durable.
 
         `size`: how many bytes `chunks` will give, where that is known. A chunk may be reused once
         the next is asked for. `cached=False`: the file is not read soon, and need not go through
@@ -60,18 +60,18 @@ class Storage(Readable, Protocol):
         ...
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """Create the file whole and durable; False if one of that name with other bytes stands.
+        """Creates the file whole and durable; False if one of that name with other bytes exists.
 
-        Where one with just these bytes stands already this is a success: an answer was lost.
+        Where one with these very bytes exists this is a success: an answer was lost.
         """
         ...
 
     def names(self) -> list[str]:
-        """The names of all files, sorted; none where the step is not there at all."""
+        """Returns the names of all files, sorted; none where the step is not there at all."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove the file if it is there."""
+        """Removes the file if it is there."""
         ...
 
 
@@ -84,28 +84,29 @@ class Directory(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """The names of all steps and of whatever else is there, sorted; none if it is not there."""
+        """Returns the names of all steps and of whatever else is there, sorted; none if it is not
+        there."""
         ...
 
     def files(self) -> dict[str, dict[str, float]]:
-        """When each file of each step was last written, in seconds by the storage's own clock: by
-        the step's name, then the file's."""
+        """Returns when each file of each step was last written, in seconds by the storage's own
+        clock: by the step's name, then the file's."""
         ...
 
     def step(self, name: str) -> Storage:
-        """The files of one step, there or not."""
+        """Returns the files of one step, there or not."""
         ...
 
     def make(self, name: str) -> Storage:
-        """The files of a step about to be written; what that needs is made, durably."""
+        """Returns the files of a step about to be written; what that needs is made, durably."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a step that holds no file; nothing to do where it holds some or is not there."""
+        """Removes a step that holds no file; nothing to do where it holds some or is not there."""
         ...
 
     def check_writable(self) -> None:
-        """Make the directory if need be and try that it can be written, or raise `StorageError`."""
+        """Makes the directory if need be and checks that it can be written; else `StorageError`."""
         ...
 
 
@@ -116,11 +117,11 @@ class Views:
         self._rest = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def rest(self) -> list[memoryview]:
-        """What is not taken yet."""
+        """Returns what is not taken yet."""
         return self._rest[::-1]
 
     def take(self, size: int) -> list[memoryview]:
-        """The next `size` bytes."""
+        """Returns the next `size` bytes."""
         taken = []
         while size:
             view = self._rest.pop()
@@ -133,7 +134,7 @@ class Views:
 
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:
-    """Whether there is a file with exactly these bytes."""
+    """Returns whether there is a file with exactly these bytes."""
     found = bytearray(len(data) + 1)
     try:
         return found[: storage.read_into(name, 0, memoryview(found))] == data
@@ -146,7 +147,7 @@ def holds(storage: Readable, name: str, data: bytes) -> bool:
 
 
 def open_directory(url: str | os.PathLike[str]) -> Directory:
-    """The checkpoint directory at a path, a `file://` URL or any URL that fsspec knows.
+    """Returns the checkpoint directory at a path, a `file://` URL or any URL that fsspec knows.
 
     Raises `UserError` for a URL that means none, or whose package is not installed.
     """
@@ -162,7 +163,7 @@ def open_directory(url: str | os.PathLike[str]) -> Directory:
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The files that lie directly at a path or URL; as `open_directory` otherwise."""
+    """Returns the files that lie directly at a path or URL; as `open_directory` otherwise."""
     path = _disk_path(url)
     if path is not None:
         from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -175,7 +176,7 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
 
 
 def _disk_path(url: str | os.PathLike[str]) -> Path | None:
-    """The absolute path of a directory on a file system, None for a URL of another kind."""
+    """Returns the absolute path of a directory on a file system, None for a URL of another kind."""
     text = os.fspath(url)
     if not text.strip():
         raise UserError('the path is empty: give a directory ("." for this one)')
@@ -198,7 +199,7 @@ def _disk_path(url: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote_url(text: str) -> str:
-    """The URL without slashes at its end; `UserError` for one that names no place."""
+    """Returns the URL without slashes at its end; `UserError` for one that names no place."""
     scheme, _, rest = text.partition("://")
     if not rest.strip("/") or (scheme.lower() in _WITH_BUCKETS and rest.startswith("/")):
         example = "BUCKET/DIRECTORY" if scheme.lower() in _WITH_BUCKETS else "DIRECTORY"
@@ -207,7 +208,7 @@ def _remote_url(text: str) -> str:
 
 
 def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
-    """The whole of a small file; `StorageError` for one larger than `limit_bytes`."""
+    """Returns the whole of a small file; `StorageError` for one larger than `limit_bytes`."""
     size = storage.size(name)
     if size > limit_bytes:
         raise StorageError(
@@ -218,7 +219,8 @@ def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
 
 
 def out_of_reach(error: BaseException) -> bool:
-    """Whether a `StorageError` says nothing about the bytes: no permission, or no answer."""
+    """Returns whether a `StorageError` says nothing about the bytes: no permission, or no
+    answer."""
     cause = error.__cause__
     if not isinstance(error, StorageError) or cause is None:
         return False
@@ -230,8 +232,9 @@ def out_of_reach(error: BaseException) -> bool:
 
 
 def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
-    """What `work` returns; `StorageError` where storage has not answered within `limit_s`: an open
-    on a network's file system may block for good. The thread that waits there is then left."""
+    """Returns what `work` returns; `StorageError` where storage has not answered within `limit_s`:
+    an open on a network's file system may block for good. The thread that waits there is then left.
+    """
     results: list[_T] = []
     errors: list[BaseException] = []
 
@@ -252,7 +255,7 @@ def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
 
 
 def out_of_space(error: BaseException) -> bool:
-    """Whether a `StorageError` came of a file system without room, or of a quota."""
+    """Returns whether a `StorageError` came of a file system without room, or of a quota."""
     cause = error.__cause__
     if isinstance(cause, StorageError):
         return out_of_space(cause)
@@ -261,7 +264,7 @@ def out_of_space(error: BaseException) -> bool:
 
 
 def partial_name(name: str) -> str:
-    """A new name for a file until it is whole, of this writer alone."""
+    """Returns a new name for a file until it is whole, of this writer alone."""
     return f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
 
 
@@ -291,7 +294,7 @@ def as_storage_error(
 
 
 def explain(error: BaseException) -> str:
-    """An error's cause in words, without its number and file name."""
+    """Returns an error's cause in words, without its number and file name."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

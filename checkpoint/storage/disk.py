@@ -119,7 +119,7 @@ class DiskStorage:
 
     @contextmanager
     def _staged(self, name: str) -> Iterator[Path]:
-        """A name of this writer alone, gone afterwards."""
+        """Yields a name of this writer alone, gone afterwards."""
         staged = self.path / partial_name(name)
         try:
             yield staged
@@ -208,7 +208,7 @@ class DiskDirectory:
 
 
 def read_regular(path: Path) -> bytes:
-    """The whole of a regular file, links followed; raises `OSError` or `StorageError`."""
+    """Returns the whole of a regular file, links followed; raises `OSError` or `StorageError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         _regular(os.fstat(fd), path)
@@ -216,8 +216,8 @@ def read_regular(path: Path) -> bytes:
 
 
 def _regular(status: os.stat_result, path: Path) -> os.stat_result:
-    """The status of a regular file; `StorageError` for another kind, which may have no end, or
-    block for ever whatever opens it."""
+    """Returns the status of a regular file; `StorageError` for another kind, which may have no end,
+    or block for ever whatever opens it."""
     for is_kind, kind in _KINDS:
         if is_kind(status.st_mode):
             raise StorageError(f"{path} is {kind}, and a regular file is expected")
@@ -225,7 +225,7 @@ def _regular(status: os.stat_result, path: Path) -> os.stat_result:
 
 
 def _joined(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
-    """The same bytes, small chunks put together and large ones as they are."""
+    """Yields the same bytes, small chunks put together and large ones as they are."""
     small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
@@ -248,7 +248,7 @@ def _write_all(fd: int, view: memoryview) -> int:
 
 
 def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
-    """Write chunks past the page cache, up to the first that is not whole pages or that the file
+    """Writes chunks past the page cache, up to the first that is not whole pages or that the file
     system does not take so; that one is written all the same. Returns how many bytes.
 
     The file gets its `size` first: writes that lengthen it would wait for each other.
@@ -274,7 +274,8 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
 
 
 def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -> bool:
-    """Write whole pages from byte `at` on, several parts at a time; False where that is refused."""
+    """Writes whole pages from byte `at` on, several parts at a time; False where that is
+    refused."""
 
     def write(start: int) -> None:
         part = view[start : start + _DIRECT_BYTES]
@@ -295,7 +296,7 @@ def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -
 
 
 def _name_new(staged: Path, target: Path) -> bool:
-    """Give a file its name unless that is taken: then False."""
+    """Gives a file its name unless that is taken: then False."""
     try:
         os.link(staged, target)
         return True
@@ -336,7 +337,7 @@ def _rename_locked(staged: Path, target: Path) -> bool:
 
 
 def _times(path: Path) -> dict[str, float] | None:
-    """When each file in a directory was last written; None where it is none."""
+    """Returns when each file in a directory was last written; None where it is none."""
     found = {}
     with as_storage_error(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
@@ -349,7 +350,7 @@ def _times(path: Path) -> dict[str, float] | None:
 
 
 def _make_directories(path: Path) -> None:
-    """Make a directory and those above it, each with a durable name."""
+    """Makes a directory and those above it, each with a durable name."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     for place in reversed(missing):
         place.mkdir(exist_ok=True)
@@ -357,7 +358,7 @@ def _make_directories(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Makes the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

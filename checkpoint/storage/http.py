@@ -67,12 +67,12 @@ class HttpStorage:
                 raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
 
     def close(self) -> None:
-        """Hang up; the next read connects again."""
+        """Hangs up; the next read connects again."""
         while self._idle:
             self._idle.pop().close()
 
     def abandon(self) -> None:
-        """Give the server up for good; callable from any thread. Reads under way raise at once,
+        """Abandons the server for good; callable from any thread. Reads under way raise at once,
         whatever they wait for, and so does every later one."""
         with self._lock:
             self._abandoned = True
@@ -82,7 +82,7 @@ class HttpStorage:
 
     @contextmanager
     def _connected(self) -> Iterator[_CancellableConnection]:
-        """A connection for one request; kept for the next if all goes well."""
+        """Yields a connection for one request; kept for the next if all goes well."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -160,7 +160,7 @@ class _CancellableConnection(http.client.HTTPConnection):
         its number may then belong to another file."""
 
     def cancel(self) -> None:
-        """Have whatever waits for this connection fail at once, and never connect again."""
+        """Makes every wait for this connection fail at once, and every later connect."""
         with self._lock:
             self._is_cancelled = True
             if self._end is not None:
@@ -185,7 +185,7 @@ class _CancellableConnection(http.client.HTTPConnection):
         raise lost
 
     def _dial(self, sock: socket.socket, address: Any) -> None:
-        """Connect; from the moment on that this may wait, `cancel` ends it."""
+        """Connects; `cancel` ends it from the moment on that it may wait."""
         sock.setblocking(False)
         with self._lock:
             if self._is_cancelled:

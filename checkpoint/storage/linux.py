@@ -28,7 +28,7 @@ def _libc() -> Any:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file, atomically, unless `target` stands: then `FileExistsError`."""
+    """Renames a file, atomically, unless `target` exists: then `FileExistsError`."""
     _call(
         "renameat2",
         ctypes.c_int(_AT_FDCWD),
@@ -40,7 +40,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Take a file's space on the disk now, so that a full one is noticed before the writing.
+    """Takes a file's space on the disk now, so that a full one is noticed before the writing.
 
     Not in memory: there its pages would be cleared first, which takes a quarter of the writing.
     """
@@ -51,14 +51,14 @@ def reserve(fd: int, size: int) -> None:
 
 
 def start_writeback(fd: int, start: int, size: int) -> None:
-    """Have the kernel begin to write a range to the disk; does not wait for it."""
+    """Makes the kernel begin to write a range to the disk; does not wait for it."""
     at, count = ctypes.c_int64(start), ctypes.c_int64(size)
     flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
     _try("sync_file_range", ctypes.c_int(fd), at, count, flags)
 
 
 def set_direct(fd: int, direct: bool) -> bool:
-    """Have a file's writes go past the page cache, or through it again; False where that is not to
+    """Makes a file's writes go past the page cache, or through it again; False where that is not to
     be had."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

@@ -25,7 +25,7 @@ _MOST_PARTS = 10_000
 
 
 def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry: Retrying) -> None:
-    """Put the bytes of `chunks` at `path` (bucket/key) of an s3fs file system.
+    """Puts the bytes of `chunks` at `path` (bucket/key) of an s3fs file system.
 
     `size`: theirs, if known: above 160 GB it must be. The object appears whole or not at all; an
     upload that fails is aborted. That of a killed process stays in the bucket, unseen, until the
@@ -59,7 +59,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
 def _send(
     fs: Any, target: dict[str, Any], parts: Iterable[bytes], retry: Retrying
 ) -> tuple[list[dict[str, Any]], int]:
-    """(what S3 wants to hear of the parts, their bytes)."""
+    """Returns (what S3 needs to know of the parts, their bytes)."""
 
     def send(number: int, part: bytes) -> dict[str, Any]:
         named = target | {"PartNumber": number}
@@ -90,7 +90,7 @@ def _send(
 
 
 def _cut(chunks: Iterable[Bytes], part_bytes: int) -> Iterator[bytes]:
-    """The same bytes in parts of one size; the last is smaller."""
+    """Yields the same bytes in parts of one size; the last is smaller."""
     part = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

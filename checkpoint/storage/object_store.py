@@ -53,7 +53,8 @@ _SILENT_S = 1.5 * _ANSWER_S
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a moment later: throttled, timed out, broken off."""
+    """Returns whether the same request may succeed a moment later: throttled, timed out, broken
+    off."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     status = _status(error)
@@ -67,7 +68,7 @@ def _is_unanswered(error: BaseException | None) -> bool:
 
 
 class _StopWhereSilent(stop_base):
-    """Whether the server has had its time, and the last request got no answer again."""
+    """Stops once the server has had its time and the last request got no answer either."""
 
     def __call__(self, retry_state: RetryCallState) -> bool:
         outcome = retry_state.outcome
@@ -95,8 +96,8 @@ class Remote:
         return self.retry(getattr(self.fs, method), *arguments, **self.limit(method), **options)
 
     def limit(self, method: str) -> dict[str, float]:
-        """How long one request to S3 may take as a whole: what is sent to a server that reads
-        nothing has no other limit, and what is received has its own."""
+        """Returns how long one request to S3 may take as a whole: what is sent to a server that
+        reads nothing has no other limit, and what is received has its own."""
         limited = method != "cat_file" and self.speaks(frozenset({"s3", "s3a"}))
         return {"timeout": _REQUEST_S} if limited else {}
 
@@ -272,7 +273,7 @@ class ObjectDirectory:
 
 
 def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
-    """(fsspec's file system, the path in it) of a URL; raises `UserError`."""
+    """Returns (fsspec's file system, the path in it) of a URL; raises `UserError`."""
     scheme = url.split("://")[0]
     try:
         import fsspec  # type: ignore[import-untyped]
@@ -293,7 +294,8 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
 
 
 def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
-    """What we want of a file system; it also keeps our instance apart from the script's own."""
+    """Returns what we want of a file system; it also keeps our instance apart from the script's
+    own."""
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         own = configured.get(scheme, {}).get("config_kwargs", {})
@@ -312,7 +314,7 @@ def _listed(remote: Remote, root: str, kinds: Iterable[str]) -> list[str]:
 
 
 def _written_s(entry: Mapping[str, Any]) -> float:
-    """When a file was last written, in seconds; packages spell it in several ways.
+    """Returns when a file was last written, in seconds; packages spell it in several ways.
 
     0 where none is known: then no file is older than another.
     """
@@ -328,7 +330,7 @@ def _written_s(entry: Mapping[str, Any]) -> float:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, or None; packages keep it in several places."""
+    """Returns the HTTP status behind an error, or None; packages keep it in several places."""
     for link in (error, error.__cause__):
         response = getattr(link, "response", None)
         if isinstance(response, Mapping):
