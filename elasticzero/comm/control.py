@@ -55,7 +55,7 @@ class ControlWord:
 
 
 class ControlExchange:
-    """What all ranks know alike at the same boundary: given in a step, taken at its end."""
+    """Exchanges control words: a rank submits its own in a step, and collects the result."""
 
     def __init__(self, groups: ProcessGroups | None) -> None:
         many = groups is not None and groups.rank_info.world_size > 1
@@ -64,18 +64,18 @@ class ControlExchange:
         self._submitted = False
 
     def submit(self, mine: ControlWord) -> None:
-        """Give this rank's word of the step that it works on; once a step, later calls do nothing.
+        """Submit this rank's word for the step that it works on; later calls in a step do nothing.
 
-        It is given as the step's first backward begins: a rank that leaves its loop before that has
-        not given it, so that what it gives next meets the others' words and tells on it.
+        The session does so as the step's first backward begins. A rank that leaves its loop before
+        that has submitted none: what it submits next meets the others' words and gives it away.
         """
         if self._tree is not None and not self._submitted:
             self._tree.submit(encode_word(mine, self._rank))
             self._submitted = True
 
     def collect(self, mine: ControlWord) -> ControlWord | None:
-        """What counts of all ranks' words of the step that ends; None where none was given. For one
-        rank alone that is its own word of now.
+        """Collect what all ranks' words of this step make; None where none was submitted. One
+        rank alone gets its own word of now.
 
         Raises `RetryError` where another rank has left its loop.
         """

@@ -31,14 +31,14 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.comm.torch_internals import PrefixStore, Store
 
 ARITY = 16
-"""So many ranks are below one at most: 6,400 ranks are four levels."""
+"""Maximum number of ranks below one: 6,400 ranks are four levels."""
 WIDTH = 15
 """Numbers in a message."""
 SHARE = 0.5
-"""Of the time to connect, the rest of which the process group has."""
+"""Part of the time to connect that the tree may take; the process group has the rest."""
 UNAUTHENTICATED = -1
 MAX_UNAUTHENTICATED = 64
-"""Of so many who have not said who they are, the first is sent away."""
+"""Maximum number of unauthenticated connections; the oldest is closed beyond it."""
 
 _Numbers = tuple[int, ...]
 _MESSAGE = struct.Struct(f"!{WIDTH}q")
@@ -46,14 +46,14 @@ _HELLO = struct.Struct("!32sI")
 
 
 def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
-    """Who is above this rank in the tree (None: nobody, it is the top), and who below. Pure."""
+    """The rank above this one in the tree (None for the root), and the ranks below it. Pure."""
     above = (rank - 1) // ARITY if rank else None
     first = rank * ARITY + 1
     return above, range(min(first, world_size), min(first + ARITY, world_size))
 
 
 class MaxTree:
-    """One rank's part in the tree. Every rank gives and takes equally often, in one thread."""
+    """One rank's part in the tree. Every rank submits and collects equally often, in one thread."""
 
     def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
         self._up = up
@@ -61,9 +61,9 @@ class MaxTree:
         self._submitted: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[_Numbers | OSError] = queue.SimpleQueue()
         self._outstanding = 0
-        """Given, and not received."""
+        """Number of messages that were submitted and whose results were not received."""
         self._collected_early: deque[_Numbers] = deque()
-        """Received before it was asked for."""
+        """Results that were received before they were collected."""
         self._thread: threading.Thread | None = None
         if down:
             thread = threading.Thread(target=self._relay, name="elasticzero-agree", daemon=True)
@@ -134,7 +134,7 @@ class MaxTree:
             connection.close()
 
     def _relay(self) -> None:
-        """What comes from below and this rank's own goes up, what comes from above down."""
+        """Send the maximum of the numbers from here and below up, and the result down."""
         try:
             while True:
                 below = list(self._from_below())
@@ -241,8 +241,8 @@ def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket
 def _accept(
     info: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
 ) -> Iterator[socket.socket]:
-    """The connections of these ranks, each when it has said who it is; a stranger's is closed, and
-    one that says nothing keeps nobody waiting."""
+    """The connections of these ranks, each once it has authenticated itself. Any other is closed,
+    and a connection that sends nothing delays no rank."""
     deadline_s = time.monotonic() + limit_s
     with closing(_Handshake(listener, _proof(info))) as handshake:
         while missing:
@@ -261,7 +261,7 @@ def _accept(
 
 
 class _Handshake:
-    """Those who have connected and have not yet said who they are."""
+    """The connections that have not yet authenticated themselves as a rank of this generation."""
 
     def __init__(self, listener: socket.socket, proof: bytes) -> None:
         listener.setblocking(False)
@@ -273,7 +273,7 @@ class _Handshake:
         self._ready.register(listener, select.POLLIN)
 
     def poll(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
-        """Who has said meanwhile which rank it is, or (STRANGER) is none."""
+        """The connections that have sent a whole hello: the rank, or UNAUTHENTICATED."""
         for fd, _ in self._ready.poll(limit_s * 1000):
             if fd == self._listener.fileno():
                 self._accept()

@@ -32,7 +32,7 @@ from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
 
 DESTROY_TIMEOUT_S = 0.5
-"""A group that is not gone by then hangs."""
+"""A group whose destruction takes longer, in seconds, counts as hanging."""
 CLOSED = "nccl: the connections to the other ranks are closed"
 POLL_S = 0.1
 """So often NCCL is asked for errors."""
@@ -97,7 +97,7 @@ class ProcessGroups:
                 self._aborting = abort
 
     def _poll_nccl(self) -> None:
-        """NCCL says nothing to who waits for the GPU."""
+        """Shut the groups when NCCL reports an error, which a wait for the GPU does not notice."""
         while not self._shut.wait(POLL_S):
             if nccl.failed():
                 self.shut()
@@ -129,10 +129,10 @@ class ProcessGroups:
         return self._verified_at is not None and self._verified_at == collectives_begun()
 
     def verify_with_peers(self) -> None:
-        """Raise unless every rank is here, and none aborts meanwhile.
+        """Raise unless every rank takes part, and none aborts meanwhile.
 
-        Each gives the same number, which nobody has given before: where a rank gave none, or its
-        own got lost, what is left in some buffer stands for it, and the sum is another.
+        The ranks sum a fresh number that each of them knows. Where one gave none, or its number got
+        lost, the rest of some buffer stands in its place, and the sum is wrong.
         """
         self._number += 1
         number = mix64(self._number) >> 32
@@ -236,7 +236,7 @@ class ProcessGroups:
                     tensor.copy_(part.view(tensor.shape))
 
     def release(self) -> None:
-        """Nothing runs on them any more, when this returns."""
+        """End what runs on the groups: when this returns, nothing does any more."""
         with self._shut_lock:
             self._shut.set()
             aborting = self._aborting
@@ -280,8 +280,8 @@ def device_of(info: RankInfo) -> torch.device:
     count = torch.cuda.device_count()
     if info.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise OperatorError(
-            f"worker {info.local_rank} of this node has no GPU of its own, for there are {count}: "
-            f"give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
+            f"worker {info.local_rank} of this node has no GPU of its own: the node has {count}. "
+            f"Give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
             "CPU"
         )
     return torch.device("cuda", info.local_rank % count)

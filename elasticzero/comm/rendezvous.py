@@ -23,19 +23,19 @@ from elasticzero.text import list_text
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 LOOK_MAX_S = 0.2
 PROBE_S = 2.0
-"""One try to reach rank 0's host."""
+"""Time limit of one try to reach rank 0's host, in seconds."""
 TOLD_AFTER_S = 10.0
-"""So long after it began to wait, a rank says for whom."""
+"""A rank that has waited this long, in seconds, says for which ranks it waits."""
 RANKS_SHOWN = 16
 
 Allow = Callable[[float], None]
-"""Bounds what comes next, in seconds, instead of what came before: torch's store can block far past
-its timeout."""
+"""Sets the time limit, in seconds, of the step that comes next; it replaces the limit before it.
+torch's store can block far past its own timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where this process stands in the world, and how the world is reached."""
+    """This process's rank in its world, and the addresses at which the ranks meet."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ class RankInfo:
     token: str = ""
     """Of the generation."""
     password: str = field(default="", repr=False)
-    """The job's: who knows it belongs to it."""
+    """The job's token, by which a process shows that it belongs to the job."""
     host: str = "127.0.0.1"
     """Where other ranks reach this one."""
     connect_timeout_s: float = 30.0
@@ -59,7 +59,7 @@ class RankInfo:
 
 
 def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
-    """Rank 0's store, where every rank has said by now that it is there.
+    """Connects to rank 0's store, and returns it once every rank has registered there.
 
     Raises `RetryError` when rank 0's host is not reached within `info.connect_timeout_s`, and when
     a rank has not come within `info.start_timeout_s`; a peer that goes away later is an error of
@@ -131,7 +131,7 @@ def _reach(info: RankInfo, deadline_s: float) -> None:
 
 
 def _probe(host: str, port: int, limit_s: float) -> OSError | None:
-    """Why nothing is reached there; of the errors of several addresses a refusal counts."""
+    """The error of one try to connect, or None; of several addresses a refusal counts."""
     try:
         socket.create_connection((host, port), limit_s, all_errors=True).close()
     except OSError as error:
@@ -143,19 +143,19 @@ def _probe(host: str, port: int, limit_s: float) -> OSError | None:
 
 
 def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
-    """By one wait, for torch warns of each that ends in vain."""
+    """Wait on the other ranks, by one call: torch prints a warning for each wait that times out."""
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
         here.wait(["all"], timedelta(seconds=left_s))
     except DistStoreError:
         raise RetryError(
-            f"{here.add('count', 0)} of {info.world_size} ranks were there after "
-            f"{info.start_timeout_s:g} s; the log of rank 0 names the others"
+            f"only {here.add('count', 0)} of {info.world_size} ranks called elasticzero.run() "
+            f"within {info.start_timeout_s:g} s; the log of rank 0 names the others"
         ) from None
 
 
 def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
-    """On rank 0, whose own store this is: it looks again and again, and tells for whom it waits."""
+    """Wait on rank 0, whose own store this is: it polls the store, and names the missing ranks."""
     began_s = time.monotonic()
     tell_s, told = TOLD_AFTER_S, ""
     while not here.check(["all"]):
@@ -165,12 +165,13 @@ def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
             tell_s *= 2
             missing = [r for r in range(info.world_size) if not here.check([str(r)])]
             names = list_text(missing, RANKS_SHOWN)
-            text = f"not at elasticzero.run after {waited_s:.0f} s: rank {names}"
             if now_s >= deadline_s:
-                raise RetryError(text)
+                raise RetryError(
+                    f"rank {names} did not call elasticzero.run() within {waited_s:.0f} s"
+                )
             if missing and names != told:
                 told = names
-                _tell(text)
+                _tell(f"waiting for rank {names} to call elasticzero.run() ({waited_s:.0f} s)")
         time.sleep(max(0.001, min(LOOK_MAX_S, waited_s / 20)))
 
 

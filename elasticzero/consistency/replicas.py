@@ -87,7 +87,7 @@ class SigningInterval:
 
 
 class ReplicaVerifier:
-    """One rank's part in it, in one generation."""
+    """Verifies one rank's replicas in one generation."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class ReplicaVerifier:
         self._interval = SigningInterval()
         self._digested = self.verified = 0
         self._pending: StateDigest | None = None
-        """Not compared yet: it rides in the next word."""
+        """The digest that the next word carries to be compared."""
         self._compared: StateDigest | None = None
-        """The one that was compared last."""
+        """The digest that was compared last."""
 
     def begin(self, step: int) -> None:
         """The generation starts from this step; all ranks have read the same state."""

@@ -53,7 +53,7 @@ STANDALONE = Assignment(
 
 
 class GenerationEnded(BaseException):
-    """Leaves the user's loop: not an `Exception`, so that no handler of the script keeps it."""
+    """Ends the user's loop. It is no `Exception`, so that no handler of the script catches it."""
 
     def __init__(self, reason: str, *, aborted: bool = False) -> None:
         super().__init__(reason)
@@ -63,8 +63,8 @@ class GenerationEnded(BaseException):
 
 
 class AgentClient:
-    """The channel to the agent, and a thread that hears what it says; without an agent, a process
-    that trains alone."""
+    """The channel to the agent, and a thread that receives its messages. Without an agent the
+    process trains alone."""
 
     def __init__(self, channel: Channel | None, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -88,7 +88,7 @@ class AgentClient:
         self.awaits = ""
         """Where the main thread left its loop, while it waits for the other ranks to do so."""
         self.shutting_down = threading.Event()
-        """A thread is at the stop protocol."""
+        """Set while a thread runs the stop protocol."""
         self._shutdown_lock = threading.Lock()
         if channel is not None:
             threading.Thread(
@@ -117,8 +117,8 @@ class AgentClient:
         return self._channel is None
 
     def on_abort(self, act: Callable[[], None]) -> None:
-        """Have `act` called, in the hearing thread, when the agent ends the generation; now, if it
-        has."""
+        """Have `act` called, in the receiving thread, when the agent ends the generation; at once
+        where it has ended already."""
         self._on_abort = act
         if self.aborted is not None:
             act()
@@ -139,14 +139,14 @@ class AgentClient:
             raise GenerationEnded(self.aborted, aborted=True)
 
     def claim_shutdown(self) -> bool:
-        """Whether the stop protocol is the caller's to go through; one thread alone may."""
+        """Whether the caller shall run the stop protocol: only the first thread that asks does."""
         with self._shutdown_lock:
             mine = not self.shutting_down.is_set()
             self.shutting_down.set()
         return mine
 
     def unless_shutting_down(self, begin: Callable[[], None]) -> None:
-        """`begin()`, unless another thread is at the stop protocol: then never return, for the
+        """Call `begin()`, unless another thread runs the stop protocol: then never return, for the
         state is being saved."""
         with self._shutdown_lock:
             if not self.shutting_down.is_set():
@@ -154,12 +154,12 @@ class AgentClient:
         park()
 
     def await_assignment(self) -> None:
-        """Wait for a place in another generation; until then the agent may end this process."""
+        """Wait for the next generation's assignment; until then the agent may kill this process."""
         self.assignment = self._assignments.get()
         self.shutting_down.clear()
 
     def _begin(self, assignment: Assignment) -> None:
-        """The agent gives a place in another generation: what it said before is void."""
+        """Take the assignment of another generation: earlier messages of the agent are void."""
         assert self._channel is not None
         self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
         self.held = self.not_held = self.saved = self.unsaved = -1
@@ -170,7 +170,7 @@ class AgentClient:
         self._assignments.put(replace(assignment, store_fd=self._channel.take_fd()))
 
     def send(self, message: Message) -> None:
-        """Without an agent, nothing; a worker whose agent is gone ends here."""
+        """Send a message, where there is an agent; a worker whose agent is gone exits."""
         if self._channel is None:
             return
         try:
@@ -243,7 +243,7 @@ class AgentClient:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process now; whatever else runs in it is dropped."""
+    """Exit the process at once, without running anything more of it."""
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(Exception):
@@ -252,6 +252,6 @@ def exit_now(code: int) -> NoReturn:
 
 
 def park() -> NoReturn:
-    """Another thread is at the stop protocol, which ends the process."""
+    """Never return: another thread runs the stop protocol, which ends the process."""
     while True:
         time.sleep(3600)

@@ -23,12 +23,12 @@ CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 WAKEUP_FD_VARIABLE = "ELASTICZERO_BELL_FD"
 """The same for the end of a pipe that wakes the agent when something is written."""
 LOW_PRIORITY = (Stepped, Logged)
-"""What comes with every step, while there is room for more."""
+"""Messages that come with every step; they wake the agent only when the socket is nearly full."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
 class ChannelClosed(ElasticZeroError):
-    """The other end is gone."""
+    """The other end of the channel is closed."""
 
 
 class Channel:
@@ -59,12 +59,12 @@ class Channel:
                 os.write(self._wakeup_fd, b"x")
 
     def _has_room(self) -> bool:
-        """The kernel says so while not much is unread."""
+        """Whether the socket takes more: the kernel says so while little is unread."""
         return bool(select.select([], [self._socket], [], 0)[1])
 
     def send_with_fd(self, message: Message, fd: int | None, timeout_s: float) -> None:
-        """`send`, with a descriptor, that waits so long for room; raises `ChannelClosed` too where
-        there was none."""
+        """Send a message with a file descriptor, and wait up to `timeout_s` for room; raises
+        `ChannelClosed` where there is none in time."""
         line, blocking = _line(message), self._socket.gettimeout()
         try:
             with self._send_lock:

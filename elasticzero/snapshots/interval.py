@@ -12,13 +12,13 @@ import statistics
 from collections import deque
 
 OVERHEAD = 0.005
-"""The part of the training time that snapshots may take; an interval may be off by two."""
+"""Part of the training time that snapshots may take; an interval may be off by a factor of two."""
 MOST_STEPS = 1000
 """The longest interval that is chosen here."""
 FIRST_STEPS = 16
 """The longest one before `SURE_COSTS` snapshots were measured."""
 SURE_COSTS = 3
-"""So many must be known before one of them may be a mistake."""
+"""Number of measured costs from which on one outlier does no harm."""
 _RECENT_COSTS = 7
 _RECENT_STEPS = 20
 
@@ -67,9 +67,9 @@ class IntervalTuner:
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
     def snapshot_done(self) -> None:
-        """No snapshot is in flight any more.
+        """Record that no snapshot is in flight any more.
 
-        Steps that were no slower beside it tell what a step usually takes: where snapshots follow
+        Steps that were no slower beside it show what a step usually takes: where snapshots follow
         each other without a gap, no others would.
         """
         if self._stall_s is None:

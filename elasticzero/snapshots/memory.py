@@ -71,7 +71,9 @@ class Reservation:
                 self._writer.reserve(size)
                 self.done = True
             except ElasticZeroError as error:
-                self._say(f"no snapshots, and training waits for saves: {one_line(error)}")
+                self._say(
+                    f"no snapshots are taken, and training waits for saves: {one_line(error)}"
+                )
 
         self._thread = threading.Thread(target=reserve, name="elasticzero-reserve", daemon=True)
         self._thread.start()

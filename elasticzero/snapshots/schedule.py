@@ -27,7 +27,7 @@ Due = Literal["nothing", "snapshot", "checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSchedule:
-    """What all ranks know alike of the captures of their generation."""
+    """What all ranks know of the captures of their generation; equal on all of them."""
 
     start: int
     """The step the generation started from."""
@@ -48,7 +48,7 @@ class CaptureSchedule:
         return self.taken is not None and self.taken != self.held
 
     def after_exchange(self, word: ControlWord) -> CaptureSchedule:
-        """What is known after a word that all ranks have read."""
+        """What is known after the ranks have exchanged this word."""
         schedule = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
         if schedule.taken is not None and word.held >= schedule.taken:
             schedule = replace(schedule, held=schedule.taken)

@@ -88,7 +88,7 @@ class StateStager:
         self._tuner = IntervalTuner()
 
     def begin(self, copy: BoundaryCopy) -> None:
-        """The state of `copy` is in place: get memory for its captures ready, meanwhile."""
+        """Begin with the state of `copy`, and reserve memory for its captures meanwhile."""
         a = self._assignment
         self._schedule = CaptureSchedule(start=copy.step, every=a.snapshot_every or 0)
         if a.resume.tier == "storage":
@@ -155,7 +155,7 @@ class StateStager:
         )
 
     def after_exchange(self, word: ControlWord) -> None:
-        """All ranks have read this word."""
+        """Take note of a word that all ranks have exchanged."""
         before, self._schedule = self._schedule, self._schedule.after_exchange(word)
         if not self._schedule.copying:
             self._tuner.snapshot_done()
@@ -194,10 +194,10 @@ class StateStager:
 
     def _say_late(self, text: str) -> None:
         if self._assignment.rank == 0:
-            self._say(f"{text}: storage had not done with that of step {self._saved_step}")
+            self._say(f"{text}: the checkpoint of step {self._saved_step} was still being saved")
 
     def finish(self, copy: BoundaryCopy) -> None:
-        """The end of training: its state becomes a checkpoint, and no save is left unfinished.
+        """Make the state at the end of training a checkpoint, and wait until no save is unfinished.
 
         Where this process alone has the state, saves are tried again for as long as the assignment
         says; what memory holds the agents save. Raises `LastSaveFailed`.
@@ -240,7 +240,7 @@ class StateStager:
         )
 
     def abandon_save(self) -> None:
-        """The newest save has failed on some rank: it ends here too."""
+        """Abandon the newest save, which has failed on some rank."""
         if self.newest_save == "pending" and self._submitted is not None:
             self._link.send(
                 AbandonSave(step=self._submitted, generation=self._assignment.generation)

@@ -18,11 +18,11 @@ from elasticzero.ipc.thread_location import main_thread
 from elasticzero.worker.stop_protocol import StopState, stop
 
 STUCK_S = 1.0
-"""So long in a collective, and idle, after all its connections were shut."""
+"""Time in a collective, idle, with all its connections shut, after which it counts as stuck."""
 POLL_S = 0.1
 IDLE_SHARE = 0.2
-"""Of a core. Less than that is no computation: a backward that still computes comes to its
-collective, which then raises."""
+"""Part of a core. A process that uses less computes nothing; a backward that still computes comes
+to its collective, which then raises."""
 
 
 def watch_for_stuck_collective(

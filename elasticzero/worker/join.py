@@ -109,7 +109,7 @@ class StartupWatchdog:
             self._timer.cancel()
 
     def _give_up(self, limit_s: float) -> None:
-        text = f"the other ranks were not met, or no process group set up, within {limit_s:g} s"
+        text = f"the ranks did not meet, or set up no process group, within {limit_s:g} s"
         self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.LEFT)

@@ -26,10 +26,10 @@ from elasticzero.state.rng import RngState
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 CLEAR_S = 3.0
-"""Who is not done with the old generation by then ends: a destructor of torch may hang, with
-Python's lock held."""
+"""A process that has not dropped the old generation after so many seconds is ended: a destructor of
+torch may hang with Python's lock held."""
 LINGER_S = 0.2
-"""Threads and children that are about to end get so long."""
+"""Time that threads and children get to end, in seconds."""
 POLL_S = 0.005
 
 
@@ -106,7 +106,7 @@ def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
 
 
 def _threads() -> dict[int | None, str]:
-    """Those that Python knows, but for torch's own that have run a line of it at some time."""
+    """The threads that Python has started, without torch's own that have run some Python."""
     return {
         thread.ident: thread.name
         for thread in threading.enumerate()

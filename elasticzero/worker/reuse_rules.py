@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLACK_BYTES = 512 << 20
-"""Memory may grow by so much, or by half."""
+"""Memory may grow by so many bytes, or by half."""
 SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What a generation has left in its process after all that can be dropped was."""
+    """What a generation has left in its process once everything that can be dropped is dropped."""
 
     script_groups: int = 0
     """Process groups that the script has made."""
@@ -40,7 +40,7 @@ class Leftovers:
 
 
 def reason_not_to_reuse(leftovers: Leftovers) -> str | None:
-    """What speaks against keeping this process; None: nothing does."""
+    """The reason not to use this process again; None: it may be used."""
     if leftovers.script_groups:
         return f"{leftovers.script_groups} process group(s) of the script's own are left"
     if not leftovers.released:

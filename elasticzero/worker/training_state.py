@@ -80,9 +80,9 @@ class TrainingState:
         self.gradients = HiddenGradients(())
         """Those of parameters that are partitioned."""
         self.applying = False
-        """The optimizer takes its step."""
+        """The optimizer is at its step."""
         self._applied = False
-        """A step was, since the last boundary."""
+        """A step was applied since the last boundary."""
         self._epoch_end: EpochEnd | None = None
         """After the global batch that is being worked on."""
         self._link = link
@@ -132,7 +132,7 @@ class TrainingState:
         return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
 
     def agree_to_stop(self, call: Call) -> None:
-        """Find out whether any rank's script ends training. All ranks call this together.
+        """Learn whether any rank's script ends training. All ranks call this together.
 
         Raises `UserError` where this rank is at another call than the rest.
         """
@@ -240,13 +240,13 @@ class TrainingState:
         return most == 2
 
     def _verify_collectives(self) -> None:
-        """What collectives gave is right; raises, as they do, where a peer is gone."""
+        """Raise, as collectives do, where a peer is gone; else their results are right."""
         if self._groups is not None:
             self._groups.verify_collectives()
 
     def _verify_unless_no_collective(self) -> RuntimeError | None:
-        """Parameters of other ranks and what the script made of collectives are right; else raises.
-        Where there is none of it, returns the error that tells of a peer's end."""
+        """Raise where results that the state depends on may be wrong. Where this rank has begun
+        no collective, return the error that tells of a peer's end instead."""
         untouched = self._groups is not None and self._groups.no_collective_since_verified
         try:
             self._verify_collectives()
@@ -317,7 +317,7 @@ class TrainingState:
             )
 
     def _raise_unless_equal(self, alike: bool) -> None:
-        """Raise unless the ranks are alike; the state is handed over only as one of a majority."""
+        """Raise unless the ranks are equal; a state is handed over only if a majority has it."""
         if alike:
             return
         self.clean = False

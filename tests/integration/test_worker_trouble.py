@@ -228,7 +228,7 @@ def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
     assert running.workers[0].last(Failed).blame == "environment"
     log = running.workers[0].log.read_text()
     first, second = log.splitlines()
-    assert first.startswith("no snapshots, and training waits for saves: "), log
+    assert first.startswith("no snapshots are taken, and training waits for saves: "), log
     assert second.startswith("error: the state of step "), log
 
 
