@@ -1,8 +1,8 @@
-"""The workers of one node in one generation: start, ask, stop, reap; what they say.
+"""Starts, stops and kills one node's workers of one generation, and handles their messages.
 
 A `WorkerGroup` lives as long as its generation's workers. It turns messages and exits into the
 `WorkerGroupState` that `decide` sees, and passes on to the agent what metrics and the event log
-want.
+need.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class WorkerGroup:
         restored = all(worker.state.restored for worker in workers)
         running = sum(worker.at_work for worker in workers)
         left = all(w.state.stopping and not w.state.failed for w in workers)
-        return replace(
+        state = replace(
             self._view,
             running=running,
             attached=all(worker.state.attached for worker in workers),
@@ -151,8 +151,8 @@ class WorkerGroup:
             at_boundary=bool(workers) and left and self._view.aborted_s is None,
             failed=self.failure is not None,
             failure=self.failure,
-            **self.hangs.seen(now_s),
         )
+        return self.hangs.with_progress(state, now_s)
 
     def poll_stalls(self, now_s: float) -> list[Failure]:
         """Go on with a look at workers that make no step; what it found, when it is over."""

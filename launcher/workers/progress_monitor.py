@@ -1,16 +1,15 @@
-"""Follows the progress of a node's workers: since when each has made no step, and a look at those
-that are past their time.
+"""Follows the progress of a node's workers, and dumps the stacks of those past their time.
 
-What too long means is decided elsewhere (`hang_rules`); here is counted and looked.
+`hang_rules` decides what too long means; this module measures and collects.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from elasticzero.ipc.messages import (
     Attached,
@@ -27,6 +26,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S, blame, due_s
+from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
     StackDumper,
@@ -114,23 +114,24 @@ class ProgressMonitor:
         """A look is under way."""
         return self._look is not None and not self._judged
 
-    def seen(self, now_s: float) -> dict[str, Any]:
-        """The fields of `Workers` that tell of progress."""
+    def with_progress(self, state: WorkerGroupState, now_s: float) -> WorkerGroupState:
+        """`state`, with the fields that tell of progress filled in."""
         paces = [pace for pace in self._paces.values() if pace.expected]
         alive = [pace for pace in self._paces.values() if pace.expected or pace.starting]
         due = [pace for pace in paces if not pace.busy]
         silent = [now_s - pace.progress_s for pace in due if pace.in_loop]
         before = [now_s - pace.progress_s for pace in due if not pace.in_loop]
-        look = "none" if self._look is None else "over" if self._judged else "open"
-        return {
-            "silent_s": max(silent, default=0.0),
-            "before_step_s": max(before, default=0.0),
-            "frozen_s": max((pace.frozen_s for pace in alive), default=0.0),
-            "stopped_s": max((pace.frozen_s for pace in self._paces.values()), default=0.0),
-            "longest_step_s": max(self._steps_s, default=0.0),
-            "look": look,
-            "stalled": self._stalled if self._all_due(now_s) else None,
-        }
+        look: Literal["none", "open", "over"] = "over" if self._judged else "open"
+        return replace(
+            state,
+            silent_s=max(silent, default=0.0),
+            before_step_s=max(before, default=0.0),
+            frozen_s=max((pace.frozen_s for pace in alive), default=0.0),
+            stopped_s=max((pace.frozen_s for pace in self._paces.values()), default=0.0),
+            longest_step_s=max(self._steps_s, default=0.0),
+            look="none" if self._look is None else look,
+            stalled=self._stalled if self._all_due(now_s) else None,
+        )
 
     def _all_due(self, now_s: float) -> bool:
         """Whether each worker is past its own time: one that was busy until just now is on its

@@ -120,13 +120,13 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     hangs, now_s = play.gang.hangs, time.monotonic()
     hangs.note(0, Attached(pid=play.gang.workers[0].pid), now_s - 101.0)
     hangs.note(0, stepped(now_s - 100.0), now_s - 99.0)  # heard later
-    assert hangs.seen(now_s)["silent_s"] == 100.0
+    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 100.0
     hangs.note(0, Busy(doing="evaluating"), now_s - 90.0)
-    assert hangs.seen(now_s)["silent_s"] == 0.0
+    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 0.0
     hangs.note(0, Busy(doing=None), now_s - 50.0)
-    assert hangs.seen(now_s)["silent_s"] == 50.0
+    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 50.0
     hangs.dump_stacks(10.0, now_s)
-    assert hangs.seen(now_s)["look"] == "open"
+    assert hangs.with_progress(WorkerGroupState(), now_s).look == "open"
     hangs.note(0, stepped(now_s), now_s)
     until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
     assert not hangs.guilty
@@ -190,6 +190,6 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
 
 
 def test_seen_fits_what_decide_sees() -> None:
-    seen = WorkerGroup(None, 1, 0).hangs.seen(0.0)  # type: ignore[arg-type]
-    assert WorkerGroupState(**seen) == WorkerGroupState()
+    group = WorkerGroup(None, 1, 0)  # type: ignore[arg-type]
+    assert group.hangs.with_progress(WorkerGroupState(), 0.0) == WorkerGroupState()
     assert JobPolicy(min_nodes=1, max_nodes=1).hang_timeout_s is None
