@@ -1,5 +1,6 @@
-"""What keeps strangers who reach an agent's HTTP server from doing harm: a short time for each
-request, few connections, and few lines in the log."""
+"""Limits what strangers can do to an agent's HTTP server: a short time for each request, few
+connections, and few lines in the log.
+"""
 
 from __future__ import annotations
 

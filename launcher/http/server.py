@@ -1,8 +1,9 @@
-"""The agent's HTTP server: metrics, health, status, and the bytes of snapshots by range.
+"""Serves an agent's metrics, health and status, and the bytes of snapshots by range.
 
 Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
-and HEAD. Who shows no token and says nothing of use gets little: a short time, no body, the first
-connections to be closed when there are too many, and one line in the log a minute for all.
+and HEAD are allowed. A client without a token that asks for nothing of use gets little: a short
+time and no body; its connection is the first to be closed when there are too many, and the log has
+one line a minute for all such clients.
 """
 
 from __future__ import annotations

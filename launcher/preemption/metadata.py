@@ -1,8 +1,7 @@
-"""Plain requests to the metadata server of a cloud: no proxy, no redirect, little patience.
+"""Sends plain requests to a cloud's metadata server: no proxy, no redirect, short timeouts.
 
-A metadata server is this machine's own, behind a fixed address that is routed nowhere. What it
-answers is taken for what it should be only after a look; anything else is a `MetadataError`, which
-is worth another try.
+A metadata server is this machine's own, behind a fixed address that is routed nowhere. Its answers
+are checked before they are used; an unexpected one is a `MetadataError`, which is worth a retry.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The clouds' notices that this machine will be taken away: one small class a cloud, which asks its
-metadata server.
+"""Polls each cloud's metadata server for notices that this machine will be taken away.
 
-| cloud | what is asked | notice |
+| cloud | what is polled | notice |
 |---|---|---|
-| AWS | `spot/instance-action`, every 5 s, with a token of IMDSv2; 404 until noticed | 2 min |
+| AWS | `spot/instance-action`, every 5 s, with a token of IMDSv2; 404 until there is one | 2 min |
 | GCP | `instance/preempted`, a request that is answered when it changes | 30 s |
 | Azure | `scheduledevents`, every second; lists the whole set's machines by name | 30 s or more |
 """

@@ -1,5 +1,7 @@
-"""What the checkpoint directory holds, looked at beside the agent's loop: storage may be slow, hang
-or be away, and an agent must answer the others all the same."""
+"""Finds the newest good checkpoint in a thread beside the agent's loop.
+
+Storage may be slow, hang or be away, and the agent must answer the others all the same.
+"""
 
 from __future__ import annotations
 

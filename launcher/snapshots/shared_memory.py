@@ -1,8 +1,8 @@
-"""Shared memory that agents own: claimed by a lock that ends with its owner, however it ends; and
-so the directories on disks that take what does not fit there.
+"""Owns directories in shared memory, and on disks for what does not fit there.
 
-An agent that is killed leaves its directory behind. The lock in it is gone with the process, and so
-the next agent that starts on this machine, of whatever job, sees whose owner is dead.
+A lock claims a directory and ends with its owner, however that ends. An agent that is killed leaves
+its directory behind without the lock; so the next agent that starts on this machine, of whatever
+job, can tell that its owner is dead, and removes it.
 """
 
 from __future__ import annotations

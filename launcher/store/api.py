@@ -1,7 +1,7 @@
-"""The coordination store as the agent sees it: the protocol, and its values.
+"""Defines the coordination store as an agent uses it: its interface, and its values.
 
-Keys are relative: an implementation puts the job's own prefix before them. Two implementations, one
-contract: `etcd.EtcdStore` and `memory.MemoryStore`.
+Keys are relative: an implementation puts the job's own prefix before them. One contract test suite
+runs against `etcd.store.EtcdStore` and against the store in memory of the tests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The job's token: the password of everything that agents serve but metrics and health.
+"""Agrees on the job's token: the password of all that agents serve but metrics and health.
 
 Rules:
-1. The token that a node was given counts; what stands in the store then is its digest alone.
+1. If a node was given a token, that one counts; the store then holds only its digest.
 2. Otherwise the first node makes one and puts it into the store, for the others and for commands.
-3. Nodes of one job use one token: a node that was given another one, or none where one is needed,
+3. Nodes of one job use one token. A node that was given another one, or none where one is needed,
    does not join.
 4. The record in the store is written once. It stays when the job ends and begins again.
 """

@@ -1,7 +1,7 @@
-"""This node's registration in the store: the lease, the incarnation, and what is offered to others.
+"""Registers this node in the store under a lease, and keeps it registered.
 
 A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
-incarnation if `world` still names it, and so keeps its place; otherwise it comes back as a new one.
+incarnation, and so its place, if `world` still names it; otherwise it registers as a new one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Writes what an agent knows of its job into a store that has lost its data.
 
 Rules:
- 1. Of two histories of a job, the one whose world outranks the other's goes on (`world.outranks`),
-    with its alarm, its end, and what operators asked in either. So nodes that came to the emptied
-    store, and may have begun a world there, join the nodes that were there before.
+ 1. Of two histories of a job, the one whose world outranks the other's goes on
+    (`documents.outranks`), with its alarm, its end, and what operators asked in either. So nodes
+    that came to the emptied store, and may have begun a world there, join the nodes that were there
+    before.
  2. All of it is written in one transaction, on condition that everything is as it was just read.
     Of two agents that write at once, one reads what the other wrote, and finds nothing missing.
  3. The members of the world write one after another, the first of them at once, nodes without a

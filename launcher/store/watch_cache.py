@@ -1,7 +1,6 @@
-"""What one agent has seen of the store: the newest snapshot of each prefix it follows, and since
-when.
+"""Caches what one agent has read from the store: the newest state of each prefix it follows.
 
-Store threads put snapshots in; the agent's loop takes frozen values out. Times are this machine's
+Store threads put states in; the agent's loop takes frozen values out. Times are this machine's
 monotonic clock, taken when a thing was first seen here.
 """
 

@@ -1,7 +1,8 @@
-"""One node of a torchrun rendezvous: its registration, what it sees of the others, and its asking.
+"""Registers one node of a torchrun rendezvous, follows the others, and requests a place.
 
-A thread observes, decides and acts; those who ask for a place wait for what it finds. Knows nothing
-of torch. The keys stand under `torchrun:ID`, which no job of `elasticzero run` can be called.
+A thread observes, decides and acts; callers that request a place wait for its result. This module
+does not import torch. The keys stand under `torchrun:ID`, a name that no job of `elasticzero run`
+can have.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The plug-in for torchrun: `torchrun --rdzv-backend elasticzero --rdzv-endpoint HOST:2379 …`.
+"""Implements torchrun's rendezvous: `torchrun --rdzv-backend elasticzero --rdzv-endpoint …`.
 
 torch loads this module whenever it imports its own rendezvous package, in every process and for
 every backend, and from within that import. So nothing heavy is imported before a handler is made.
-The only file of the launcher that imports torch.
+No other file of the launcher imports torch.
 """
 
 from __future__ import annotations

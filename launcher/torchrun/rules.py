@@ -1,27 +1,28 @@
-"""Registrations and the present world to what one node of a torchrun rendezvous does next.
+"""Decides what one node of a torchrun rendezvous does next.
 
-Pure. torchrun stops and starts its workers itself, and asks for a place when it wants them to
-train; so there is no alarm and no report here, only `members/`, `world` and `done`. A node asks by
-registering as a new incarnation, which tells everybody that it has left its old place.
+Pure. torchrun stops and starts its workers itself, and requests a place when it wants them to
+train. So there are no alarms and no reports here, only `members/`, `world` and `done`. A node
+requests a place by registering as a new incarnation, which tells the others that it has left its
+old place.
 
-Rules of a node that asks, the first that applies:
- T1  etcd was never heard of: wait for it, for `connect_timeout_s`.
- T2  the rendezvous is closed: refused. A newcomer first gives the nodes of a closed one a TTL and a
-     second to be gone; then it opens it again, as a new run.
- T3  this asking is not registered yet: register.
+Rules of a node that requests a place; the first that applies counts:
+ T1  etcd has never answered: wait for it, for `connect_timeout_s`.
+ T2  The rendezvous is closed: refused. A newcomer first gives the nodes of a closed one a TTL and a
+     second to be gone; then it opens the rendezvous again, as a new run.
+ T3  The request is not registered yet: register.
  T4  `world` names this registration: take the place.
- T5  `world` is full and all of it stands: wait as a spare, as long as it takes.
- T6  asked longer than `join_timeout_s` ago: refused.
- T7  some member of `world` still stands in its place: wait for it to leave. It does, for it sees
-     those who wait.
- T8  a member is missing and may be well, because etcd was not: wait until that is known.
- T9  fewer than MIN ask: wait.
- T10 there is room for more, and somebody came a moment ago: wait for others. A moment is
+ T5  `world` is full and all of its members are registered: wait as a spare, without a limit.
+ T6  The request is older than `join_timeout_s`: refused.
+ T7  A member of `world` is still registered in its place: wait for it to leave. It does, for it
+     sees the nodes that wait.
+ T8  A member is missing and may be well, because etcd was not: wait until that is known.
+ T9  Fewer than MIN nodes request a place: wait.
+ T10 There is room for more, and a node came a moment ago: wait for others. A moment is
      `last_call_timeout_s` when all are new, and `GROW_SETTLE_S` when new ones join old ones.
- T11 this node will be the first of the next world: write it.
-A node that has a place (`lost`, `newcomers`) asks for a new one when a member of its world has left
-or is gone, when somebody waits for whom there is room, or when the rendezvous failed elsewhere.
-Invariant: a world names only registrations that asked and have no place yet.
+ T11 This node will be the first of the next world: write it.
+A node that has a place (`lost`, `newcomers`) requests a new one when a member of its world has left
+or is gone, when a node waits for which there is room, or when the rendezvous failed elsewhere.
+Invariant: a world names only registrations that requested a place and have none yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which of the workers' output is repeated on the agent's terminal.
+"""Decides which output of the workers is repeated on the agent's terminal.
 
-Pure. Rules, the first that applies:
+Pure. Rules; the first that applies counts:
  O1  --tee: all of it.
  O2  torchrun's --redirects or --tee STREAMS: all but the streams that are redirected and not teed.
  O3  --log-dir: nothing.

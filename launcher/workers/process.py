@@ -1,4 +1,4 @@
-"""One worker's process: forked, or kept from a generation before; told and heard; its log."""
+"""Starts a worker's process or reuses one, and exchanges messages with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The end of a worker's process once its script has ended, as Python itself would end it.
+"""Ends a worker's process once its script has ended, as Python itself would end it.
 
 The interpreter is not finalized: destructors of native libraries can hang, as in
-`elasticzero/comm/gloo.py`. So this does what a finalization owes a script: its exit functions run,
-and threads that are no daemons may come to their end, these within a limit.
+`elasticzero/comm/gloo.py`. So this does what a finalization owes a script: it runs the exit
+functions, and waits for threads that are no daemons, these within a limit.
 """
 
 from __future__ import annotations

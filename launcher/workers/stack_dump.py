@@ -1,11 +1,10 @@
-"""A look at workers that make no step: where each is, and its stack into its log.
+"""Finds out where workers are that make no step, and writes their stacks into their logs.
 
-Nothing here waits: the agent's loop calls `poll` until the look is over. Each worker is first asked
-where it is, which a thread of its own answers unless the process is stopped or something holds
-Python's lock. When all have answered, or ANSWER_S later, their stacks are dumped: by py-spy where
-it is installed and may read them, which works on a stopped process too; else by a signal whose
-handler (`faulthandler`) needs no lock; where neither can, the kernel's account of the process
-stands in the log.
+Nothing here waits: the agent's loop calls `poll` until the dump is over. Each worker is first asked
+where it is; a thread of the worker answers unless the process is suspended or something holds
+Python's lock. When all have answered, or ANSWER_S later, their stacks are dumped. py-spy does that
+if it is installed and may read them, also of a suspended process; else a signal whose handler
+(`faulthandler`) needs no lock. If neither can, the log has the kernel's account of the process.
 """
 
 from __future__ import annotations
