@@ -21,7 +21,7 @@ from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.text import complain, say, shown
 
-COMMANDS = {
+CHECKPOINT_COMMANDS = {
     "list": "the steps in a directory, and which are whole by sizes (verify reads bytes)",
     "inspect": "what a checkpoint holds",
     "verify": "read every byte and compare its checksum",
@@ -41,7 +41,7 @@ def add_commands(
     words: the command line; only commands that it names get their options, and all without.
     """
     subparsers.dest = argparse.SUPPRESS  # where none is given, the error then names them all
-    for name, text in COMMANDS.items():
+    for name, text in CHECKPOINT_COMMANDS.items():
         command = subparsers.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}."
         )

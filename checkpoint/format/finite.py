@@ -33,7 +33,7 @@ class Range:
     stop: int
 
 
-def check_finite(data: memoryview, ranges: Iterable[Range], where: str) -> None:
+def check_ranges(data: memoryview, ranges: Iterable[Range], where: str) -> None:
     """Raises `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
     bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
     if bad:

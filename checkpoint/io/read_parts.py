@@ -24,7 +24,7 @@ Fill = tuple[Copy, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReadPart:
     """What is read in one go: bytes of one shard, front to back."""
 
     rank: int

@@ -18,8 +18,8 @@ from elasticzero.checkpoint.format.shards import ShardReader, open_shard
 from elasticzero.checkpoint.io.read_parts import (
     READ_PART_BYTES,
     Fill,
-    Part,
     ReaderState,
+    ReadPart,
     fill_all,
     split_reads,
 )
@@ -115,12 +115,12 @@ class Checkpoint:
                 f"{target.tensor.numel()}"
             )
 
-    def _parts(self, by_rank: Mapping[int, list[Fill]]) -> Iterator[Part]:
+    def _parts(self, by_rank: Mapping[int, list[Fill]]) -> Iterator[ReadPart]:
         for rank in sorted(by_rank):
             for fills in split_reads(self._shard(rank), by_rank[rank]):
-                yield Part(rank, fills)
+                yield ReadPart(rank, fills)
 
-    def _read_part(self, state: ReaderState, part: Part) -> None:
+    def _read_part(self, state: ReaderState, part: ReadPart) -> None:
         """Reads a part of one rank's shard; when a source fails, from the next."""
         while True:
             shard = self._shard(part.rank)

@@ -245,7 +245,7 @@ class SnapshotStore:
         own = names[shard.rank]
         ranges = decode(tuple[Range, ...], draft.get("finite", []), "the draft of a snapshot")
         with self.holding(shard, own) as held:
-            finite.check_finite(held.data, ranges, f"step {shard.step} on rank {shard.rank}")
+            finite.check_ranges(held.data, ranges, f"step {shard.step} on rank {shard.rank}")
             held.add_sums()
             data, file = held.sums.finish(own, draft["layout_digest"])
         storage.write(own + SUMS_SUFFIX, [data])
