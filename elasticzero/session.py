@@ -17,7 +17,7 @@ from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
-from elasticzero.parallel import OptimizerFactory, Setting, create
+from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, Stateful
@@ -137,11 +137,9 @@ class Session:
         laid = create(name, setting)
         described = of_optimizer(laid.optimizer, laid.group_names)
         self._comparison.require_equal(Call.PREPARE, described)
-        auxiliary = AuxiliaryState(self.device)
-        auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
+        auxiliary = _auxiliary_state(named, laid, self.device)
         argument_checks.redirect_deepcopy(model, laid.model, name)
         argument_checks.take_over_optimizer(laid.optimizer, lambda: generation.training)
-        auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
         stager = StateStager(
             self._link,
             name,
@@ -375,6 +373,13 @@ class Session:
         if training is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
         return training
+
+
+def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
+    auxiliary = AuxiliaryState(device)
+    auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
+    auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
+    return auxiliary
 
 
 def _scalar(name: str, value: float | Tensor) -> float:

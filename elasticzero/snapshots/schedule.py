@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elasticzero.comm.control import ControlWord
+from elasticzero.ipc.assignment import Resume
 
 Due = Literal["nothing", "snapshot", "checkpoint"]
 
@@ -68,6 +69,14 @@ class CaptureSchedule:
         if self.taken is None:
             return "snapshot"
         return "snapshot" if 0 < self.every <= step - self.taken else "nothing"
+
+    def states_to_keep(self, generation: int, resume: Resume) -> set[tuple[int, int]]:
+        """The snapshots that a capture must leave, by generation and step: the newest that is held
+        everywhere, and the one that is being saved. generation, resume: of the assignment."""
+        keep = {(generation, self.saving)} if self.saving is not None else set()
+        if self.held is not None:
+            return keep | {(generation, self.held)}
+        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
 
     def captured(self, step: int, *, checkpoint: bool) -> CaptureSchedule:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)

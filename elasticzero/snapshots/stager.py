@@ -134,10 +134,8 @@ class StateStager:
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
         schedule = self._schedule
-        if (
-            schedule.saving is None and schedule.copying == self._tuner.measuring
-        ):  # beside no checkpoint
-            self._tuner.stepped(seconds)
+        if schedule.saving is None and schedule.copying == self._tuner.measuring:
+            self._tuner.stepped(seconds)  # no checkpoint is being saved beside it
 
     def control_word(self, flags: int) -> ControlWord:
         """What this rank tells the others at this boundary."""
@@ -233,11 +231,8 @@ class StateStager:
         """The newest save of this rank: over, or none; under way; or over without a checkpoint."""
         if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
             return "lost"
-        return (
-            "pending"
-            if self._submitted is not None and self._link.saved < self._submitted
-            else "none"
-        )
+        pending = self._submitted is not None and self._link.saved < self._submitted
+        return "pending" if pending else "none"
 
     def abandon_save(self) -> None:
         """Abandon the newest save, which has failed on some rank."""
@@ -394,15 +389,9 @@ class StateStager:
             replicate=self._takes_snapshots,
         )
 
-    def _states_to_keep(self) -> Collection[tuple[int, int]]:
-        """The snapshots that a capture must leave: the newest held everywhere, and what is being
-        saved."""
-        given, schedule = self._assignment, self._schedule
-        generation, resume = given.generation, given.resume
-        keep = {(generation, schedule.saving)} if schedule.saving is not None else set()
-        if schedule.held is not None:
-            return keep | {(generation, schedule.held)}
-        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+    def _states_to_keep(self) -> set[tuple[int, int]]:
+        given = self._assignment
+        return self._schedule.states_to_keep(given.generation, given.resume)
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

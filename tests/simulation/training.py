@@ -297,12 +297,8 @@ class Group:
         )
 
     def kept_states(self) -> set[State]:
-        """What a capture must leave: see `StateStager._kept_states`."""
-        ledger, resume = self.ledger, self.world.resume
-        keep = {(self.generation, ledger.saving)} if ledger.saving is not None else set()
-        if ledger.held is not None:
-            return keep | {(self.generation, ledger.held)}
-        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+        """What a capture must leave."""
+        return self.ledger.states_to_keep(self.generation, self.world.resume)
 
     def _capture(self, *, checkpoint: bool) -> None:
         name = (self.generation, self.step, self.size)
