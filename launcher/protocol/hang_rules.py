@@ -98,17 +98,17 @@ class StalledWorker:
         return self.state == "T" or self.located is None
 
 
-def blame(silence: StalledWorker) -> Failure:
+def blame(worker: StalledWorker) -> Failure:
     """H5."""
-    after = f"after step {silence.step}" if silence.step else "before its first step"
-    said, guilty = silence.located, silence.overdue
-    if silence.state == "T":
+    after = f"after step {worker.step}" if worker.step else "before its first step"
+    said, guilty = worker.located, worker.overdue
+    if worker.state == "T":
         guilty, found = True, "it is stopped by a signal (SIGSTOP)"
     elif said is None:
-        kernel = f" in {silence.wait}" if silence.wait else ""
+        kernel = f" in {worker.wait}" if worker.wait else ""
         found = (
             f"it does not answer: something holds Python's lock, or the kernel does not let it run "
-            f"(state {silence.state or '?'}{kernel})"
+            f"(state {worker.state or '?'}{kernel})"
         )
     elif said.waits:
         guilty = False
@@ -116,10 +116,10 @@ def blame(silence: StalledWorker) -> Failure:
     else:
         found = f"it is at {said.place}"
     return Failure(
-        rank=silence.rank,
+        rank=worker.rank,
         blame="hung" if guilty else "peer",
-        message=f"no step for {silence.silent_s:.1f} s {after}; {found}",
-        step=silence.step,
+        message=f"no step for {worker.silent_s:.1f} s {after}; {found}",
+        step=worker.step,
         final=not guilty and said is not None and said.left,
     )
 

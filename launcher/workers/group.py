@@ -122,8 +122,8 @@ class WorkerGroup:
         self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
 
     def take_waiting(self) -> dict[int, Worker]:
-        """The workers that are ready for another generation, by local rank; they are no more this
-        gang's."""
+        """The workers that are ready for another generation, by local rank; they leave this
+        group."""
         ready = {
             w.local_rank: w
             for w in self.workers

@@ -97,144 +97,144 @@ class ProgressMonitor:
     """Ranks that a look found to blame for a hang."""
     unresponsive: set[int] = field(default_factory=set)
     """Ranks that could not obey, as a look has found."""
-    _paces: dict[int, WorkerProgress] = field(default_factory=dict)
+    _workers: dict[int, WorkerProgress] = field(default_factory=dict)
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
-    _look: StackDumper | None = None
+    _dump: StackDumper | None = None
     _judged: bool = False
     _limit_s: float | None = None
     """Of the last look."""
     _stalled: Failure | None = None
     _frozen_looked_s: float = 0.0
 
-    def add(self, pace: WorkerProgress) -> None:
-        self._paces[pace.rank] = pace
+    def add(self, worker: WorkerProgress) -> None:
+        self._workers[worker.rank] = worker
 
     @property
     def looking(self) -> bool:
         """A look is under way."""
-        return self._look is not None and not self._judged
+        return self._dump is not None and not self._judged
 
     def with_progress(self, state: WorkerGroupState, now_s: float) -> WorkerGroupState:
         """`state`, with the fields that tell of progress filled in."""
-        paces = [pace for pace in self._paces.values() if pace.expected]
-        alive = [pace for pace in self._paces.values() if pace.expected or pace.starting]
-        due = [pace for pace in paces if not pace.busy]
-        silent = [now_s - pace.progress_s for pace in due if pace.in_loop]
-        before = [now_s - pace.progress_s for pace in due if not pace.in_loop]
+        workers = [worker for worker in self._workers.values() if worker.expected]
+        alive = [worker for worker in self._workers.values() if worker.expected or worker.starting]
+        due = [worker for worker in workers if not worker.busy]
+        silent = [now_s - worker.progress_s for worker in due if worker.in_loop]
+        before = [now_s - worker.progress_s for worker in due if not worker.in_loop]
         look: Literal["none", "open", "over"] = "over" if self._judged else "open"
         return replace(
             state,
             silent_s=max(silent, default=0.0),
             before_step_s=max(before, default=0.0),
-            frozen_s=max((pace.frozen_s for pace in alive), default=0.0),
-            stopped_s=max((pace.frozen_s for pace in self._paces.values()), default=0.0),
+            frozen_s=max((worker.frozen_s for worker in alive), default=0.0),
+            stopped_s=max((worker.frozen_s for worker in self._workers.values()), default=0.0),
             longest_step_s=max(self._steps_s, default=0.0),
-            look="none" if self._look is None else look,
+            look="none" if self._dump is None else look,
             stalled=self._stalled if self._all_due(now_s) else None,
         )
 
     def _all_due(self, now_s: float) -> bool:
         """Whether each worker is past its own time: one that was busy until just now is on its
         way, and with it those that waited for it."""
-        paces = [pace for pace in self._paces.values() if pace.expected]
-        limits = [due_s(self._limit_s, in_loop=pace.in_loop) for pace in paces]
-        return all(now_s - p.progress_s >= due for p, due in zip(paces, limits, strict=True))
+        workers = [worker for worker in self._workers.values() if worker.expected]
+        limits = [due_s(self._limit_s, in_loop=worker.in_loop) for worker in workers]
+        return all(now_s - p.progress_s >= due for p, due in zip(workers, limits, strict=True))
 
     def note(self, rank: int, message: Message, now_s: float) -> None:
         """Take in what a worker said."""
-        pace = self._paces[rank]
+        worker = self._workers[rank]
         match message:
             case Located():
-                if self._look is not None:
-                    self._look.located(rank, message)
+                if self._dump is not None:
+                    self._dump.located(rank, message)
                 return
             case Stepped():
                 now_s = message.at_s
-                self._steps_s.append(max(0.0, now_s - pace.progress_s))
-                pace.step, pace.in_loop = message.step, True
+                self._steps_s.append(max(0.0, now_s - worker.progress_s))
+                worker.step, worker.in_loop = message.step, True
             case LoopExited(awaits=awaits):
-                pace.in_loop = awaits
+                worker.in_loop = awaits
             case Busy():
-                pace.busy = message.doing is not None
+                worker.busy = message.doing is not None
             case Attached():
-                pace.starting, pace.expected = False, True
+                worker.starting, worker.expected = False, True
             case Finished() | Stopping() | Failed():
-                pace.expected = False
+                worker.expected = False
             case Restored():
                 pass
             case Waiting():
-                pace.end()
+                worker.end()
                 return
             case _:
                 return
-        self._moved(pace, now_s)
+        self._moved(worker, now_s)
 
     def gone(self, rank: int, now_s: float) -> None:
         """Its process has ended."""
-        pace = self._paces[rank]
-        pace.expected = False
-        pace.end()
-        self._moved(pace, now_s)
+        worker = self._workers[rank]
+        worker.expected = False
+        worker.end()
+        self._moved(worker, now_s)
 
-    def _moved(self, pace: WorkerProgress, now_s: float) -> None:
+    def _moved(self, worker: WorkerProgress, now_s: float) -> None:
         """It shows progress, or is at an end: what a look found is so no more."""
-        pace.progress_s = max(pace.progress_s, now_s)
-        if self._look is not None:
-            self._look.moved(pace.rank)
+        worker.progress_s = max(worker.progress_s, now_s)
+        if self._dump is not None:
+            self._dump.moved(worker.rank)
             if self._judged:
-                self._look, self._stalled = None, None
+                self._dump, self._stalled = None, None
 
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         """Find out where those are that make no step, and have their stacks dumped.
 
         limit_s: seconds without a step that are too many in the loop; None: none are.
         """
-        subjects = [
+        targets = [
             DumpTarget(
-                rank=pace.rank,
-                pid=pace.pid,
-                log=pace.log,
-                step=pace.step,
-                silent_since_s=pace.silent_since_s,
-                due_s=due_s(limit_s, in_loop=pace.in_loop),
-                ask=pace.ask,
-                mute=pace.starting,
+                rank=worker.rank,
+                pid=worker.pid,
+                log=worker.log,
+                step=worker.step,
+                silent_since_s=worker.silent_since_s,
+                due_s=due_s(limit_s, in_loop=worker.in_loop),
+                ask=worker.ask,
+                mute=worker.starting,
             )
-            for pace in self._paces.values()
-            if (pace.expected and not pace.busy)
-            or ((pace.expected or pace.starting) and pace.frozen_since_s is not None)
+            for worker in self._workers.values()
+            if (worker.expected and not worker.busy)
+            or ((worker.expected or worker.starting) and worker.frozen_since_s is not None)
         ]
-        self._look, self._judged = StackDumper(subjects, now_s, py_spy=find_py_spy()), False
+        self._dump, self._judged = StackDumper(targets, now_s, py_spy=find_py_spy()), False
         self._limit_s = limit_s
 
     @property
     def stopped(self) -> set[int]:
         """Ranks that a signal has stopped: H7."""
-        return {rank for rank, pace in self._paces.items() if pace.frozen_s >= STOPPED_S}
+        return {rank for rank, worker in self._workers.items() if worker.frozen_s >= STOPPED_S}
 
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
         """Go on with a look; what it found about each worker, when it is over. Now and then see
         which workers a signal has stopped; ending: they are told to stop, so see it at once."""
         if ending or now_s - self._frozen_looked_s >= FROZEN_EVERY_S:
             self._frozen_looked_s = now_s
-            for pace in self._paces.values():
-                pace.look(now_s)
-        if self._look is None or self._judged or not self._look.poll(now_s):
+            for worker in self._workers.values():
+                worker.look(now_s)
+        if self._dump is None or self._judged or not self._dump.poll(now_s):
             return []
         self._judged = True
-        silences = self._look.findings(now_s)
-        if self._look.subjects and not silences:
-            self._look = None  # they come on, so the next that does not is looked at again
+        stalled = self._dump.findings(now_s)
+        if self._dump.targets and not stalled:
+            self._dump = None  # they come on, so the next that does not is looked at again
             return []
-        found = [blame(silence) for silence in silences]
-        self.unresponsive |= {silence.rank for silence in silences if silence.unresponsive}
+        found = [blame(worker) for worker in stalled]
+        self.unresponsive |= {worker.rank for worker in stalled if worker.unresponsive}
         self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}
-        all_wait = len(found) == sum(pace.expected for pace in self._paces.values())
+        all_wait = len(found) == sum(worker.expected for worker in self._workers.values())
         found.sort(key=lambda failure: not failure.final)
         self._stalled = found[0] if found and all_wait and not self.guilty else None
         return found
 
     def close(self) -> None:
         """Leave no program running."""
-        if self._look is not None:
-            self._look.close()
+        if self._dump is not None:
+            self._dump.close()

@@ -104,89 +104,89 @@ class StackDumper:
     """One look at some workers of a node."""
 
     def __init__(
-        self, subjects: Sequence[DumpTarget], now_s: float, *, py_spy: str | None = None
+        self, targets: Sequence[DumpTarget], now_s: float, *, py_spy: str | None = None
     ) -> None:
         """py_spy: the program; None: it is done without."""
-        self.subjects = list(subjects)
+        self.targets = list(targets)
         self._py_spy = py_spy
         self._began_s = now_s
         self._dumping_s: float | None = None
-        for subject in self.subjects:
-            subject.ask()
+        for target in self.targets:
+            target.ask()
 
     @property
     def over(self) -> bool:
-        return all(subject.dumped for subject in self.subjects)
+        return all(target.dumped for target in self.targets)
 
     def located(self, rank: int, answer: Located) -> None:
-        for subject in self.subjects:
-            if subject.rank == rank:
-                subject.located = answer
+        for target in self.targets:
+            if target.rank == rank:
+                target.located = answer
 
     def moved(self, rank: int) -> None:
         """This worker makes steps again, or is gone: nothing is said of it."""
-        for subject in self.subjects:
-            if subject.rank == rank:
-                subject.moved = True
+        for target in self.targets:
+            if target.rank == rank:
+                target.moved = True
 
     def findings(self, now_s: float) -> list[StalledWorker]:
         """Of those that are still silent."""
         return [
             StalledWorker(
-                rank=subject.rank,
-                step=subject.step,
-                silent_s=now_s - subject.silent_since_s,
-                overdue=now_s - subject.silent_since_s >= subject.due_s,
-                state=subject.state,
-                wait=subject.wait,
-                located=subject.located,
+                rank=target.rank,
+                step=target.step,
+                silent_s=now_s - target.silent_since_s,
+                overdue=now_s - target.silent_since_s >= target.due_s,
+                state=target.state,
+                wait=target.wait,
+                located=target.located,
             )
-            for subject in self.subjects
-            if not subject.moved
+            for target in self.targets
+            if not target.moved
         ]
 
     def poll(self, now_s: float) -> bool:
         """Go on as far as is possible without waiting; whether the look is over."""
         if self._dumping_s is None:
-            silent = [s for s in self.subjects if s.located is None and not s.moved]
+            silent = [s for s in self.targets if s.located is None and not s.moved]
             if silent and now_s - self._began_s < ANSWER_S:
                 return False
             self._dumping_s = now_s
-            for subject in self.subjects:
-                self._begin_dump(subject, now_s)
-        for subject in self.subjects:
-            if not subject.dumped:
-                self._go_on(subject, now_s)
+            for target in self.targets:
+                self._begin_dump(target, now_s)
+        for target in self.targets:
+            if not target.dumped:
+                self._go_on(target, now_s)
         return self.over
 
     def close(self) -> None:
         """Leave no program running."""
-        for subject in self.subjects:
-            if subject.py_spy is not None and subject.py_spy.poll() is None:
-                subject.py_spy.kill()
-                subject.py_spy.wait()
+        for target in self.targets:
+            if target.py_spy is not None and target.py_spy.poll() is None:
+                target.py_spy.kill()
+                target.py_spy.wait()
 
-    def _begin_dump(self, subject: DumpTarget, now_s: float) -> None:
-        subject.state, subject.wait = process_state(subject.pid), kernel_wait(subject.pid)
-        runs = subject.state in ("", "Z") or (subject.mute and subject.state != "T")
-        if subject.moved or runs:
-            subject.moved = subject.dumped = True
+    def _begin_dump(self, target: DumpTarget, now_s: float) -> None:
+        target.state, target.wait = process_state(target.pid), kernel_wait(target.pid)
+        runs = target.state in ("", "Z") or (target.mute and target.state != "T")
+        if target.moved or runs:
+            target.moved = target.dumped = True
             return
-        answer = subject.located
+        answer = target.located
         where = "it does not answer" if answer is None else f"it is at {answer.place}"
         _write(
-            subject.log,
-            f"elasticzero: rank {subject.rank} (process {subject.pid}) made no step for "
-            f"{now_s - subject.silent_since_s:.1f} s, the last one is {subject.step}; {where}; "
-            f"state {subject.state} {subject.wait}".rstrip(),
+            target.log,
+            f"elasticzero: rank {target.rank} (process {target.pid}) made no step for "
+            f"{now_s - target.silent_since_s:.1f} s, the last one is {target.step}; {where}; "
+            f"state {target.state} {target.wait}".rstrip(),
         )
         if self._py_spy is not None:
-            subject.py_spy = _start_py_spy(self._py_spy, subject)
-        if subject.py_spy is None:
-            self._signal(subject, now_s)
+            target.py_spy = _start_py_spy(self._py_spy, target)
+        if target.py_spy is None:
+            self._signal(target, now_s)
 
-    def _go_on(self, subject: DumpTarget, now_s: float) -> None:
-        program = subject.py_spy
+    def _go_on(self, target: DumpTarget, now_s: float) -> None:
+        program = target.py_spy
         if program is not None:
             code = program.poll()
             assert self._dumping_s is not None
@@ -195,34 +195,34 @@ class StackDumper:
                 code = program.wait()
             if code is None:
                 return
-            subject.py_spy = None
+            target.py_spy = None
             if code == 0:
-                subject.dumped = True
+                target.dumped = True
             else:
-                self._signal(subject, now_s)
-        elif subject.signalled_s is not None and now_s - subject.signalled_s >= FAULTHANDLER_S:
-            if _size(subject.log) <= subject.log_bytes:
-                _write(subject.log, kernel_account(subject.pid))
-            subject.dumped = True
+                self._signal(target, now_s)
+        elif target.signalled_s is not None and now_s - target.signalled_s >= FAULTHANDLER_S:
+            if _size(target.log) <= target.log_bytes:
+                _write(target.log, kernel_account(target.pid))
+            target.dumped = True
 
-    def _signal(self, subject: DumpTarget, now_s: float) -> None:
+    def _signal(self, target: DumpTarget, now_s: float) -> None:
         """Have faulthandler dump, which a stopped process cannot."""
-        if subject.state == "T":
-            _write(subject.log, kernel_account(subject.pid))
-            subject.dumped = True
+        if target.state == "T":
+            _write(target.log, kernel_account(target.pid))
+            target.dumped = True
             return
-        subject.log_bytes, subject.signalled_s = _size(subject.log), now_s
+        target.log_bytes, target.signalled_s = _size(target.log), now_s
         try:
-            os.kill(subject.pid, DUMP_SIGNAL)
+            os.kill(target.pid, DUMP_SIGNAL)
         except ProcessLookupError:
-            subject.moved = subject.dumped = True
+            target.moved = target.dumped = True
 
 
-def _start_py_spy(program: str, subject: DumpTarget) -> subprocess.Popen[bytes] | None:
+def _start_py_spy(program: str, target: DumpTarget) -> subprocess.Popen[bytes] | None:
     try:
-        with subject.log.open("ab") as log:
+        with target.log.open("ab") as log:
             return subprocess.Popen(
-                [program, "dump", "--nonblocking", "--pid", str(subject.pid)],
+                [program, "dump", "--nonblocking", "--pid", str(target.pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.DEVNULL,

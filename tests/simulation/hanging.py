@@ -65,7 +65,7 @@ class Hanging:
         return self._look != "none" or any(worker.hang for worker in self._gang.workers)
 
     def seen(self) -> dict[str, Any]:
-        """The fields of `Workers` that tell of progress."""
+        """The fields of `WorkerGroupState` that tell of progress."""
         gang = self._gang
         now_s = gang.cluster.timeline.now_s
         heard_s = min(now_s, gang.agent.deaf_until_s)
