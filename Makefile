@@ -17,10 +17,10 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check bench chaos gpu integrations docs tools clean
+.PHONY: help demo test slow check reference bench chaos gpu integrations docs tools clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -39,13 +39,17 @@ slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 15 minu
 	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
 	  -m "slow and not chaos"
 
-check: $(READY) ## ruff, mypy --strict, import contracts, house rules
+check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale reference page
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m mypy examples
+	$(RUN) -m mypy examples tools
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
+	$(RUN) -m tools.reference --check
+
+reference: $(READY) ## write docs/reference from the code
+	$(RUN) -m tools.reference
 
 bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (about an hour)
 	$(RUN) benchmarks/recovery.py

@@ -107,7 +107,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     """Reads a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
 
     `path`: a checkpoint directory (its newest good step) or one step's directory. Without `into`
-    every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved. Its tensors
+    every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved; its tensors
     are filled in place (of a DTensor this rank's part) and stand in the result; they must be in the
     checkpoint. All else comes from the checkpoint, which may hold more: of that only what lies
     under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,

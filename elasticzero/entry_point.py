@@ -19,13 +19,17 @@ from elasticzero.worker.process_reuse import (
 
 
 def run(train: Callable[[Session], None]) -> None:
-    """Train: call `train` with the session of this process's generation.
+    """Trains: calls `train` with the session of this process's generation.
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
-    another process, or with --keep-workers in the same one; the lines after `run` are reached once
-    training has finished. Without an agent this trains on one process, which prints its progress
-    and saves as ELASTICZERO_CHECKPOINT_DIR and its like say; an error of this project's is printed
-    in one line and raised as `SystemExit` with its exit code, and so is Ctrl-C.
+    another process, or with --keep-workers in the same one. The lines after `run` are reached once
+    training has finished.
+
+    Without an agent this trains on one process. It prints its progress and saves as
+    ELASTICZERO_CHECKPOINT_DIR and its like say. It prints an error of this project's in one line
+    and raises `SystemExit` with its exit code, and so it does at Ctrl-C.
+
+    train: the training function.
     """
     link = AgentClient.from_environment()
     if link.standalone:

@@ -48,14 +48,17 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """This process's number among all ranks, from 0."""
         return self._assignment.rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks in this generation."""
         return self._assignment.world_size
 
     @property
     def local_rank(self) -> int:
+        """This process's number among those of its node, from 0."""
         return self._assignment.local_rank
 
     @property
@@ -91,7 +94,7 @@ class Session:
         return training.stopped if training is not None else None
 
     def stop(self, reason: str) -> None:
-        """End training for all ranks; any of them may call this, at any time.
+        """Ends training for all ranks; any of them may call this, at any time.
 
         All ranks leave their loop at the same boundary, at most one step later, as if it had come
         to its end, and loops after it give nothing; the code after the loops runs. The state is
@@ -106,10 +109,11 @@ class Session:
     def prepare(
         self, model: nn.Module, optimizer: OptimizerFactory, *, strategy: str | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Lay the model, and the optimizer that `optimizer(parameters)` makes, over the ranks.
+        """Divides the model and its optimizer among the ranks, and returns both.
 
-        Use what this returns and no more the model that was given. strategy: ddp, zero1, zero2 or
-        zero3; by default the launcher's.
+        Use the model that this returns, and no longer the one that was given. model: on any device.
+        optimizer: a function that takes the parameters and returns a torch optimizer for them.
+        strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`.
         """
         generation = self._generation
         if generation.training is not None:
@@ -155,7 +159,11 @@ class Session:
         return laid.model, laid.optimizer
 
     def track(self, name: str, thing: S) -> S:
-        """Keep the state of anything with `state_dict` and `load_state_dict`; returns it."""
+        """Makes an object part of the state that is saved and restored, and returns it.
+
+        Call it before `restore`. name: the object's name in checkpoints. thing: anything with
+        `state_dict` and `load_state_dict`, such as a learning rate scheduler.
+        """
         training = self._prepared("track")
         if training.copy is not None:
             raise UserError("session.track comes before session.restore")
@@ -166,8 +174,9 @@ class Session:
         return thing
 
     def restore(self) -> None:
-        """Put the state in place that this generation starts from: another node's or this one's
-        memory, a checkpoint, or the fresh model as it is."""
+        """Loads the state that this generation starts from.
+
+        It is in nodes' memory or in a checkpoint; without any, the fresh model stays as it is."""
         training = self._prepared("restore")
         if training.copy is not None:
             raise UserError("session.restore was called twice")
@@ -212,14 +221,22 @@ class Session:
         on_epoch_end: Callable[[], object] | None = None,
         **others: Never,
     ) -> Iterator[Any]:
-        """This rank's micro-batches, from where training stands to the end of the loop.
+        """Gives this rank's micro-batches, from where training stands to the end of the loop.
 
-        global_batch: samples in a step over all ranks. micro_batch: samples at once on one rank,
-        by default its whole part. Call `backward` and `step` for each. The order of samples
-        depends on `seed` and the epoch only. A loop goes on where the last one over the same
-        dataset object has ended, so that `for epoch in range(3)` around one with `epochs=1` is the
-        same as `epochs=3`. on_epoch_end: called on all ranks after the last step of each epoch,
-        before the state is captured; its effect on what is tracked counts exactly once.
+        Call `backward` and `step` for each. A loop goes on where the last one over the same dataset
+        object has ended, so that `for epoch in range(3)` around one with `epochs=1` is the same as
+        `epochs=3`.
+
+        dataset: has a length and is indexed by number. global_batch: samples in a step over all
+        ranks. epochs: passes over the dataset, after which the loop ends. steps: global batches,
+        after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at once on
+        one rank, by default its whole part of the global batch. shuffle: whether each epoch has an
+        order of its own. seed: chooses the orders; an epoch's depends on the seed and the epoch
+        only. collate_fn: makes a batch of a list of samples, by default as a `DataLoader` does.
+        num_workers: processes that load data, as of a `DataLoader`. drop_last: leaves out the
+        samples at an epoch's end that make no whole global batch. on_epoch_end: called on all ranks
+        after the last step of each epoch, before the state is captured; its effect on what is
+        tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
@@ -248,10 +265,11 @@ class Session:
         return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Add the gradient of a micro-batch's mean loss to that of the global batch.
+        """Adds the gradient of a micro-batch's mean loss to that of the global batch.
 
-        weight: what the mean is over, in place of the number of samples (tokens, say); then give
-        it for every micro-batch. A micro-batch of weight 0 takes no part: its loss may be anything.
+        loss: a tensor with one element. weight: what the mean is over, in place of the number of
+        samples (tokens, say); then give it for every micro-batch. A micro-batch of weight 0 takes
+        no part: its loss may be anything.
         """
         training, progress = self._prepared("backward"), self._loops.progress
         batch, part = progress.current("backward")
@@ -272,7 +290,7 @@ class Session:
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
-        """After each micro-batch; True when the global batch is complete and applied.
+        """Ends a micro-batch; True if it was the last of a global batch, which is then applied.
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters.
         """
@@ -321,11 +339,13 @@ class Session:
         batch_size: int = 32,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Result:
-        """The mean over the dataset of what `fn(batch)` gives as a batch's mean: a number or a
-        dict of numbers.
+        """Returns the mean of `fn(batch)` over the dataset, the same on all ranks.
 
-        In eval mode, without gradients; training goes on as if it had not been. The result does
-        not depend on the world.
+        The ranks divide the batches. The model is in eval mode and gradients are off meanwhile;
+        training goes on as if it had not been. The result does not depend on the number of ranks.
+
+        dataset: has a length and is indexed by number. fn: takes a batch and returns its mean, a
+        number or a dict of numbers. batch_size: samples in a batch. collate_fn: as in `batches`.
         """
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
@@ -339,26 +359,29 @@ class Session:
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state, as copies on the CPU by the names of the model's own
-        `state_dict`, in every strategy. All ranks call this; rank 0 receives it, the others an
-        empty dict."""
+        """Returns the whole model's state on rank 0, and an empty dict on the others.
+
+        It has copies on the CPU by the names of the model's own `state_dict`. All ranks call this.
+        """
         training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
         return self._state()
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Hand numbers to the agent's metrics and log, for the current step; `loss` stands in the
-        lines that tell of progress."""
-        values = {name: _scalar(name, value) for name, value in scalars.items()}
+        """Hands numbers to the agent's event log, for the current step.
+
+        Each is a number or a tensor with one element. `loss` is also a metric, and is in status.
+        """
+        values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
         self._link.send(Logged(step=self.step_count, scalars=values))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """A section that makes no steps and is no hang: "evaluating", "compiling".
+        """Marks a section of the script that makes no steps and is no hang; use it with `with`.
 
-        `--hang-timeout` does not count in it, on no rank, nor is it part of a step's time. Sections
-        may lie in each other.
+        doing: such as "compiling"; it appears in messages. `--hang-timeout` does not count in the
+        section, on any rank, nor is it part of a step's time. Sections may lie in each other.
         """
         began_s = time.monotonic()
         try:
@@ -380,10 +403,3 @@ def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) ->
     auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
     auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
     return auxiliary
-
-
-def _scalar(name: str, value: float | Tensor) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"session.log: {name!r} is not one number ({error})") from None

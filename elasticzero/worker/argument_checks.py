@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
@@ -179,3 +179,11 @@ def length_of(dataset: Any) -> int:
             "by index, so that each is used exactly once when the world changes"
         )
     return len(dataset)
+
+
+def scalar(name: str, value: float | Tensor) -> float:
+    """A number that the script logs; raises `UserError` for anything else."""
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"session.log: {name!r} is not one number ({error})") from None

@@ -24,6 +24,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.observability.console import fresh_start, split_damage, worth_telling
 from elasticzero.launcher.observability.event_log import EventLog
+from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.goodput import GoodputMeter
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
@@ -121,7 +122,7 @@ class AgentReporter:
         self._silent: dict[int, float] = {}
         """When it was said of a rank that it makes no step."""
 
-    def note(self, event: str, **fields: Any) -> None:
+    def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
 
     def decided(self, view: View, decision: Decision) -> None:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elasticzero.launcher.observability.events import EventName
+
 EVENTS_FILE = "events.jsonl"
 
 
@@ -22,7 +24,7 @@ class EventLog:
         self.path = directory / EVENTS_FILE
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: EventName, **fields: Any) -> None:
         """`time` is this machine's wall clock in seconds, to be compared on one machine only."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
         with suppress(OSError):  # a full disk must not end a training that does not need the log

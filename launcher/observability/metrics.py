@@ -94,7 +94,9 @@ class Metrics:
             "Step of the last snapshot of which this node holds all that it is to hold.",
         )
         self.checkpoint_seconds = self._histogram(
-            "checkpoint_seconds", "Seconds to write this node's part of one.", _CHECKPOINT_BUCKETS_S
+            "checkpoint_seconds",
+            "Seconds to write this node's part of a checkpoint.",
+            _CHECKPOINT_BUCKETS_S,
         )
         self.checkpoint_bytes = self._counter(
             "checkpoint_bytes_total", "Bytes of checkpoints written by this node."
@@ -104,7 +106,7 @@ class Metrics:
         )
         self.checkpoint_timestamp = self._gauge(
             "checkpoint_last_timestamp_seconds",
-            "Unix time when that checkpoint was seen committed.",
+            "Unix time when the last checkpoint was seen committed.",
         )
 
     def _etcd(self) -> None:

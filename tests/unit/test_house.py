@@ -13,7 +13,7 @@ import pytest
 import elasticzero
 
 MAX_LINES = 600
-FOLDERS = ("elasticzero", "launcher", "checkpoint", "examples", "benchmarks", "tests")
+FOLDERS = ("elasticzero", "launcher", "checkpoint", "examples", "benchmarks", "tests", "tools")
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,298 @@
+"""Every event of an agent's event log, with its fields.
+
+mypy checks the names that the agent writes against `EventName`; `docs/reference/events.md` is made
+from `EVENTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+EventName = Literal[
+    "serving",
+    "registered",
+    "notice",
+    "control",
+    "reason",
+    "round",
+    "writes",
+    "world",
+    "start",
+    "started",
+    "attached",
+    "plain",
+    "restored",
+    "step",
+    "log",
+    "looked",
+    "paced",
+    "captured",
+    "kept",
+    "memory_short",
+    "saved",
+    "checkpoint",
+    "save_failed",
+    "stopping",
+    "failed",
+    "ended",
+    "outlasted",
+    "stuck_at_exit",
+    "store_trouble",
+    "store_recovery",
+    "exit",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """When an event is written, and what its fields hold."""
+
+    when: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    open_fields: str = ""
+    """What further fields hold whose names the script chooses."""
+
+
+_GENERATION = "number of the generation"
+_RANK = "rank of the worker"
+_STEP = "optimizer step"
+_SAVED = {
+    "step": "step of the checkpoint",
+    "generation": "generation whose workers asked for the save",
+    "seconds": "duration of the save on this node",
+    "bytes": "bytes that this node wrote",
+    "committed": "true on the node that wrote the manifest",
+    "error": "why the save failed; null if it did not",
+    "notes": "what retention removed, or could not remove",
+}
+
+EVENTS: Mapping[EventName, Event] = {
+    "serving": Event(
+        "The agent's HTTP server listens.",
+        {"port": "port of the server", "host": "address under which other nodes reach this one"},
+    ),
+    "registered": Event(
+        "The node is registered in etcd.",
+        {"incarnation": "identifier of this start of the agent"},
+    ),
+    "notice": Event(
+        "This node is to leave.",
+        {
+            "reason": "why: a signal, a preemption notice, or an operator",
+            "left_s": "seconds until the machine is gone; null if that is not known",
+        },
+    ),
+    "control": Event(
+        "An operator has changed what the whole job is to do.",
+        {
+            "nnodes": "fewest and most nodes that the operator asked for, or null",
+            "stop": "whether the job is to stop",
+        },
+    ),
+    "reason": Event(
+        "The agent's decision has another reason than the one before.",
+        {"reason": "one sentence that says what the agent does and why"},
+    ),
+    "round": Event(
+        "The generation ends, and the nodes agree on the next one.",
+        {
+            "generation": "generation that ends",
+            "kind": (
+                "`failure`, `hang`, `lapse`, `leave`, `grow`, `stop` or `silence`; `boundary` if "
+                "all workers stopped at the end of a step"
+            ),
+            "reason": "why the generation ends",
+        },
+    ),
+    "writes": Event(
+        "This agent is the leader and writes the next generation to etcd.",
+        {"generation": "number of the generation that it writes"},
+    ),
+    "world": Event(
+        "The agent has read a new generation from etcd.",
+        {
+            "generation": _GENERATION,
+            "members": "names of the nodes, in the order of their ranks",
+            "world_size": "number of ranks",
+            "resume_step": "step from which training goes on",
+            "tier": "where the state is: `fresh`, `ram` or `storage`",
+            "reason": "why the generation was formed",
+            "bad_steps": "steps whose checkpoints were found damaged",
+        },
+    ),
+    "start": Event(
+        "The agent starts its workers for a generation.",
+        {
+            "generation": _GENERATION,
+            "index": "place of this node among the members, from 0",
+            "ranks": "ranks of this node's workers",
+        },
+    ),
+    "started": Event(
+        "The workers' processes exist.",
+        {
+            "pids": "their process ids",
+            "kept": "number of workers that go on in a process of the generation before",
+        },
+    ),
+    "attached": Event(
+        "A worker has called `elasticzero.run`; written once for an agent.", {"rank": _RANK}
+    ),
+    "plain": Event(
+        "The script trains without calling `elasticzero.run`, so the agent sees no steps of it.",
+        {"generation": _GENERATION},
+    ),
+    "restored": Event(
+        "The first worker of this node has its state and begins to train.",
+        {
+            "generation": _GENERATION,
+            "step": "step of the state",
+            "tier": "where the state came from: `fresh`, `ram` or `storage`",
+            "connect_s": "seconds to set up the process group",
+            "build_s": "seconds from there to `session.restore()`",
+            "restore_s": "seconds of `session.restore()`",
+            "bytes_read": "bytes of state that the worker read",
+        },
+    ),
+    "step": Event(
+        "The first worker of this node has finished a step. `time` is the end of the step.",
+        {
+            "step": _STEP,
+            "generation": _GENERATION,
+            "at_s": "end of the step by the machine's monotonic clock",
+            "step_s": "duration of the step in seconds",
+            "data_wait_s": "seconds of it in which the worker waited for its batch",
+            "samples": "samples in the global batch",
+            "total": "steps of the whole run; 0 if that is not known",
+        },
+    ),
+    "log": Event(
+        "The script has called `session.log`.",
+        {"rank": _RANK, "step": _STEP},
+        open_fields="each number that the script logged, under its own name",
+    ),
+    "looked": Event(
+        "The agent has examined a worker that makes no step.",
+        {
+            "generation": _GENERATION,
+            "rank": _RANK,
+            "blame": "`hung` if the worker is to be replaced; otherwise the kind of its failure",
+            "message": "what the agent found",
+            "step": "last step of the worker",
+            "final": "whether the same input would fail in the same way again",
+            "bad_step": "step of a damaged checkpoint, or null",
+            "traceback": "end of the worker's traceback",
+            "odd": "whether this rank's state differs from that of a majority",
+            "verified": "newest step at which all ranks had the same state, or null",
+        },
+    ),
+    "paced": Event(
+        "Rank 0 has chosen another interval between snapshots.",
+        {
+            "every": "steps from one snapshot to the next",
+            "cost_s": "seconds for which training waits for one",
+            "step_s": "seconds of a step",
+        },
+    ),
+    "captured": Event(
+        "A worker has copied its part of the state to shared memory.",
+        {
+            "step": "step of the state",
+            "generation": _GENERATION,
+            "rank": "rank whose part it is",
+            "world_size": "world size of the snapshot; 1 if one rank holds the whole state",
+            "seconds": "seconds for which training waited",
+            "bytes": "bytes that were copied",
+            "replicate": "whether another node holds a copy of this part",
+            "checkpoint": "whether the state is to become a checkpoint",
+            "direct": "whether memory was short and the part went to storage instead",
+            "manifest": "the part's own manifest if `direct`; otherwise empty",
+        },
+    ),
+    "kept": Event(
+        "This node holds its part of a snapshot, or could not take it.",
+        {
+            "step": "step of the snapshot",
+            "generation": _GENERATION,
+            "error": "why the node could not take it; null if it holds it",
+            "not_finite": "whether the reason is a NaN or an infinity in the state",
+        },
+    ),
+    "memory_short": Event(
+        "Shared memory has no room for this node's snapshots.",
+        {
+            "needed_bytes": "bytes that the snapshots of this node need",
+            "free_bytes": "bytes that are free",
+        },
+    ),
+    "saved": Event("This node's part of a save has ended.", _SAVED),
+    "checkpoint": Event("This node has committed a checkpoint.", _SAVED),
+    "save_failed": Event(
+        "A save of the newest state has failed and is tried again.",
+        {
+            "step": "step of the state",
+            "generation": _GENERATION,
+            "error": "why the save failed",
+            "newest": "step of the newest good checkpoint, or null",
+            "pause_s": "seconds until the next try",
+        },
+    ),
+    "stopping": Event(
+        "A worker has left its training loop because its generation ends.",
+        {
+            "rank": _RANK,
+            "step": "last step of the worker",
+            "clean": "whether its state is whole and can be saved",
+            "complete": "whether this worker alone holds the whole state",
+            "reason": "why it stops",
+        },
+    ),
+    "failed": Event(
+        "An exception has left the training function of a worker.",
+        {
+            "rank": _RANK,
+            "step": "last step of the worker",
+            "blame": "`user`, `peer`, `checkpoint`, `storage`, `environment` or `killed`",
+            "message": "the error in one line",
+            "traceback": "its traceback",
+            "final": "whether the same input would fail in the same way again",
+            "bad_step": "step of a damaged checkpoint, or null",
+            "odd": "whether this rank's state differs from that of a majority",
+            "verified": "newest step at which all ranks had the same state, or null",
+        },
+    ),
+    "ended": Event(
+        "A worker's process has ended.",
+        {
+            "rank": _RANK,
+            "pid": "its process id",
+            "code": "its exit code; below 0, the negative number of the signal that ended it",
+        },
+    ),
+    "outlasted": Event(
+        "Workers of this node have finished, and other workers of the job still run.",
+        {"ranks": "ranks that have finished"},
+    ),
+    "stuck_at_exit": Event(
+        "A worker's script has ended and its process has not, so the agent kills it.",
+        {"rank": _RANK, "exit_code": "exit code of the script, which counts"},
+    ),
+    "store_trouble": Event(
+        "A request to etcd has failed; the agent tries again.", {"message": "the error"}
+    ),
+    "store_recovery": Event(
+        "etcd has lost its data, or an agent has written to it again what it had lost.",
+        {"message": "what happened"},
+    ),
+    "exit": Event(
+        "The agent ends; this is the last event.",
+        {
+            "code": "exit code of the agent, or null",
+            "outcome": "`finished`, `stopped` or `failed`; null if the job goes on",
+            "reason": "why the job ended",
+        },
+    ),
+}
+"""In the order in which they usually appear."""

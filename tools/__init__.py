@@ -1,0 +1,1 @@
+"""Programs that keep the repository's own files true."""

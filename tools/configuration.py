@@ -1,0 +1,162 @@
+"""The reference page of the options, from the table of options and from the parsers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from elasticzero.launcher.cli.main import COMMANDS, build_parser
+from elasticzero.launcher.options.option import Option
+from elasticzero.launcher.options.parser import Parser
+from elasticzero.launcher.options.table import JOB_OPTIONS, LOCAL_OPTIONS, RUN_OPTIONS
+from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
+from tools import prose
+from tools.markdown import code, marked, sentence, table
+
+
+def configuration() -> str:
+    parsers = _parsers(build_parser())
+    parts = [prose.CONFIGURATION]
+    for name in ("run", "local", "status", "drain", "scale", "stop"):
+        parts.append(f"## elasticzero {name}\n\n{sentence(COMMANDS[name])}")
+        parts += COMMAND_PAGES.get(name, _options_of)(parsers[name])
+    parts.append("## elasticzero checkpoint\n\n" + prose.CHECKPOINT_COMMANDS)
+    for name, parser in _parsers(parsers["checkpoint"]).items():
+        parts.append(f"### elasticzero checkpoint {name}\n\n{sentence(parser.description or '')}")
+        parts += _options_of(parser)
+    parts += [prose.VARIABLES, table(("Environment", "Meaning"), prose.VARIABLE_ROWS)]
+    parts.append(prose.VARIABLES_ALONE)
+    return "\n\n".join(parts)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The commands below a parser."""
+    [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(commands.choices)
+
+
+def _run_page(parser: Parser) -> list[str]:
+    torchruns = [option for option in TORCHRUN_OPTIONS if option.help.startswith("torchrun's: ")]
+    idle = [option for option in torchruns if "accepted without effect" in option.help]
+    taken = [o for o in TORCHRUN_OPTIONS if o not in idle]
+    return [
+        prose.SCRIPT,
+        _option_table(RUN_OPTIONS),
+        "### Options of torchrun\n\n" + prose.TORCHRUN,
+        _option_table(taken),
+        "### Options of torchrun without effect\n\n" + prose.TORCHRUN_IDLE,
+        _option_table(idle),
+    ]
+
+
+def _local_page(parser: Parser) -> list[str]:
+    shared = [option for option in parser.options if option not in LOCAL_OPTIONS]
+    taken = ", ".join(code(o.flags[0]) for o in shared if o.help != argparse.SUPPRESS)
+    return [
+        prose.SCRIPT,
+        _option_table(LOCAL_OPTIONS, required=("nodes",)),
+        f"It also takes these options of `elasticzero run`, with the same meaning, defaults and "
+        f"variables: {taken}.",
+    ]
+
+
+def _option_table(options: Iterable[Option], required: Sequence[str] = ()) -> str:
+    rows = [
+        (
+            _flags(option),
+            "required" if option.name in required else _default(option),
+            "<br>".join(code(variable) for variable in option.variables),
+            _meaning(option),
+        )
+        for option in options
+    ]
+    return table(("Option", "Default", "Environment", "Meaning"), rows)
+
+
+def _flags(option: Option) -> str:
+    words = [f"{flag} {option.metavar or ''}".strip() for flag in option.flags]
+    if option.choices:
+        words = [f"{flag} {{{','.join(option.choices)}}}" for flag in option.flags]
+    if option.has_off:
+        words.append(f"--no-{option.flags[0].removeprefix('--')}")
+    return "<br>".join(code(word) for word in words)
+
+
+def _default(option: Option) -> str:
+    if option.is_switch:
+        return "off"
+    if option.default is not None:
+        return code(_number(option.default))
+    return _told(option.help)[1]
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _told(text: str) -> tuple[str, str]:
+    """A help text without the default that it names, and that default."""
+    found = re.search(r"\s*\(default: ([^)]*)\)|(?:^|; )default: (.*)$", text)
+    if found is None:
+        return text, ""
+    return text[: found.start()] + text[found.end() :], found[1] or found[2]
+
+
+def _meaning(option: Option) -> str:
+    text = option.help.removeprefix("torchrun's: ").removeprefix("accepted without effect: ")
+    several = " The option may be given several times." if option.is_list else ""
+    return marked(sentence(_told(text)[0]) + several)
+
+
+def _steering(parser: Parser) -> list[str]:
+    """The page of a command on a running job, whose common options stand with `status`."""
+    job = ", ".join(code(option.flags[0]) for option in JOB_OPTIONS)
+    return [
+        *_options_of(parser, omit=[option.name for option in JOB_OPTIONS]),
+        f"It finds the job and its etcd by the same options as `elasticzero status`: {job}.",
+    ]
+
+
+COMMAND_PAGES: dict[str, Callable[[Parser], list[str]]] = {
+    "run": _run_page,
+    "local": _local_page,
+    "drain": _steering,
+    "scale": _steering,
+    "stop": _steering,
+}
+
+
+def _options_of(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> list[str]:
+    """A table of what argparse knows of a command."""
+    known = {option.name: option for option in getattr(parser, "options", ())}
+    rows = [
+        _row(action, known.get(action.dest))
+        for action in parser._actions
+        if action.dest not in ("help", *omit) and action.help != argparse.SUPPRESS
+    ]
+    if not any(row[2] for row in rows):
+        return [table(("Option", "Default", "Meaning"), [(a, b, d) for a, b, _, d in rows])]
+    return [table(("Option", "Default", "Environment", "Meaning"), rows)]
+
+
+def _row(action: argparse.Action, option: Option | None) -> tuple[str, str, str, str]:
+    flags = [flag for flag in action.option_strings if "_" not in flag]
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    value = f"{{{','.join(map(str, action.choices))}}}" if action.choices else value
+    words = [f"{flag} {value}".strip() for flag in flags] or [str(value)]
+    variable = option.variables[0] if option and option.variables else ""
+    needed = action.required or (option is not None and option.name in ("etcd", "job"))
+    text, told = _told(action.help or "")
+    absent = action.default in (None, False, [], argparse.SUPPRESS)
+    default = told or ("" if absent else _number(action.default))
+    default = "off" if action.nargs == 0 else default if " " in default else code(default)
+    is_list = isinstance(action, argparse._AppendAction)
+    several = " The option may be given several times." if is_list else ""
+    return (
+        "<br>".join(map(code, words)),
+        "required" if needed else default,
+        code(variable),
+        marked(sentence(text) + several),
+    )

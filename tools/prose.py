@@ -1,0 +1,229 @@
+"""What the pages of docs/reference say beside what the code says."""
+
+GENERATED = "<!-- `make reference` writes this page from the code; do not edit it. -->"
+
+NAMES = ("ddp", "etcd", "gloo", "torchrun", "xxh3_128")
+"""Words that begin with a small letter at the front of a sentence too."""
+
+CONFIGURATION = """\
+# Configuration
+
+This page lists every option of every command, with its default and its environment variable.
+
+A flag goes before the environment, and the environment before the default. An empty variable counts
+as unset. The variable of a switch takes `1`, `true` or `yes`, and `0`, `false` or `no`. The words
+of a flag may be joined by `_` as well as by `-`, but not in `elasticzero checkpoint`.
+
+The commands write errors to stderr and end with one of the [exit codes](exit-codes.md)."""
+
+SCRIPT = """\
+The options come first, then the training script, then the script's own arguments."""
+
+TORCHRUN = """\
+`elasticzero run` takes the options of torchrun as well, also by their first letters, and reads
+torchrun's variables `PET_…`. [torchrun](../torchrun.md) says what is different."""
+
+TORCHRUN_IDLE = """\
+These options are accepted, so that scripts with them run unchanged. They change nothing."""
+
+CHECKPOINT_COMMANDS = """\
+These commands need no job and no etcd. A path may be a directory, or a URL such as
+`s3://bucket/run`. [Checkpoints](../checkpoints.md) has examples."""
+
+VARIABLES = """\
+## Variables without an option"""
+
+VARIABLE_ROWS = (
+    (
+        "`ELASTICZERO_ETCD_PASSWORD`",
+        "Password of the user of etcd, where `--etcd-password-file` is not given. No worker "
+        "inherits it.",
+    ),
+    (
+        "`ELASTICZERO_TOKEN`",
+        "Token of the job, where `--token-file` is not given. No worker inherits it.",
+    ),
+    (
+        "`ELASTICZERO_AWS_METADATA_URL`<br>`ELASTICZERO_GCP_METADATA_URL`<br>"
+        "`ELASTICZERO_AZURE_METADATA_URL`",
+        "Address of the cloud's metadata server, where it is not the usual one.",
+    ),
+)
+
+VARIABLES_ALONE = """\
+A script that runs without an agent (`python train.py`) reads `ELASTICZERO_STRATEGY`,
+`ELASTICZERO_CHECKPOINT_DIR`, `ELASTICZERO_CHECKPOINT_EVERY`, `ELASTICZERO_KEEP`,
+`ELASTICZERO_KEEP_EVERY` and `ELASTICZERO_STRICT_CHECKPOINT`."""
+
+SESSION = """\
+# The session's API
+
+A training script imports `elasticzero` and hands its training function to `elasticzero.run`. The
+function gets a `Session` and calls its methods in this order: `prepare`, `track` for anything else
+that has state, `restore`, and then a loop over `batches` with `backward` and `step` for each
+micro-batch. [Training](../training.md) shows whole scripts."""
+
+METHODS = """\
+Every method that takes part in training is called on all ranks, in the same order. Ranks that call
+different methods, or give different arguments, get a `UserError` that names both."""
+
+SESSION_ORDER = (
+    "prepare",
+    "track",
+    "restore",
+    "batches",
+    "backward",
+    "step",
+    "log",
+    "evaluate",
+    "busy",
+    "state_dict",
+    "stop",
+)
+"""In the order in which a script calls them."""
+
+SESSION_ATTRIBUTES = (("`device`", "`torch.device`", "Where batches arrive and the model is."),)
+
+BY_HAND = """\
+`elasticzero.checkpoint` saves and loads without an agent, in any script.
+[Checkpoints](../checkpoints.md) has examples. A tensor's name in the checkpoint is the path to it,
+its keys joined by `/`."""
+
+ERRORS = """\
+Every error that this project raises on purpose is an `elasticzero.ElasticZeroError`.
+[Exit codes](exit-codes.md) lists its kinds."""
+
+METRICS = """\
+# Metrics
+
+Each agent serves these metrics for Prometheus at `/metrics`, on the port of `--http-port`. They are
+those of one node. `local_rank` is the place of a worker on its node, from 0; `reason` is the kind
+of the event that ended a generation; `operation` and `code` are those of a request to etcd. `phase`
+is a part of a recovery, in this order: `detect`, `regroup`, `start`, `connect`, `build`, `restore`,
+`first_step`.
+
+A counter ends in `_total`. A histogram `NAME` gives the series `NAME_bucket`, `NAME_sum` and
+`NAME_count`."""
+
+EVENTS = """\
+# Events
+
+Each agent writes what happens to the file `events.jsonl` in its directory of logs,
+`LOG_DIR/JOB/NODE`, one JSON object a line. Every object has `event`, its name, and `time`, the
+machine's wall clock in seconds since 1970; compare times of one machine only. The fields below come
+besides. Later versions may add events and fields, so a reader must pass over those that it does not
+know."""
+
+EXIT_CODES = """\
+# Exit codes
+
+`elasticzero run` ends with one of these codes; the other commands use those that apply. Only 0 says
+that the job is done. What started the command (Kubernetes, systemd, Slurm) may start it again after
+69 and 75; after 64 and 70 that is useless."""
+
+ERROR_CLASSES = """\
+## Errors
+
+An error that ends a command decides its exit code. A script can catch those that `elasticzero`
+exports: `ElasticZeroError`, `UserError`, `OperatorError`, `RetryError`, `StorageError`,
+`CheckpointDamaged` and `CheckpointMismatch`."""
+
+FORMAT = """\
+# Checkpoint format
+
+A checkpoint directory has a directory for each step, and a step has these files:
+
+```text
+checkpoints/
+  step-000000000100/
+    manifest.json                                     what the step holds, and where
+    rank-00000-of-00002-g000003-5d41402abc4b2a76.safetensors       rank 0's part of the tensors
+    rank-00000-of-00002-g000003-5d41402abc4b2a76.safetensors.sums  its checksums
+    rank-00001-of-00002-g000003-5d41402abc4b2a76.safetensors
+    rank-00001-of-00002-g000003-5d41402abc4b2a76.safetensors.sums
+```
+
+- The names of files have the rank, the number of ranks and the save's token, so files of different
+  saves never mix.
+- A step exists exactly if its `manifest.json` does. The manifest is written last, when every other
+  file is whole and durable; it is created and never overwritten.
+- Files whose names begin with `.` and end in `.partial` belong to a save that runs, or that was
+  killed. Files of ranks without a manifest are not a checkpoint; a later save removes them.
+- Rank files are [safetensors](https://github.com/huggingface/safetensors) files, so any program
+  that reads those can read them. Nothing is pickled.
+
+## Manifest
+
+`manifest.json` is one JSON object on one line. Its last key, `digest`, is the xxh3_128 of all bytes
+before the comma in front of that key, in hexadecimal. A reader compares it before it parses
+anything."""
+
+FORMAT_CLASSES = {
+    "Manifest": "These are its other keys:",
+    "Layout": "### `layout`",
+    "TensorSpec": "### Values of `tensors`",
+    "Group": "### Items of `groups`",
+    "ShardFile": "### Items of `files`",
+}
+"""Dataclasses of the manifest, and what stands above their tables."""
+
+PLURALS = {"str": "strings", "int": "integers", "ShardFile": "objects", "Group": "objects"}
+
+FORMAT_FIELDS: dict[str, dict[str, str]] = {
+    "Manifest": {
+        "version": "Version of the format, now 1. A reader refuses a later one.",
+        "step": "Optimizer step of the state.",
+        "generation": "Generation that saved it; 0 for a save by hand.",
+        "token": "Identifier of the save; it is part of every file's name.",
+        "strategy": "`ddp`, `zero1`, `zero2` or `zero3`; `saved` for a save by hand.",
+        "layout": "Which rank holds which part of which tensor.",
+        "files": "The files of the ranks, by rank.",
+        "state": "What is not a tensor; see below.",
+    },
+    "Layout": {
+        "world_size": "Number of ranks that wrote the step.",
+        "tensors": "Type and shape of each tensor, by its name.",
+        "groups": "Tensors that are divided together; every tensor is in exactly one group.",
+    },
+    "TensorSpec": {
+        "dtype": 'Type of the elements as safetensors spells it: "F32", "BF16", "I64", "BOOL", …',
+        "shape": "Size of each dimension.",
+    },
+    "Group": {
+        "rule": "How the tensors are divided among the ranks; see below.",
+        "tensors": "Names of the tensors, in the order in which they are laid out.",
+        "ranks": "With the rule `whole`, the rank of each tensor; otherwise empty.",
+    },
+    "ShardFile": {
+        "name": "Name of the safetensors file.",
+        "bytes": "Its size.",
+        "digest": "xxh3_128 of its checksum file, in hexadecimal.",
+    },
+}
+"""What the page says of the manifest's keys."""
+
+GROUP_RULES = """\
+A layout says by rule, and not by a table, which elements each rank holds. Tensors count as
+flattened in row-major order."""
+
+AFTER_FORMAT = """\
+## Checksum files
+
+A file `….sums` is binary and little-endian. It has a header of 40 bytes: the magic `EZSUMS\\r\\n`
+(8 bytes), the version (uint32), the block size (uint32), the size of the safetensors file (uint64)
+and the digest of the layout (16 bytes). Then comes one xxh3_64 (8 bytes) for each block of the
+safetensors file, its header included; the last block may be shorter. The manifest has the digest of
+this file, so every byte of a checkpoint is covered.
+
+## State
+
+The manifest's `state` is what is not a tensor: learning rates, counters, random states, the place
+in the data. For a save by hand its key `$tree` has the nesting of what was saved, where that is
+more than tensors."""
+
+RULES = """\
+# Numbered rules
+
+The rules of the protocol stand in the docstrings of the modules that carry them out. Code, tests
+and documents refer to them by letter and number. This page is an index: it has the first
+sentence of each rule, and the module's docstring has the rest."""

@@ -1,0 +1,244 @@
+"""Writes the pages of docs/reference from the code: `python -m tools.reference [--check]`.
+
+With --check nothing is written: the exit code is 1 if a page differs from what the code says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from elasticzero.launcher.observability.events import EVENTS
+from elasticzero.launcher.observability.metrics import Metrics
+from tools import prose, source
+from tools.configuration import configuration
+from tools.markdown import code, marked, sentence, table
+from tools.source import ROOT
+
+FOLDER = ROOT / "docs" / "reference"
+
+
+# session.md
+
+
+def session() -> str:
+    found = source.class_named("Session", "elasticzero/session.py")
+    functions = list(source.functions(found.body))
+    methods = [function for function in functions if not function.is_property]
+    order = {name: place for place, name in enumerate(prose.SESSION_ORDER)}
+    methods.sort(key=lambda function: order.get(function.name, len(order)))
+    [run] = source.functions(source.module("elasticzero/entry_point.py").body)
+    properties = [
+        (
+            code(function.name),
+            code(function.signature.rpartition("-> ")[2]),
+            " ".join(function.text.split()),
+        )
+        for function in functions
+        if function.is_property
+    ]
+    parts = [prose.SESSION, _function(run, "elasticzero", "##"), "## Session\n\n" + prose.METHODS]
+    parts += [_function(function, "session") for function in methods]
+    parts.append("## Properties")
+    parts.append(table(("Property", "Type", "Meaning"), [*properties, *prose.SESSION_ATTRIBUTES]))
+    parts.append("## Checkpoints by hand\n\n" + prose.BY_HAND)
+    by_hand = source.functions(source.module("checkpoint/api.py").body)
+    parts += [_function(function, "checkpoint") for function in by_hand]
+    parts.append("## Errors\n\n" + prose.ERRORS)
+    return "\n\n".join(parts)
+
+
+def _function(function: source.Function, owner: str, level: str = "###") -> str:
+    text, described = _split(function)
+    rows = [f"- `{name}`: {about}" for name, about in described]
+    signature = f"```python\n{owner}.{function.signature}\n```"
+    parts = [f"{level} {owner}.{function.name}", signature, text, "\n".join(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _split(function: source.Function) -> tuple[str, list[tuple[str, str]]]:
+    """The prose of a docstring, and its sentences `parameter: what it is.` by parameter."""
+    names = "|".join(function.parameters) or "$"
+    about = re.compile(rf"(?:^|(?<=\. ))`?({names})`?: (.+?\.)(?= [A-Z`a-z]|$) ?", re.MULTILINE)
+    described = [(name, sentence(marked(text))) for name, text in about.findall(function.text)]
+    return marked(about.sub("", function.text)).strip(), described
+
+
+# metrics.md, events.md, exit-codes.md
+
+
+class _Listed(Metrics):
+    """The metrics, and a list of them."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        super().__init__()
+
+    def _note(self, name: str, kind: str, legend: str, labels: tuple[str, ...]) -> None:
+        shown = ", ".join(code(label) for label in labels)
+        self.rows.append((code(f"elasticzero_{name}"), kind, shown, sentence(legend)))
+
+    def _gauge(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Any:
+        self._note(name, "gauge", legend, labels)
+        return super()._gauge(name, legend, labels)
+
+    def _counter(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Any:
+        self._note(name, "counter", legend, labels)
+        return super()._counter(name, legend, labels)
+
+    def _histogram(
+        self, name: str, legend: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+    ) -> Any:
+        self._note(name, "histogram", legend, labels)
+        return super()._histogram(name, legend, buckets, labels)
+
+
+def metrics() -> str:
+    return f"{prose.METRICS}\n\n{table(('Metric', 'Type', 'Labels', 'Meaning'), _Listed().rows)}"
+
+
+def events() -> str:
+    parts = [prose.EVENTS]
+    for name, event in EVENTS.items():
+        rows = [(code(field), sentence(text)) for field, text in event.fields.items()]
+        if event.open_fields:
+            rows.append(("…", sentence(event.open_fields)))
+        parts += [f"## {name}\n\n{event.when}", table(("Field", "Meaning"), rows)]
+    return "\n\n".join(parts)
+
+
+def exit_codes() -> str:
+    tree = {
+        n.name: n
+        for n in source.module("elasticzero/errors.py").body
+        if isinstance(n, ast.ClassDef)
+    }
+    codes = source.fields(tree["ExitCode"])
+    rows = [(code(item.type), item.name, item.text) for item in codes]
+    errors = [
+        (code(name), _code_of(name, tree), source.plain(ast.get_docstring(node)))
+        for name, node in tree.items()
+        if name != "ExitCode"
+    ]
+    return "\n\n".join(
+        [
+            prose.EXIT_CODES,
+            table(("Code", "Name", "Meaning"), rows),
+            prose.ERROR_CLASSES,
+            table(("Error", "Exit code", "Meaning"), errors),
+        ]
+    )
+
+
+def _code_of(name: str, tree: dict[str, ast.ClassDef]) -> str:
+    """The exit code that an error class has, or inherits."""
+    for item in source.fields(tree[name]):
+        if item.name == "exit_code":
+            return item.type.rpartition(".")[2]
+    return _code_of(ast.unparse(tree[name].bases[0]), tree)
+
+
+# checkpoint-format.md, rules.md
+
+
+def checkpoint_format() -> str:
+    parts = [prose.FORMAT]
+    for name, title in prose.FORMAT_CLASSES.items():
+        node = source.class_named(name, "checkpoint/format")
+        about = {field.name: sentence(field.text) for field in source.fields(node)}
+        about |= prose.FORMAT_FIELDS[name]
+        rows = [
+            (code(field.name), _json_type(field.type), about[field.name])
+            for field in source.fields(node)
+        ]
+        parts += [title, table(("Key", "Type", "Meaning"), rows)]
+    [rule] = [text for name, text in _strings("elasticzero/spans.py") if name == "Rule"]
+    meanings = re.findall(r"(\w+): (.+?\.)(?= \w+: |$)", rule)
+    parts += ["## Rules of a group", prose.GROUP_RULES]
+    parts.append(table(("Rule", "Meaning"), [(code(n), sentence(text)) for n, text in meanings]))
+    parts.append(prose.AFTER_FORMAT)
+    return "\n\n".join(parts)
+
+
+def _json_type(text: str) -> str:
+    """A type of Python as one of JSON."""
+    plain = {"int": "integer", "str": "string", "Rule": "string", "str | None": "string or null"}
+    if found := re.fullmatch(r"tuple\[(.+), \.\.\.\]", text):
+        return f"array of {prose.PLURALS[found[1]]}"
+    return plain.get(text, "object")
+
+
+def _strings(path: str) -> list[tuple[str, str]]:
+    """The constants of a module that a string describes, and that string."""
+    body = source.module(path).body
+    found = []
+    for before, after in pairwise(body):
+        match before, after:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                found.append((name, source.plain(text)))
+            case _:
+                continue
+    return found
+
+
+def rules() -> str:
+    found = {path: source.rules(path) for path in source.files()}
+    letters: dict[str, list[str]] = defaultdict(list)
+    for path, listed in found.items():
+        for letter in sorted({rule.letter for rule in listed}):
+            letters[letter].append(path)
+    order = [(letter, path) for letter in sorted(letters) for path in letters[letter]]
+    index = [(letter, code(path), source.summary(path)) for letter, path in order]
+    parts = [prose.RULES, table(("Letter", "Module", "What the module is about"), index)]
+    for letter, path in order:
+        rows = [
+            (f"{rule.letter}{rule.number}", marked(sentence(rule.text)))
+            for rule in found[path]
+            if rule.letter == letter
+        ]
+        parts += [f"## {letter}: {path}", table(("Rule", "What it says first"), rows)]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "session.md": session,
+    "metrics.md": metrics,
+    "events.md": events,
+    "exit-codes.md": exit_codes,
+    "checkpoint-format.md": checkpoint_format,
+    "rules.md": rules,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
+    parser.add_argument("--check", action="store_true", help="report stale pages, write none")
+    check = parser.parse_args().check
+    stale = []
+    for name, page in PAGES.items():
+        path, text = FOLDER / name, f"{prose.GENERATED}\n\n{page()}\n"
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(str(path.relative_to(ROOT)))
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    if check and stale:
+        print(
+            f"These pages differ from the code; run make reference: {', '.join(stale)}",
+            file=sys.stderr,
+        )
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
