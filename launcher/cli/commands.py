@@ -130,7 +130,7 @@ def _steer(args: argparse.Namespace) -> int:
 
     wait_s = args.wait_timeout if args.wait else None
     nnodes = parse_nnodes(args.nnodes, "scale") if args.command == "scale" else (0, 0)
-    with control.opened(args.job, endpoints_of(args), check_access(args)) as store:
+    with control.open_job_store(args.job, endpoints_of(args), check_access(args)) as store:
         if args.command == "drain":
             return int(control.drain(store, args.job, args.node, wait_s))
         if args.command == "scale":

@@ -39,7 +39,7 @@ from elasticzero.text import count_text, say
 
 TRIES = 20
 """So often the document is read and written again when others write it at the same time."""
-LOOK_EVERY_S = 0.2
+POLL_S = 0.2
 NAMES_SHOWN = 16
 
 
@@ -73,7 +73,7 @@ class Job:
 
 
 @contextmanager
-def opened(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
+def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
     """The job's part of etcd; that it does not answer is said with its address."""
     store = EtcdStore(endpoints, job_prefix(job), access=access)
     try:
@@ -89,7 +89,7 @@ def opened(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store
         store.close()
 
 
-def look(store: Store, name: str) -> Job:
+def read_job(store: Store, name: str) -> Job:
     """What stands in the store; raises `UserError` when it knows no such job."""
     members = members_of(store.read(MEMBERS))
     world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
@@ -109,13 +109,13 @@ def _entry(store: Store, key: str) -> Entry | None:
     return store.read(key).entries.get(key)
 
 
-def steer(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
+def update_control(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
     """Write what `change` makes of the document; the job as it was, and whether anything changed.
 
     Raises what `change` raises, and `OperatorError` when others always were faster.
     """
     for _ in range(TRIES):
-        job = look(store, name)
+        job = read_job(store, name)
         wanted = change(job)
         if wanted == job.control:
             return job, False
@@ -128,7 +128,7 @@ def steer(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Jo
     raise OperatorError(f"others changed what is asked of job {name} {TRIES} times; try again")
 
 
-def _going_on(job: Job, what: str) -> None:
+def _check_running(job: Job, what: str) -> None:
     if job.done is not None:
         raise UserError(f"{what}: job {job.name!r} is over: {job.done.reason}")
 
@@ -138,7 +138,7 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
     chosen: list[Member] = []
 
     def change(job: Job) -> Control:
-        _going_on(job, f"drain {node}")
+        _check_running(job, f"drain {node}")
         member = job.nodes.get(node)
         if member is None:
             names = list(job.nodes)
@@ -153,7 +153,7 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
         new = Drain(node=node, incarnation=member.incarnation)
         return replace(job.control, drain=(*standing_drains(job), new))
 
-    job, changed = steer(store, name, change)
+    job, changed = update_control(store, name, change)
     when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
     say(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
     (member,) = chosen
@@ -179,12 +179,12 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
     least, most = least_most
 
     def change(job: Job) -> Control:
-        _going_on(job, f"scale {least}:{most}")
+        _check_running(job, f"scale {least}:{most}")
         return replace(job.control, nnodes=least_most)
 
-    job, changed = steer(store, name, change)
+    job, changed = update_control(store, name, change)
     already = "" if changed else " already"
-    say(f"job {name} has {least}:{most} nodes{already}: {_scaled(job, least, most)}")
+    say(f"job {name} has {least}:{most} nodes{already}: {_effect_of_scaling(job, least, most)}")
 
     def fits(now: Job) -> str | None:
         count = len(now.placed)
@@ -196,7 +196,7 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
     return _wait(store, name, wait_s, fits)
 
 
-def _scaled(job: Job, least: int, most: int) -> str:
+def _effect_of_scaling(job: Job, least: int, most: int) -> str:
     """What will happen, and when."""
     count, waiting = len(job.placed), job.waiting
     if job.world is None:
@@ -217,7 +217,7 @@ def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
     def change(job: Job) -> Control:
         return job.control if job.done is not None else replace(job.control, stop=True)
 
-    job, changed = steer(store, name, change)
+    job, changed = update_control(store, name, change)
     if job.done is not None:
         say(f"job {name} is over already: {job.done.reason}")
         return ExitCode.DONE
@@ -249,7 +249,7 @@ def _wait(
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
-            job = look(store, name)
+            job = read_job(store, name)
         except StoreUnavailable:
             job = None
         if job is not None:
@@ -264,4 +264,4 @@ def _wait(
                 f"asked for, but it has not happened within {wait_s:g} s (--wait-timeout); "
                 f"see: elasticzero status --job {name}"
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.control import Job, look, opened, standing_drains
+from elasticzero.launcher.cli.control import Job, open_job_store, read_job, standing_drains
 from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.failure_policy import AGAIN, ASIDE_AFTER, why_aside
 from elasticzero.launcher.secrets import Secret
@@ -22,12 +22,12 @@ from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import encode
 from elasticzero.text import count_text, duration_text, say, table_text
 
-ASK_S = 2.0
+QUERY_TIMEOUT_S = 2.0
 """An agent that has not answered by then is silent."""
-ASKED_AT_ONCE = 64
+MAX_PARALLEL_QUERIES = 64
 MOST_BYTES = 1 << 20
 UNKNOWN = "?"
-Said = Mapping[str, Mapping[str, Any]]
+AgentStatuses = Mapping[str, Mapping[str, Any]]
 """By node, what its agent says of itself; a silent one is not there."""
 
 
@@ -38,8 +38,8 @@ def status(
 
     given: the job's token, if the operator has it.
     """
-    with opened(name, endpoints, access) as store:
-        job = look(store, name)
+    with open_job_store(name, endpoints, access) as store:
+        job = read_job(store, name)
         token = token_for_operator(store, given)
         reports = (
             store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
@@ -47,13 +47,15 @@ def status(
     phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
     if token is None and job.done is None:
         print(f"the nodes keep their token to themselves: to ask them, give {HOW}", file=sys.stderr)
-    said = ask(job.members.values(), token) if job.done is None and token is not None else {}
-    found = gather(job, phases, said)
-    say(json.dumps(found, indent=2) if as_json else table(found))
+    statuses = (
+        query_agents(job.members.values(), token) if job.done is None and token is not None else {}
+    )
+    found = collect_status(job, phases, statuses)
+    say(json.dumps(found, indent=2) if as_json else status_text(found))
     return ExitCode.DONE
 
 
-def ask(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
+def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
     """What each agent serves at `/status`, asked all at once."""
     waiting = list(members)
     answers: dict[str, Mapping[str, Any]] = {}
@@ -69,10 +71,10 @@ def ask(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]
                 answers[member.node] = answer
 
     threads = [
-        threading.Thread(target=loop, name=f"elasticzero-ask-{i}", daemon=True)
-        for i in range(min(ASKED_AT_ONCE, len(waiting)))
+        threading.Thread(target=loop, name=f"elasticzero-query-{i}", daemon=True)
+        for i in range(min(MAX_PARALLEL_QUERIES, len(waiting)))
     ]
-    deadline_s = time.monotonic() + ASK_S
+    deadline_s = time.monotonic() + QUERY_TIMEOUT_S
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,7 +83,7 @@ def ask(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]
 
 
 def _answer(member: Member, token: Secret) -> Mapping[str, Any] | None:
-    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=ASK_S)
+    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=QUERY_TIMEOUT_S)
     try:
         connection.request("GET", "/status", headers={"Authorization": f"Bearer {token.reveal}"})
         response = connection.getresponse()
@@ -93,11 +95,11 @@ def _answer(member: Member, token: Secret) -> Mapping[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
+def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:
     """All that is known, as plain values."""
     world, leader = job.world, _leader(job)
-    here = [said[node] for node in job.members if node in said]
-    words = said.get(leader or "", here[0] if here else {})
+    here = [statuses[node] for node in job.members if node in statuses]
+    words = statuses.get(leader or "", here[0] if here else {})
     placed = {member.node: index for index, member in enumerate(job.placed)}
     given = job.control.nnodes
     struck = {s.node: s.count for s in world.strikes} if world is not None else {}
@@ -105,7 +107,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
     aside = {s.node: why_aside(row, s.node) for s in row if s.count >= ASIDE_AFTER}
     nodes = []
     for node, member in job.nodes.items():
-        own, index = said.get(node, {}), placed.get(node)
+        own, index = statuses.get(node, {}), placed.get(node)
         nodes.append(
             {
                 "node": node,
@@ -119,7 +121,7 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
                 "step": own.get("step") if index is not None else None,
                 "step_age_s": own.get("step_age_s") if index is not None else None,
                 "up_s": own.get("up_s"),
-                "silent": node in job.members and node not in said and job.done is None,
+                "silent": node in job.members and node not in statuses and job.done is None,
             }
         )
     return {
@@ -144,8 +146,8 @@ def gather(job: Job, phases: Mapping[str, str], said: Said) -> dict[str, Any]:
     }
 
 
-def _most(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    return max((own[key] for own in said if own.get(key) is not None), default=None)
+def _most(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    return max((own[key] for own in found if own.get(key) is not None), default=None)
 
 
 def _leader(job: Job) -> str | None:
@@ -179,7 +181,7 @@ def _state(
     return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))
 
 
-def table(found: Mapping[str, Any]) -> str:
+def status_text(found: Mapping[str, Any]) -> str:
     """The same for people."""
     lines = [_headline(found), *_progress(found), *_asked(found)]
     if found["done"] is not None:

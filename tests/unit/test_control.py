@@ -9,7 +9,7 @@ import pytest
 
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.cli.control import drain, look, scale, steer, stop
+from elasticzero.launcher.cli.control import drain, read_job, scale, stop, update_control
 from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
@@ -54,7 +54,7 @@ def store(server: MemoryServer) -> MemoryStore:
 
 
 def asked(store: MemoryStore) -> Control:
-    return look(store, JOB).control
+    return read_job(store, JOB).control
 
 
 def test_a_drain_names_the_registration(store: MemoryStore, capsys) -> None:
@@ -174,7 +174,7 @@ def test_a_change_that_never_wins_is_given_up(store: MemoryStore) -> None:
         return replace(job.control, stop=True)
 
     with pytest.raises(OperatorError, match="others changed"):
-        steer(store, JOB, change)
+        update_control(store, JOB, change)
 
 
 def test_wait_returns_when_it_has_happened(store: MemoryStore, capsys) -> None:

@@ -21,8 +21,8 @@ from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
 from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
-from elasticzero.launcher.cli.control import look
-from elasticzero.launcher.cli.status import gather, table
+from elasticzero.launcher.cli.control import read_job
+from elasticzero.launcher.cli.status import collect_status, status_text
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
@@ -232,10 +232,10 @@ def test_an_agent_reads_a_job_that_fails(job: str, blame: str) -> None:
 
 @pytest.mark.parametrize(("job", "outcome"), [("stopped", "stopped"), ("failed", "failed")])
 def test_a_command_reads_a_job_from_start_to_end(job: str, outcome: str) -> None:
-    begun = look(store_of(present(job)), job)
+    begun = read_job(store_of(present(job)), job)
     assert begun.done is None and set(begun.nodes) == {"node-0", "node-1"}
-    assert "node-1" in table(gather(begun, {}, {}))
-    ended = look(store_of(dict(documents(job))), job)
+    assert "node-1" in status_text(collect_status(begun, {}, {}))
+    ended = read_job(store_of(dict(documents(job))), job)
     assert ended.done is not None and ended.done.outcome == outcome
     assert ended.control.stop == (outcome == "stopped")
     if outcome == "stopped":

@@ -8,7 +8,7 @@ import pytest
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import Job
-from elasticzero.launcher.cli.status import gather, table
+from elasticzero.launcher.cli.status import collect_status, status_text
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, NodeStrikes, World
 from elasticzero.text import duration_text
 
@@ -55,7 +55,7 @@ PHASES = {"node-a": "restored", "node-b": "restored"}
 
 
 def lines(job: Job = JOB, said=SAID, phases=PHASES) -> list[str]:
-    return table(gather(job, phases, said)).splitlines()
+    return status_text(collect_status(job, phases, said)).splitlines()
 
 
 def test_a_job_at_work() -> None:
@@ -85,7 +85,7 @@ def test_a_job_at_work() -> None:
 def test_a_silent_agent_is_shown_as_such() -> None:
     row = next(line for line in lines() if line.startswith("node-b"))
     assert row.split()[4:7] == ["?", "?", "?"]
-    assert gather(JOB, PHASES, {})["step"] is None
+    assert collect_status(JOB, PHASES, {})["step"] is None
     assert not any(line.startswith("step ") for line in lines(said={}))
 
 
@@ -97,7 +97,7 @@ def test_what_a_node_is_set_aside_for_is_shown() -> None:
 
 
 def states(job: Job, said=SAID) -> dict[str, str]:
-    return {node["node"]: node["state"] for node in gather(job, PHASES, said)["nodes"]}
+    return {node["node"]: node["state"] for node in collect_status(job, PHASES, said)["nodes"]}
 
 
 def test_states() -> None:
@@ -106,7 +106,7 @@ def test_states() -> None:
     }  # fmt: skip
     gone = replace(JOB, members={m.node: m for m in (B, C)})
     assert states(gone)["node-a"] == "gone"
-    assert gather(gone, PHASES, SAID)["leader"] == "node-b"
+    assert collect_status(gone, PHASES, SAID)["leader"] == "node-b"
     drained = replace(JOB, control=Control(drain=(Drain(node="node-b", incarnation="i-node-b"),)))
     assert states(drained)["node-b"] == "leaving"
     assert states(JOB, SAID | {"c": WAITING | {"leaving": True}})["c"] == "leaving"
@@ -120,7 +120,7 @@ def test_the_whole_picture_before_and_after_a_world() -> None:
     early = replace(JOB, world=None)
     first = lines(early, {}, {})
     assert first[0] == "job my-run: no generation yet: waiting for nodes"
-    assert gather(early, {}, {})["leader"] == "d", "the oldest registration"
+    assert collect_status(early, {}, {})["leader"] == "d", "the oldest registration"
     done = Done(outcome="stopped", step=400, reason="stopped by an operator")
     assert "stopped: stopped by an operator" in lines(replace(JOB, members={}, done=done), {})
 
@@ -138,7 +138,7 @@ def test_a_drain_of_a_node_that_has_left_is_not_shown() -> None:
 
 
 def test_no_secret_is_shown() -> None:
-    assert "secret" not in str(gather(JOB, PHASES, SAID))
+    assert "secret" not in str(collect_status(JOB, PHASES, SAID))
 
 
 @pytest.mark.parametrize(
