@@ -161,8 +161,7 @@ class Session:
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
 
-        Call it before `restore`. name: the object's name in checkpoints. thing: anything with
-        `state_dict` and `load_state_dict`, such as a learning rate scheduler.
+        Call it before `restore`. thing: has `state_dict` and `load_state_dict`, as a scheduler has.
         """
         training = self._prepared("track")
         if training.copy is not None:
@@ -174,9 +173,8 @@ class Session:
         return thing
 
     def restore(self) -> None:
-        """Loads the state that this generation starts from.
-
-        It is in nodes' memory or in a checkpoint; without any, the fresh model stays as it is."""
+        """Loads the state that this generation starts from: from nodes' memory or a checkpoint.
+        Without any, the fresh model stays as it is."""
         training = self._prepared("restore")
         if training.copy is not None:
             raise UserError("session.restore was called twice")
@@ -359,10 +357,8 @@ class Session:
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the whole model's state on rank 0, and an empty dict on the others.
-
-        It has copies on the CPU by the names of the model's own `state_dict`. All ranks call this.
-        """
+        """Returns the whole model's state on rank 0, copied to the CPU under the names of the
+        model's own `state_dict`, and an empty dict on the others. All ranks call this."""
         training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
@@ -371,7 +367,7 @@ class Session:
     def log(self, **scalars: float | Tensor) -> None:
         """Hands numbers to the agent's event log, for the current step.
 
-        Each is a number or a tensor with one element. `loss` is also a metric, and is in status.
+        Each is a number or a tensor with one element. `loss` is also a metric.
         """
         values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
         self._link.send(Logged(step=self.step_count, scalars=values))
