@@ -1,9 +1,9 @@
 """Many membership clients in one process, for rendezvous.py: `rendezvous_crowd.py JSON`.
 
-Each client is what an agent is to the store: an `EtcdStore`, `WatchCache`, `Membership`,
-`ClusterObserver`, `StoreWriter`, and `decide`. Two of them share nothing,
-but the connection of their process to etcd where that is asked for. Workers are pretended: they
-start at once, train for ever, and take STOP_S to stop.
+Each client is what an agent is to the store: an `EtcdStore`, `WatchCache`, `Membership`, and
+the loop of an agent around them, `AgentCore`. Two of them share nothing, but the connection of
+their process to etcd where that is asked for. Workers are pretended: they start at once, train for
+ever, and take STOP_S to stop.
 
 Orders come on stdin, a word a line (go, fail, mark); what happened goes out on stdout, a JSON
 object a line, with times of the machine's monotonic clock, which all processes share.
@@ -21,28 +21,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
-from elasticzero.errors import StoreUnavailable
+from elasticzero.errors import ElasticZeroError, StoreUnavailable
+from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.main import pause_s
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
-from elasticzero.launcher.protocol.actions import (
-    Action,
-    Decision,
-    PutReport,
-    RaiseAlarm,
-    Start,
-    StopWorkers,
-    WriteDone,
-    WriteWorld,
-)
-from elasticzero.launcher.protocol.decide import decide
-from elasticzero.launcher.protocol.documents import Failure, Member
+from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot
+from elasticzero.launcher.protocol.documents import Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -111,7 +103,7 @@ class PretendedWorkers:
         self._workers = replace(self._workers, failed=True, failure=failure)
         self._ends_s = min(self._ends_s, now_s + STOP_S)
 
-    def stop(self, now_s: float) -> None:
+    def stop(self, reason: str, now_s: float) -> None:
         self._workers = replace(self._workers, aborted_s=now_s)
         self._ends_s = min(self._ends_s, now_s + STOP_S)
 
@@ -119,6 +111,25 @@ class PretendedWorkers:
         if now_s >= self._ends_s:
             return replace(self._workers, running=0)
         return self._workers if self._workers.failed else replace(self._workers, stepped_s=now_s)
+
+    @property
+    def hangs(self) -> PretendedWorkers:
+        return self
+
+    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
+        raise AssertionError("no worker hangs")
+
+    def ask(self, flags: int) -> None:
+        raise AssertionError("no worker is asked to stop at a boundary")
+
+    def kill(self, *, spare_saving: bool = False) -> None:
+        raise AssertionError("no worker is to be killed")
+
+    def kill_unresponsive(self) -> None:
+        raise AssertionError("no worker is deaf")
+
+    def kill_suspended(self) -> None:
+        """No worker is stopped."""
 
     def due_s(self, now_s: float) -> float:
         """When it ends, if that is to come."""
@@ -171,17 +182,19 @@ class Client:
         self.membership = Membership(self.store, me, options.ttl_s, sock)
         self.workers = PretendedWorkers()
         look = CheckpointProbe(None, self.wake)
-        self.cluster_observer = ClusterObserver(
-            self.store, self.observer, self.membership, self.workers, look
+        subscriptions = Subscriptions(self.store, self.observer, self.membership)
+        cluster = ClusterObserver(
+            self.store, self.observer, self.membership, subscriptions, self.workers, look
         )
-        self.acting = StoreWriter(
-            self.store,
-            self.observer,
-            self.membership,
-            self.cluster_observer,
-            self._again,
-            time.monotonic,
+        side = StoreSide(
+            cache=self.observer,
+            membership=self.membership,
+            subscriptions=subscriptions,
+            observer=cluster,
+            writer=StoreWriter(self.store, self.observer, self.membership, cluster),
         )
+        self.core = AgentCore(self.limits, self, self, side, self, time.monotonic)
+        self._trouble = False
         self.due_s = 0.0
         self._tries = 0
         self.queued = False
@@ -206,7 +219,7 @@ class Client:
         self.membership.join(lambda text: print(self.name, text, file=sys.stderr))
         self.joined_s = time.monotonic()
         self._crowd.tell("joined", once=True)
-        self.cluster_observer.begin(self.joined_s)
+        self.core.begin()
         self._crowd.count("registered", 0, self.joined_s)
 
     def turn(self) -> None:
@@ -222,46 +235,58 @@ class Client:
                 self.due_s = time.monotonic() + pause_s(self._tries)
                 self._tries += 1
                 return
+        world, _ = self.observer.world()
+        self.core.limits = self.limits if world is None else self._after
+        self._trouble = False
+        view, decision = self.core.cycle()
         rest_s = REST_S
-        try:
-            view, decision = self._look(now_s)
-            for action in decision.actions:
-                self._do(action, view, now_s)
-            in_round_s = now_s - view.round_s if view.round_s is not None else float("inf")
-            if in_round_s <= LONG_ROUND_S and (view.reports is not None or decision.actions):
-                rest_s = BUSY_S
-        except StoreUnavailable as error:
-            self._crowd.tell("trouble", client=self.name, error=str(error))
+        in_round_s = now_s - view.round_s if view.round_s is not None else float("inf")
+        busy = view.reports is not None or decision.actions
+        if in_round_s <= LONG_ROUND_S and busy and not self._trouble:
+            rest_s = BUSY_S
+        for action in decision.actions:
+            restored = isinstance(action, PutReport) and action.report.phase == "restored"
+            if restored and not self._trouble:
+                self._crowd.count("reported", self.workers.generation, time.monotonic())
         self.due_s = min(now_s + rest_s, self.workers.due_s(now_s))
 
-    def _again(self, now_s: float) -> Decision:
-        return self._look(now_s)[1]
+    @property
+    def gang(self) -> PretendedWorkers | None:
+        return self.workers if self.workers.generation else None
 
-    def _look(self, now_s: float) -> tuple[View, Decision]:
-        self.acting.keep_registered(now_s, leaving=False)
-        world, _ = self.observer.world()
-        limits = self.limits if world is None else self._after
-        view = self.cluster_observer.view(self.workers.view(now_s), False, now_s, limits)
-        return view, decide(view, now_s, limits)
+    def decided(self, view: View, decision: Decision) -> None:
+        return
 
-    def _do(self, action: Action, view: View, now_s: float) -> None:
-        match action:
-            case Start(world, index):
-                self.workers.start(world.generation, now_s)
-                if index == 0:
-                    self.membership.take_store_socket().close()
-                self._crowd.count("knows", world.generation, time.monotonic())
-            case StopWorkers():
-                self.workers.stop(now_s)
-            case PutReport(report):
-                self.acting.do(action, view, now_s, self.limits)
-                if report.phase == "restored":
-                    generation = self.workers.generation
-                    self._crowd.count("reported", generation, time.monotonic())
-            case RaiseAlarm() | WriteWorld() | WriteDone():
-                self.acting.do(action, view, now_s, self.limits)
-            case _:
-                raise AssertionError(f"{self.name}: nothing is to ask for {action}")
+    def store_trouble(self, error: ElasticZeroError) -> None:
+        self._trouble = True
+        self._crowd.tell("trouble", client=self.name, error=str(error))
+
+    def leaves(self, reason: str) -> None:
+        raise AssertionError(f"{self.name} leaves: {reason}")
+
+    def poll(self, now_s: float) -> None:
+        return
+
+    def keep_only(self, keep: Set[tuple[int, int]]) -> None:
+        """Memory holds what the present generation has left, and nothing else."""
+
+    def saving(self) -> bool:
+        return False
+
+    def unsealed(self) -> bool:
+        return False
+
+    def retire(self, world: World) -> None:
+        return
+
+    def start(self, world: World, index: int, now_s: float) -> None:
+        self.workers.start(world.generation, now_s)
+        if index == 0:
+            self.membership.take_store_socket().close()
+        self._crowd.count("knows", world.generation, time.monotonic())
+
+    def save_held(self, held: SaveHeldSnapshot) -> None:
+        raise AssertionError(f"{self.name}: nothing is to be saved")
 
 
 class Crowd:

@@ -12,9 +12,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
@@ -23,32 +22,16 @@ from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.messages import AbandonSave, Captured, Message, Saved, SnapshotHeld
 from elasticzero.launcher.agent.assignments import assignments, post
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
+from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.protocol.actions import (
-    Action,
-    Decision,
-    DumpStacks,
-    KillSuspended,
-    KillUnresponsive,
-    KillWorkers,
-    Leave,
-    PutReport,
-    RaiseAlarm,
-    RequestBoundaryStop,
-    SaveHeldSnapshot,
-    Start,
-    StopWorkers,
-    WriteDone,
-    WriteWorld,
-)
-from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.drain import merge_notices
-from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
+from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.snapshots.checkpoint_saver import (
@@ -112,19 +95,29 @@ class Agent:
         self.reporter = AgentReporter(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
         self._gang: WorkerGroup | None = None
+        self._spare: dict[int, Worker] = {}
+        """Processes of a retired group that are ready for the next one, by local rank."""
         self.claim: OwnedDirectory | None = None
         """Of this node's memory and name on this machine; released when the agent ends."""
-        look = CheckpointProbe(options.checkpoint_dir, self.wake)
-        self._cluster = ClusterObserver(store, self._observer, membership, self.snapshots, look)
-        self._store_actions = StoreWriter(
+        subscriptions = Subscriptions(store, self._observer, membership)
+        self._cluster = ClusterObserver(
             store,
             self._observer,
             membership,
-            self._cluster,
-            lambda now_s: self._decide(now_s)[1],
-            time.monotonic,
+            subscriptions,
+            self.snapshots,
+            CheckpointProbe(options.checkpoint_dir, self.wake),
         )
-        self._store_actions.token_digest = agreed.digest
+        self._writer = StoreWriter(store, self._observer, membership, self._cluster)
+        self._writer.token_digest = agreed.digest
+        side = StoreSide(
+            cache=self._observer,
+            membership=membership,
+            subscriptions=subscriptions,
+            observer=self._cluster,
+            writer=self._writer,
+        )
+        self._core = AgentCore(options.limits, self, self, side, self.reporter, time.monotonic)
         self._recovery = StoreRecovery(
             store,
             self._observer,
@@ -133,15 +126,11 @@ class Agent:
             agreed,
             self.reporter.store_recovery,
         )
+        self._core.recovery = self._recovery
         self.saver = CheckpointSaver(
             self.snapshots, options.checkpoint_dir, options.keep, self.wake
         )
-        self._saved_held: SaveHeldSnapshot | None = None
-        self._world_token = ""
-        self._notices: list[PreemptionNotice] = []
-        self._backoff_until_s = 0.0
         self.view: View | None = None
-        self.exit_code: ExitCode | None = None
 
     def prepare(self) -> None:
         """Get ready to start workers at once; before that this node is of no use to a world."""
@@ -158,30 +147,30 @@ class Agent:
 
         reason: goes into the world's. by_s: the machine is gone then (monotonic clock).
         """
-        self._notices.append(PreemptionNotice(reason=reason, heard_s=time.monotonic(), by_s=by_s))
-        self.wake()
+        self._core.leave(reason, by_s)
 
     @property
     def notice(self) -> PreemptionNotice | None:
         """Why this node is to leave, and by when; None: it is not."""
-        return merge_notices(self._notices)
+        return self._core.notice
+
+    @property
+    def gang(self) -> WorkerGroup | None:
+        """This node's workers of the present generation."""
+        return self._gang
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
-        self._cluster.begin(time.monotonic())
+        self._core.begin()
         try:
-            while self.exit_code is None:
-                now_s = time.monotonic()
-                view, decision = self._decide(now_s)
-                self.view = view
-                self.reporter.decided(view, decision)
-                self._act(view, decision, now_s)
-                self._say_who_is_here(view)
-                if self.exit_code is None:
-                    self._sleep(view, decision)
-            return self.exit_code
+            while self._core.exit_code is None:
+                self.view, decision = self._core.cycle()
+                self._say_who_is_here(self.view)
+                if self._core.exit_code is None:
+                    self._sleep(self.view, decision)
+            return self._core.exit_code
         finally:
-            self.close()
+            self.close(self._core.exit_code)
 
     def _sleep(self, view: View, decision: Decision) -> None:
         training = view.workers.restored and view.round_s is None and not decision.actions
@@ -196,30 +185,6 @@ class Agent:
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
 
-    def _decide(self, now_s: float) -> tuple[View, Decision]:
-        view = self._observe(now_s)
-        return view, decide(view, now_s, self.options.limits)
-
-    def _observe(self, now_s: float) -> View:
-        saving = self.saver.saving  # before the news of its end is heard
-        self._recovery.attend(now_s)
-        self._store_actions.keep_registered(now_s, leaving=self.notice is not None)
-        self._hear(now_s)
-        if self._observer.control().drains(self._membership.me) and self.notice is None:
-            self.leave("drained by an operator")
-        workers = WorkerGroupState()
-        if self._gang is not None:
-            workers = replace(self._gang.view(now_s), token=self._world_token)
-        if not workers.running:
-            workers = replace(workers, sealing=self.saver.unsealed())
-        notice = self.notice
-        view = self._cluster.view(workers, notice is not None, now_s, self.options.limits)
-        view = replace(view, notice=notice, saving=saving)
-        if (held := self._saved_held) is not None:
-            state = (held.generation, held.step)
-            view = replace(view, saved_held=state, saved_ranks=held.ranks)
-        return view
-
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
             self.reporter.not_waiting()
@@ -227,15 +192,29 @@ class Agent:
         with suppress(StoreUnavailable):
             self.reporter.waiting(lambda: members_of(self._store.read(MEMBERS)))
 
-    def _hear(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
+        """Takes in what workers and saves have said."""
+        gang = self._receive(now_s)
+        if gang is not None:
+            gang.kill_unresponsive_scripts(now_s)
+            for worker in gang.kill_overdue(now_s):
+                self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
+            self.reporter.outlasted(gang, now_s)
+            for failure in gang.poll_stalls(now_s):
+                self.reporter.looked(gang, failure)
+        self._receive_saves()
+
+    def _receive(self, now_s: float) -> WorkerGroup | None:
+        """Takes in the messages and the ends of workers; returns their group."""
         try:
             ended = self._server.ended()
         except (ChannelClosed, OSError):
             ended = []
             self._replace_server()
-        if self._gang is not None:
-            heard = self._gang.poll_messages(now_s, ended)
-            self.reporter.heard(self._gang, heard, now_s)
+        gang = self._gang
+        if gang is not None:
+            heard = gang.poll_messages(now_s, ended)
+            self.reporter.heard(gang, heard, now_s)
             for _, message in heard:
                 match message:
                     case Captured():
@@ -244,15 +223,26 @@ class Agent:
                         self.saver.give_up(generation, step)
                     case _:
                         pass
-            self._gang.kill_unresponsive_scripts(now_s)
-            for worker in self._gang.kill_overdue(now_s):
-                self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
-            self.reporter.outlasted(self._gang, now_s)
-            for failure in self._gang.poll_stalls(now_s):
-                self.reporter.looked(self._gang, failure)
-        self._hear_saver()
+        return gang
 
-    def _hear_saver(self) -> None:
+    def keep_only(self, keep: Set[tuple[int, int]]) -> None:
+        """Removes all but these snapshots from memory."""
+        self.snapshots.keep_only(keep)
+
+    def saving(self) -> bool:
+        """Returns whether a save of this node has not ended."""
+        return self.saver.saving
+
+    def unsealed(self) -> bool:
+        """Returns whether memory holds snapshots that are not sealed yet."""
+        return self.saver.unsealed()
+
+    def save_held(self, held: SaveHeldSnapshot) -> None:
+        """Begins to save shards that memory holds."""
+        generation, step, size = held.generation, held.step, held.world_size
+        self.saver.save_held(ShardName(generation, step, r, size) for r in held.ranks)
+
+    def _receive_saves(self) -> None:
         """Pass on to the workers what became of their captures."""
         for news in self.saver.events():
             match news:
@@ -277,52 +267,17 @@ class Agent:
         self._server.close()
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
 
-    def _act(self, view: View, decision: Decision, now_s: float) -> None:
-        if now_s < self._backoff_until_s:
-            return
-        try:
-            for action in decision.actions:
-                self._do(view, decision, action, now_s)
-        except StoreUnavailable as error:
-            self.reporter.store_trouble(error)
-            # Others could not write either: their time to answer begins anew.
-            self._membership.well_since_s = time.monotonic()
-            self._backoff_until_s = time.monotonic() + BUSY_S * 10
-
-    def _do(self, view: View, decision: Decision, action: Action, now_s: float) -> None:
-        match action:
-            case Start(world, index):
-                self._start(world, index, now_s)
-            case RequestBoundaryStop(flags) if self._gang is not None:
-                self._gang.ask(flags)
-            case StopWorkers(reason) if self._gang is not None:
-                self._gang.stop(reason, now_s)
-            case KillWorkers(spare_saving=spare_saving) if self._gang is not None:
-                self._gang.kill(spare_saving=spare_saving)
-            case KillUnresponsive() if self._gang is not None:
-                self._gang.kill_unresponsive()
-            case KillSuspended() if self._gang is not None:
-                self._gang.kill_suspended()
-            case DumpStacks(limit_s) if self._gang is not None:
-                self._gang.hangs.dump_stacks(limit_s, now_s)
-            case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
-                self._store_actions.do(action, view, now_s, self.options.limits)
-            case SaveHeldSnapshot(generation, step, world_size, ranks):
-                self._saved_held = action
-                self.saver.save_held(ShardName(generation, step, r, world_size) for r in ranks)
-            case Leave(code):
-                self.reporter.leaves(decision.reason)
-                self.exit_code = code
-            case _:
-                pass
-
-    def _start(self, world: World, index: int, now_s: float) -> None:
-        options = self.options
+    def retire(self, world: World) -> None:
+        """Ends the workers of the older generation, which make way for those of `world`."""
         if world.token_digest not in ("", self._agreed.digest):
             self._adopt_token()
+        self._spare = self._retire_gang()
+
+    def start(self, world: World, index: int, now_s: float) -> None:
+        """Starts this node's workers of a generation, in the processes that were kept if any."""
+        options = self.options
         token = self._agreed.secret
-        kept = self._retire_gang()
-        self.snapshots.keep_only({(world.resume.generation, world.resume.step)})
+        kept, self._spare = self._spare, {}
         given = assignments(options, world, index, token)
         first = world.first_rank(index)
         self.saver.begin(post(world, index, token))
@@ -334,7 +289,7 @@ class Agent:
             started_s=now_s,
             console=options.console,
         )
-        self._gang, self._world_token = gang, world.token
+        self._gang = gang
         kill_all(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
@@ -352,7 +307,7 @@ class Agent:
         data and made a token of its own; raises `UserError` if it was given another one."""
         agreed = agree_on_token(self._store, self._given_token())
         self._agreed = agreed
-        self._store_actions.token_digest = agreed.digest
+        self._writer.token_digest = agreed.digest
         self._recovery.adopt(agreed)
         self.adopted(agreed.secret)
 
@@ -369,7 +324,7 @@ class Agent:
         deadline_s = time.monotonic() + 2.0
         while gang.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
-            self._hear(time.monotonic())
+            self._receive(time.monotonic())
         gang.hangs.close()
         self.reporter.retired(gang)
         self._gang = None
@@ -379,7 +334,7 @@ class Agent:
         """For `/status`: plain values, no secrets."""
         return self.reporter.status(self.view, self.notice is not None)
 
-    def close(self) -> None:
+    def close(self, code: ExitCode | None = None) -> None:
         """Stop the workers, give the name back, free the shared memory."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
         with suppress(ElasticZeroError, ChannelClosed):
@@ -387,7 +342,7 @@ class Agent:
         self._server.close()
         self.saver.close()
         self._membership.close()
-        self.reporter.close(self.exit_code)
+        self.reporter.close(code)
         if self.claim is not None:
             self.claim.release()
 

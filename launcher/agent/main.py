@@ -180,9 +180,8 @@ def run_agent(
             raise
         if leaving is not None:
             agent.reporter.leaves(f"{leaving.reason}: leaving before the job knew of this node")
-            agent.exit_code = ExitCode.LEFT
-            agent.close()
-            return agent.exit_code
+            agent.close(ExitCode.LEFT)
+            return ExitCode.LEFT
         agent.reporter.note("registered", incarnation=me.incarnation)
         muted = MUTED if options.console.silent else ""
         say(options.node, f"registered for job {options.job}; logs: {options.log_dir}{muted}")

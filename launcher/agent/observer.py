@@ -1,62 +1,32 @@
-"""What one agent sees: everything it knows, gathered into the frozen `View` that `decide` is given.
+"""Builds the `View` that `decide` is given, from everything that one agent knows.
 
-It remembers since when things have been so, follows in the store what the agent's present role
-wants it to see, and looks at memory and storage no more often than that can matter.
+It remembers since when things have been so, and asks nothing of the store: what is known of that is
+in the cache that `Subscriptions` keeps filled. It looks at memory and storage no more often than
+that can matter.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
-from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.agent.subscriptions import Subscriptions, leads
 from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
-from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
-from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
-from elasticzero.launcher.store.api import Entry, Store
+from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import (
-    ALARM,
-    CONTROL,
-    DONE,
-    MEMBERS,
-    WORLD,
     FirstSeen,
     WatchCache,
     reports_of,
 )
 
-LOOK_AGAIN_S = 1.0
-"""The oldest registration is not looked for more often; nor earlier by who came after others."""
-LOOK_SPREAD_S = 0.05
-"""And so much later by each for every one that came before it."""
-LOOK_STAGGER_S = 0.01
-"""In a round that the first members do not end, the others look one after another."""
-MANY, PATIENCE_A_NODE_S, LOOK_A_NODE_S = 100, 0.005, 0.0002
-"""In a world of more nodes than so many they begin so much later for each node beyond, and each
-leaves the store so much time for each node: it asks for something of all of them, and of everything
-that they still say. If a round of a thousand nodes was slow, all of them looking would make it
-endless."""
-QUIET_S = 30.0
-"""Without a step for so long every member watches them: the first ones may be gone all at once."""
-QUIET_STAGGER_S = 0.5
-"""Until then one after another begins, a TTL after the last step."""
 MEMORY_AGAIN_S = 0.25
-REPORT_AGAIN_S = 5.0
-LASTING = ("stopped", "finished")
-"""Seconds from one look whether the store still has this agent's report to the next, and the phases
-in which others wait for it."""
-SURPLUS_TTLS = 2.0
-"""A node asks whether it is one too many after so many TTLs outside the world: a lost node whose
-place it could take is told of by then."""
-STANDBY = 3
-"""So many first members watch the registrations, to act if those before them are gone."""
 
 
 def _draw_token() -> str:
@@ -88,6 +58,7 @@ class ClusterObserver:
         store: Store,
         observer: WatchCache,
         membership: Membership,
+        subscriptions: Subscriptions,
         snapshots: Memory,
         storage_look: Storage,
         draw_token: Callable[[], str] = _draw_token,
@@ -95,6 +66,7 @@ class ClusterObserver:
         self._store = store
         self._observer = observer
         self._membership = membership
+        self._subscriptions = subscriptions
         self._snapshots = snapshots
         self._storage_look = storage_look
         self._draw_token = draw_token
@@ -108,7 +80,6 @@ class ClusterObserver:
         """A world, and its members without a registration."""
         self._token = (0, "")
         self._my_reports: dict[int, Report] = {}
-        self._look_at_report_s: float | None = None
         self._put_at = (0, 0)
         """History and revision at which the last of them was put."""
         self.bad_steps: set[int] = set()
@@ -116,14 +87,6 @@ class ClusterObserver:
         self._found: dict[int, str] = {}
         """What workers said of them."""
         self._looked_at_memory_s = 0.0
-        self._look_for_oldest_s: float | None = None
-        """Not before then; None: that is not known yet."""
-        self._oldest: Entry | None = None
-        """The oldest registration, as far as is known."""
-        self._surplus: tuple[tuple[int, int], bool] | None = None
-        """How many may be here and this registration's revision, and whether as many came before;
-        for these two it stays so."""
-        self._look_for_room_s = 0.0
         self._lost_s = 0.0
         """When the store was found to have lost its data, the last time."""
         self._restored = False
@@ -137,7 +100,7 @@ class ClusterObserver:
         """The store has lost its data: what this agent said is gone, and who came first is
         unknown."""
         self._my_reports = {}
-        self._oldest = self._look_for_oldest_s = self._surplus = None
+        self._subscriptions.lost_data()
         self._lost_s, self._restored = now_s, True
 
     def restored(self, so: bool) -> None:
@@ -152,20 +115,13 @@ class ClusterObserver:
         """This agent's report of a generation was put, at that revision."""
         self._my_reports = {generation: report}
         self._put_at = (self._store.history, revision)
-        self._look_at_report_s = None
 
-    def _forget_lost_report(self, generation: int, now_s: float) -> None:
-        """Where this agent's report of a generation is not in the store, which may have lost its
-        data unnoticed, it is to be put again: others wait for it."""
-        key = f"{reports_of(generation)}{self._membership.me.node}"
-        found = self._observer.get(reports_of(generation))
-        if self._look_at_report_s is None:
-            self._look_at_report_s = now_s + REPORT_AGAIN_S
-        if found is None and now_s >= self._look_at_report_s:
-            self._look_at_report_s = now_s + REPORT_AGAIN_S
-            if self._my_reports[generation].phase in LASTING:
-                with suppress(StoreUnavailable):
-                    found = self._store.read(key)
+    def _note_lost_report(self, generation: int) -> None:
+        """Forgets this agent's report of a generation where the store does not hold it, so that it
+        is put again: other nodes wait for it, and the store may have lost its data unnoticed."""
+        prefix = reports_of(generation)
+        key = f"{prefix}{self._membership.me.node}"
+        found = self._observer.get(prefix) or self._subscriptions.own_report(key)
         if found is None or (found.history, found.revision) < self._put_at:
             return
         entry = found.entries.get(key)
@@ -180,7 +136,7 @@ class ClusterObserver:
     def view(
         self, workers: WorkerGroupState, leaving: bool, now_s: float, limits: JobPolicy
     ) -> View:
-        """All that this agent sees now; also follows what its role wants it to see next."""
+        """Returns all that this agent knows now; asks nothing of the store."""
         world, _ = self._observer.world()
         observer = self._observer
         me = self._membership.me
@@ -193,7 +149,7 @@ class ClusterObserver:
         stopped = not workers.running and not workers.sealing
         alarm = observer.alarm(generation)
         if generation in self._my_reports:
-            self._forget_lost_report(generation, now_s)
+            self._note_lost_report(generation)
         opened = index is not None and mine and (alarm is not None or workers.at_boundary)
         told_of = opened or (index is not None and leaving and not self._store.reachable)
         outside = world is not None and index is None
@@ -202,7 +158,7 @@ class ClusterObserver:
         view = View(
             me=me,
             members=members,
-            oldest=self._is_oldest(me.node),
+            oldest=self._subscriptions.is_oldest(me.node),
             began_s=self._began_s,
             last_join_s=self._last_join_s,
             world=world,
@@ -231,9 +187,8 @@ class ClusterObserver:
             token=self._next_token(generation + 1),
         )
         if outside and limits.spares is not None:
-            view = replace(view, surplus=self._is_surplus(view, now_s, limits))
-        leads = is_leader(view) or (outside and view.oldest)
-        if leads and (world is None or opened or outside):
+            view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, limits))
+        if leads(view) and (world is None or opened or outside):
             seen = self._storage(view)
             view = replace(
                 view,
@@ -242,7 +197,6 @@ class ClusterObserver:
                 storage_pending=seen.pending,
                 bad_steps=tuple(sorted(self.bad_steps)),
             )
-        self._follow(view, index, leads, now_s, limits)
         return view
 
     def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
@@ -289,96 +243,6 @@ class ClusterObserver:
             self._unseen = (world, missing)
         return self._unseen[1]
 
-    def _follow(
-        self, view: View, index: int | None, leads: bool, now_s: float, limits: JobPolicy
-    ) -> None:
-        """Watch what this agent's role needs, and no more: a thousand agents share one store."""
-        prefixes = {WORLD, CONTROL, DONE, ALARM}
-        world = view.world
-        if world is None:
-            prefixes.add(self._look_for_oldest(view.me.node, now_s))
-        else:
-            in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
-            stands_by = index is not None and index < STANDBY
-            wait_s = 0.0 if view.control.stop else 4 * limits.alive_s
-            late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
-            if index is None and not view.leaving:
-                prefixes.add(self._look_for_oldest(view.me.node, now_s))
-            if stands_by or late or (index is not None and _is_quiet(view, index, now_s, limits)):
-                prefixes.add(MEMBERS)
-            leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
-            if leads or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
-                prefixes.add(reports_of(world.generation))
-        self._observer.follow(prefixes)
-
-    def _look_for_oldest(self, node: str, now_s: float) -> str:
-        """The prefix that shows when another registration becomes the oldest.
-
-        To find it the store goes through all registrations, for every agent that asks: none asks
-        before the oldest that it knows is gone. Most come to a world without asking: who came
-        first looks at once, the others after a while, one after another.
-        """
-        if not self._oldest_is_gone(node):
-            return self._prefix_of_oldest(node)
-        if self._look_for_oldest_s is None:
-            before = self._came_before_me()
-            wait_s = LOOK_AGAIN_S + LOOK_SPREAD_S * before if before else 0.0
-            self._look_for_oldest_s = now_s + wait_s
-        if now_s >= self._look_for_oldest_s:
-            self._look_for_oldest_s = now_s + LOOK_AGAIN_S
-            with suppress(StoreUnavailable):
-                entries = self._store.read(MEMBERS, limit=1).entries
-                self._oldest = next(iter(entries.values()), None)
-        return self._prefix_of_oldest(node)
-
-    def _is_surplus(self, view: View, now_s: float, limits: JobPolicy) -> bool:
-        """Whether MAX nodes and all spares that may wait are here, of those who came before.
-
-        The store is asked once for each MAX, when a node lost before this one came is gone.
-        """
-        limits = with_operator_overrides(limits, view.control)
-        room = limits.max_nodes + (limits.spares or 0)
-        since_s = max(view.outside_s or now_s, view.store.well_since_s)
-        if now_s - since_s < SURPLUS_TTLS * limits.lease_ttl_s:
-            return False
-        case = (room, self._membership.revision)
-        known = self._surplus is not None and self._surplus[0] == case
-        if not known and now_s >= self._look_for_room_s:
-            self._look_for_room_s = now_s + LOOK_AGAIN_S
-            useless = {drain.node for drain in view.control.drain}  # they take nobody's place
-            useless |= {s.node for s in (view.world.strikes if view.world is not None else ())}
-            with suppress(StoreUnavailable):
-                first = self._store.read(MEMBERS, limit=room + len(useless)).entries
-                before = [key.removeprefix(MEMBERS) for key in first]
-                ahead = sum(node not in useless for node in before)
-                self._surplus = (case, view.me.node not in before and ahead >= room)
-        return self._surplus == (case, True)
-
-    def _came_before_me(self) -> int:
-        """How many were registered when this node did, as far as the store knows."""
-        try:
-            return self._store.count(MEMBERS, self._membership.revision) - 1
-        except StoreUnavailable:
-            return 0
-
-    def _is_oldest(self, node: str) -> bool:
-        return self._oldest is not None and self._oldest.key == f"{MEMBERS}{node}"
-
-    def _prefix_of_oldest(self, node: str) -> str:
-        """Its own key; all registrations where it is this node's, for that node leads."""
-        if self._oldest is None:
-            return WORLD
-        return MEMBERS if self._is_oldest(node) else self._oldest.key
-
-    def _oldest_is_gone(self, node: str) -> bool:
-        if self._oldest is None:
-            return True
-        snapshot = self._observer.get(self._prefix_of_oldest(node))
-        if snapshot is None:
-            return False
-        found = snapshot.entries.get(self._oldest.key)
-        return found is None or found.create_revision != self._oldest.create_revision
-
     def _holdings(self, generation: int, now_s: float) -> tuple[Holding, ...]:
         """What memory holds; once it was told, looked at now and then, for the workers that could
         add to it are gone, and only a replica may still come."""
@@ -404,23 +268,6 @@ class ClusterObserver:
         self.bad_steps |= bad.keys()
         self._found |= bad
         return self._storage_look.poll({step: self._found[step] for step in self.bad_steps})
-
-
-def _stagger_s(world: World, index: int) -> float:
-    """How much later than the first of all this member looks at the others."""
-    nodes = len(world.members)
-    delay_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
-    return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
-
-
-def _is_quiet(view: View, index: int, now_s: float, limits: JobPolicy) -> bool:
-    """Whether the workers of a world that is known for long have made no step for so long that the
-    member at `index` looks at the others too."""
-    workers = view.workers
-    known_s = view.world_s if view.world_s is not None else now_s
-    turn_s = max(limits.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
-    turn_s += QUIET_STAGGER_S * index
-    return now_s - max(workers.stepped_s, known_s) > min(QUIET_S, turn_s)
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

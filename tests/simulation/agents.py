@@ -1,37 +1,21 @@
-"""Machines and agents: the loop of `launcher/agent/agent.py` around the real decision code."""
+"""Machines and agents: the real loop of an agent, `launcher/agent/core.py`, on virtual time."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import greenlet
 
-from elasticzero.errors import ExitCode, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
-from elasticzero.launcher.protocol.actions import (
-    Action,
-    Decision,
-    DumpStacks,
-    KillSuspended,
-    KillUnresponsive,
-    KillWorkers,
-    Leave,
-    PutReport,
-    RaiseAlarm,
-    RequestBoundaryStop,
-    SaveHeldSnapshot,
-    Start,
-    StopWorkers,
-    WriteDone,
-    WriteWorld,
-)
-from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Member, World
-from elasticzero.launcher.protocol.drain import merge_notices
-from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
+from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
@@ -52,7 +36,6 @@ agent looks again so soon."""
 ROUND_PAUSE_S = 0.25
 LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
-BACKOFF_S = 0.2
 JOIN_AGAIN_S = 0.5
 TOKEN = Secret("the token of every job")
 
@@ -142,7 +125,6 @@ class Agent:
         self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
         self.store.cut = host.cut
         self.dead = False
-        self._notices: list[PreemptionNotice] = []
         self.saves = 0
         """Saves of this node that are not over."""
         self.gang: WorkerGroup | None = None
@@ -151,8 +133,6 @@ class Agent:
         self.began_s = cluster.timeline.now_s
         self.deaf_until_s = 0.0
         """The loop does not run until then."""
-        self._saved_held: SaveHeldSnapshot | None = None
-        self._backoff_until_s = 0.0
         self._awake = self._woken = False
         self._sleep_id = 0
         self._asleep = False
@@ -175,18 +155,24 @@ class Agent:
         )
         self.observer = WatchCache(self.store, self.wake, cluster.read_document)
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
+        subscriptions = Subscriptions(self.store, self.observer, self.membership)
         self.cluster_observer = ClusterObserver(
-            self.store, self.observer, self.membership, host.memory, self.look, cluster.draw
-        )
-        self._store_actions = StoreWriter(
             self.store,
             self.observer,
             self.membership,
-            self.cluster_observer,
-            lambda now_s: self._decide(now_s)[1],
-            host.clock,
+            subscriptions,
+            host.memory,
+            self.look,
+            cluster.draw,
         )
-        self._recovery: StoreRecovery | None = None
+        side = StoreSide(
+            cache=self.observer,
+            membership=self.membership,
+            subscriptions=subscriptions,
+            observer=self.cluster_observer,
+            writer=StoreWriter(self.store, self.observer, self.membership, self.cluster_observer),
+        )
+        self.core = AgentCore(cluster.plan.limits, self, self, side, self, host.clock)
         self._task = cluster.timeline.task(self._run)
 
     # -- from outside
@@ -218,12 +204,11 @@ class Agent:
 
     @property
     def leaving(self) -> bool:
-        return bool(self._notices)
+        return self.core.notice is not None
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Have this node leave. by_s: it is gone then."""
-        self._notices.append(PreemptionNotice(reason=reason, heard_s=self.host.clock(), by_s=by_s))
-        self.wake()
+        self.core.leave(reason, by_s)
 
     def stall(self, seconds: float, *, whole: bool) -> None:
         """The loop does not run for so long; whole: nor does anything else of the process."""
@@ -237,7 +222,7 @@ class Agent:
     def _run(self) -> None:
         agreed = self._agree() if self.plan.loses_data else None
         self._join()
-        self._recovery = StoreRecovery(
+        self.core.recovery = StoreRecovery(
             self.store,
             self.observer,
             self.membership,
@@ -246,15 +231,11 @@ class Agent:
             lambda text: self.cluster.note(f"{self.host.name}: {text}"),
         )
         if self.exit_code is None:
-            self.cluster_observer.begin(self.host.clock())
+            self.core.begin()
         while self.exit_code is None:
             self._sit_out()
-            now_s = self.host.clock()
-            view, decision = self._decide(now_s)
-            if decision.reason != self.reason:
-                self.reason = decision.reason
-                self.cluster.decided(self, view, decision)
-            self._act(view, decision, now_s)
+            view, decision = self.core.cycle()
+            self.exit_code = self.core.exit_code
             if self.exit_code is None:
                 self._sleep(view, busy=bool(decision.actions))
         self._close()
@@ -288,72 +269,39 @@ class Agent:
         while (left_s := self.deaf_until_s - self.cluster.timeline.now_s) > 0:
             self.cluster.timeline.sleep(left_s)
 
-    def _decide(self, now_s: float) -> tuple[View, Decision]:
-        view = self._observe(now_s)
-        return view, decide(view, now_s, self.plan.limits)
+    # -- what the loop reports
 
-    def _observe(self, now_s: float) -> View:
-        if self._recovery is not None:
-            self._recovery.attend(now_s)
-        self._store_actions.keep_registered(now_s, leaving=self.leaving)
-        if not self._notices and self.observer.control().drains(self.membership.me):
-            self.leave("drained by an operator")
-        workers = self.gang.view() if self.gang is not None else WorkerGroupState()
-        if self.store.history:
-            token = self.gang.group.world.token if self.gang is not None else ""
-            workers = replace(workers, token=token)
-        if not workers.running and self.host.memory.drafts:
-            workers = replace(workers, sealing=True)
-        view = self.cluster_observer.view(workers, self.leaving, now_s, self.plan.limits)
-        if self.saves or self._saved_held or self.leaving:
-            saving = self.saves > 0
-            notice = merge_notices(self._notices)
-            view = replace(view, notice=notice, saving=saving)
-            if (held := self._saved_held) is not None:
-                state = (held.generation, held.step)
-                view = replace(view, saved_held=state, saved_ranks=held.ranks)
-        return view
+    def decided(self, view: View, decision: Decision) -> None:
+        if decision.reason != self.reason:
+            self.reason = decision.reason
+            self.cluster.decided(self, view, decision)
 
-    def _act(self, view: View, decision: Decision, now_s: float) -> None:
-        if now_s < self._backoff_until_s:
-            return
-        try:
-            for action in decision.actions:
-                self._do(view, action, now_s)
-        except StoreUnavailable:
-            self._backoff_until_s = self.host.clock() + BACKOFF_S
+    def store_trouble(self, error: ElasticZeroError) -> None:
+        return
 
-    def _do(self, view: View, action: Action, now_s: float) -> None:
-        match action:
-            case Start(world, index):
-                self._start(world, index)
-            case RequestBoundaryStop(flags) if self.gang is not None:
-                self.gang.ask(flags)
-            case StopWorkers() if self.gang is not None:
-                self.gang.stop()
-            case KillWorkers(spare_saving=spare_saving) if self.gang is not None:
-                self.gang.kill(spare_saving=spare_saving)
-            case KillUnresponsive() if self.gang is not None:
-                self.gang.kill_unresponsive()
-            case KillSuspended() if self.gang is not None:
-                self.gang.kill_suspended()
-            case DumpStacks(limit_s) if self.gang is not None:
-                self.gang.hanging.dump_stacks(limit_s)
-            case RaiseAlarm() | PutReport() | WriteWorld() | WriteDone():
-                self._store_actions.do(action, view, now_s, self.plan.limits)
-            case SaveHeldSnapshot():
-                self._saved_held = action
-                self._save_held(action)
-            case Leave(code):
-                self.exit_code = code
-            case _:
-                pass
+    def leaves(self, reason: str) -> None:
+        return
 
-    def _start(self, world: World, index: int) -> None:
+    # -- what the loop asks of this node
+
+    def poll(self, now_s: float) -> None:
+        """Workers' messages are part of what the group shows."""
+
+    def saving(self) -> bool:
+        return self.saves > 0
+
+    def keep_only(self, keep: Set[tuple[int, int]]) -> None:
+        self.host.memory.keep_only(keep)
+
+    def unsealed(self) -> bool:
+        return bool(self.host.memory.drafts)
+
+    def retire(self, world: World) -> None:
         if self.gang is not None:
             self.gang.kill()
             self.gang.group.supersede()
-        self.host.memory.keep_only({(world.resume.generation, world.resume.step)})
+
+    def start(self, world: World, index: int, now_s: float) -> None:
         if index == 0:
             self.membership.take_store_socket()
         self.gang = WorkerGroup(self, world, index)
@@ -365,7 +313,7 @@ class Agent:
             self.host.memory.seal(list(self.host.memory.drafts))
             self.wake()
 
-    def _save_held(self, held: SaveHeldSnapshot) -> None:
+    def save_held(self, held: SaveHeldSnapshot) -> None:
         """Write parts of a snapshot to storage, again and again until it stands, or something newer
         begins."""
         if self.gang is not None:
@@ -387,7 +335,7 @@ class Agent:
             storage = self.cluster.storage
             newer = self.gang is not None and self.gang.generation > held.generation + 1
             stands = storage.has_all(name) or held.step in storage.steps
-            if stands or newer or self._saved_held is not held:
+            if stands or newer or self.core.saved_held is not held:
                 self.saves -= 1
                 self.cluster_observer.saved(held.step)
                 self.wake()

@@ -51,7 +51,7 @@ class WorkerGroup:
         self._complete_given = False
         self._heard_step = 0
         self._heard_s = 0.0
-        self.hanging = Hanging(self)
+        self.hangs = Hanging(self)
         self._watches = self.cluster.plan.limits.hang_timeout_s is not None
         """Whether hangs are looked for within the time of a schedule."""
         self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
@@ -69,7 +69,7 @@ class WorkerGroup:
 
     # -- the agent's side
 
-    def view(self) -> WorkerGroupState:
+    def view(self, now_s: float) -> WorkerGroupState:
         """What `decide` sees: see `launcher.workers.WorkerGroup.view`."""
         workers = self.workers
         self._hear_steps()
@@ -92,9 +92,9 @@ class WorkerGroup:
             self._viewed = ((known, told), self._view(known))
         view = self._viewed[1]
         waits = self.cluster.timeline.now_s - (self.group.stepped_s or inf) > WAITS_S
-        if not running or not (waits or self.hanging.suspected):
+        if not running or not (waits or self.hangs.suspected):
             return view
-        seen = self.hanging.seen()
+        seen = self.hangs.seen()
         if not self._watches:
             seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
         return replace(view, **seen)
@@ -105,6 +105,7 @@ class WorkerGroup:
         running, saving, restored, finished, left, heard, attached, asked, late = known
         return WorkerGroupState(
             generation=self.generation,
+            token=self.group.world.token,
             running=running,
             attached=attached == len(self.workers),
             plain=late and not attached,
@@ -128,14 +129,14 @@ class WorkerGroup:
         if group.stepped_s is not None and group.step > self._heard_step:
             self._heard_step = group.step
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
-            self.hanging.moved()
+            self.hangs.moved()
 
     def ask(self, flags: int) -> None:
         self.cluster.rules.promises.asks(self.agent)
         self.flags |= flags
         self.cluster.note(f"{self.host.name}: asked {_names(flags)}")
 
-    def stop(self) -> None:
+    def stop(self, reason: str, now_s: float) -> None:
         """Tell the workers to stop where they are."""
         self.aborted_s = self.host.clock()
         for worker in self.workers:
@@ -166,13 +167,13 @@ class WorkerGroup:
     def kill_unresponsive(self) -> None:
         """End the workers that, as a look has found, could not obey."""
         for worker in self.workers:
-            if worker.alive and worker.rank in self.hanging.unresponsive:
+            if worker.alive and worker.rank in self.hangs.unresponsive:
                 self.kill_one(worker)
 
     def kill_suspended(self) -> None:
         """End the workers that a signal has stopped."""
         for worker in self.workers:
-            if worker.alive and self.hanging.frozen_s(worker) >= STOPPED_S:
+            if worker.alive and self.hangs.frozen_s(worker) >= STOPPED_S:
                 self.kill_one(worker)
 
     def kill_one(self, worker: Worker) -> None:
@@ -299,7 +300,7 @@ class WorkerGroup:
     def progress(self, worker: Worker) -> None:
         """A worker shows that it comes on."""
         worker.progress_s = self.cluster.timeline.now_s
-        self.hanging.moved()
+        self.hangs.moved()
 
     def _blame(self, worker: Worker, failure: Failure) -> None:
         if self.aborted_s is None or failure.blame != "peer":

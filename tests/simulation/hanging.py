@@ -87,7 +87,7 @@ class Hanging:
         limit_s = due_s(self._limit_s, in_loop=self._gang.group.stepped_s is not None)
         return all(now_s - self._progress_s(worker) >= limit_s for worker in self._expected())
 
-    def dump_stacks(self, limit_s: float | None) -> None:
+    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         """Find out where those are that make no step."""
         cluster = self._gang.cluster
         expected = self._expected()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
@@ -43,14 +44,18 @@ class Node:
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
         look = CheckpointProbe(None, self._changed.set)
+        self.subscriptions = Subscriptions(self.store, observer, self.membership)
         self.cluster_observer = ClusterObserver(
-            self.store, observer, self.membership, Nothing(), look
+            self.store, observer, self.membership, self.subscriptions, Nothing(), look
         )
         assert self.membership.register()
 
     def look(self, after_s: float = 2.0, limits: JobPolicy = LIMITS) -> View:
         self._now_s += after_s
-        return self.cluster_observer.view(WorkerGroupState(), False, self._now_s, limits)
+        for _ in range(2):  # what a look makes the agent read is seen by the next one
+            view = self.cluster_observer.view(WorkerGroupState(), False, self._now_s, limits)
+            self.subscriptions.update(view, self._now_s, limits)
+        return view
 
     def look_until(
         self, so: Callable[[View], bool], after_s: float = 2.0, limits: JobPolicy = LIMITS

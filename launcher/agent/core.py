@@ -1,0 +1,307 @@
+"""Runs the loop of an agent: observe, decide, act. It does no IO of its own.
+
+`Agent` runs it with processes, etcd and the machine's clock; the simulator runs the same code with
+models of all three, on virtual time.
+
+Rules of the loop:
+ 1. Before it observes, the agent maintains what it has in the store: it restores what the store has
+    lost, and renews its registration. Neither depends on a decision.
+ 2. Observing reads caches, memory and messages that have come. It neither writes to the store nor
+    waits for it. What the store is read for is left to `Subscriptions`, after the view is made.
+ 3. Actions are done in the order in which they were decided. An action that ends a generation, or
+    an alarm about a lapsed lease, is not done at once: the loop reads the store, observes and
+    decides once more, and does it only if it is decided again.
+ 4. A write that fails ends the actions of this cycle, and no action is done for BACKOFF_S. Other
+    agents could not write either, so their time to answer begins anew.
+ 5. A start retires the workers of the older generation first, and all of their snapshots but the
+    one that the new generation resumes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
+from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.protocol.actions import (
+    Action,
+    Decision,
+    DumpStacks,
+    KillSuspended,
+    KillUnresponsive,
+    KillWorkers,
+    Leave,
+    PutReport,
+    RaiseAlarm,
+    RequestBoundaryStop,
+    SaveHeldSnapshot,
+    Start,
+    StopWorkers,
+    WriteDone,
+    WriteWorld,
+)
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.drain import merge_notices
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
+from elasticzero.launcher.store.membership import Membership
+from elasticzero.launcher.store.recovery import StoreRecovery
+from elasticzero.launcher.store.watch_cache import WatchCache
+
+BACKOFF_S = 0.2
+"""Seconds without actions after a write that failed."""
+
+
+class HangDetector(Protocol):
+    """Finds out where workers are that make no steps."""
+
+    def dump_stacks(self, limit_s: float | None, now_s: float) -> None: ...
+
+
+class WorkerGroup(Protocol):
+    """The workers of this node in one generation."""
+
+    @property
+    def hangs(self) -> HangDetector: ...
+
+    def view(self, now_s: float) -> WorkerGroupState: ...
+
+    def ask(self, flags: int) -> None: ...
+
+    def stop(self, reason: str, now_s: float) -> None: ...
+
+    def kill(self, *, spare_saving: bool = False) -> None: ...
+
+    def kill_unresponsive(self) -> None: ...
+
+    def kill_suspended(self) -> None: ...
+
+
+class Node(Protocol):
+    """The processes of this node, its loop among them."""
+
+    @property
+    def gang(self) -> WorkerGroup | None:
+        """The workers of the present generation."""
+
+    def poll(self, now_s: float) -> None:
+        """Takes in the messages that workers and saves have sent."""
+
+    def retire(self, world: World) -> None:
+        """Ends the workers of the older generation, which make way for those of `world`."""
+
+    def start(self, world: World, index: int, now_s: float) -> None:
+        """Starts the workers of the member at `index` of `world`."""
+
+    def wake(self) -> None:
+        """Has the loop go round again at once; callable from any thread and signal handler."""
+
+
+class NodeMemory(Protocol):
+    """The snapshots that this node's memory holds, and their saves."""
+
+    def keep_only(self, keep: Set[tuple[int, int]]) -> Any:
+        """Removes all but these snapshots, each a generation and a step."""
+
+    def saving(self) -> bool:
+        """Returns whether a save of this node has not ended."""
+
+    def unsealed(self) -> bool:
+        """Returns whether there are snapshots that are not sealed yet."""
+
+    def save_held(self, held: SaveHeldSnapshot) -> None:
+        """Begins to save shards whose workers are gone."""
+
+
+class Listener(Protocol):
+    """Receives what the loop reports."""
+
+    def decided(self, view: View, decision: Decision) -> None: ...
+
+    def store_trouble(self, error: ElasticZeroError) -> None: ...
+
+    def leaves(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSide:
+    """One agent's side of the store."""
+
+    cache: WatchCache
+    membership: Membership
+    subscriptions: Subscriptions
+    observer: ClusterObserver
+    writer: StoreWriter
+
+
+class AgentCore:
+    """Decides what one agent does next, and has it done."""
+
+    def __init__(
+        self,
+        limits: JobPolicy,
+        node: Node,
+        memory: NodeMemory,
+        store: StoreSide,
+        listener: Listener,
+        clock: Callable[[], float],
+    ) -> None:
+        self.limits = limits
+        self.recovery: StoreRecovery | None = None
+        """Restores what the store has lost; set once the job's token is agreed on."""
+        self.exit_code: ExitCode | None = None
+        """Set when the agent is to end."""
+        self._node = node
+        self._memory = memory
+        self._store = store
+        self._listener = listener
+        self._clock = clock
+        self._notices: list[PreemptionNotice] = []
+        self._saved_held: SaveHeldSnapshot | None = None
+        self._world_token = ""
+        """Token of the world whose workers were started last."""
+        self._backoff_until_s = 0.0
+
+    def begin(self) -> None:
+        """Notes that the node is registered: the time to wait for other nodes counts from now."""
+        self._store.observer.begin(self._clock())
+
+    def leave(self, reason: str, by_s: float | None = None) -> None:
+        """Has this node leave at the next boundary; callable from any thread and signal handler.
+
+        by_s: the machine is gone then, on this agent's clock.
+        """
+        self._notices.append(PreemptionNotice(reason=reason, heard_s=self._clock(), by_s=by_s))
+        self._node.wake()
+
+    @property
+    def notice(self) -> PreemptionNotice | None:
+        """Why this node is to leave, and by when; None: it is not to leave."""
+        return merge_notices(self._notices)
+
+    @property
+    def saved_held(self) -> SaveHeldSnapshot | None:
+        """The last save of shards whose workers are gone."""
+        return self._saved_held
+
+    def cycle(self) -> tuple[View, Decision]:
+        """Observes, decides and acts once; returns what was seen and decided at first."""
+        now_s = self._clock()
+        view, decision = self._observe_and_decide(now_s)
+        self._listener.decided(view, decision)
+        if now_s >= self._backoff_until_s:
+            try:
+                self._act(view, decision, now_s)
+                if any(needs_fresh_view(action) for action in decision.actions):
+                    self._confirm(view, decision, now_s)
+            except StoreUnavailable as error:
+                self._listener.store_trouble(error)
+                self._store.membership.well_since_s = self._clock()
+                self._backoff_until_s = self._clock() + BACKOFF_S
+        return view, decision
+
+    def _observe_and_decide(self, now_s: float) -> tuple[View, Decision]:
+        saving = self._memory.saving()  # before the message of its end is taken in
+        self._maintain(now_s)
+        view = self._observe(now_s, saving=saving)
+        self._store.subscriptions.update(view, now_s, self.limits)
+        return view, decide(view, now_s, self.limits)
+
+    def _maintain(self, now_s: float) -> None:
+        """Keeps in the store what belongs there whatever is decided."""
+        if self.recovery is not None:
+            self.recovery.attend(now_s)
+        self._store.writer.keep_registered(now_s, leaving=bool(self._notices))
+
+    def _observe(self, now_s: float, *, saving: bool) -> View:
+        node, store = self._node, self._store
+        node.poll(now_s)
+        if not self._notices and store.cache.control().drains(store.membership.me):
+            self.leave("drained by an operator")
+        workers = WorkerGroupState()
+        if node.gang is not None:
+            workers = node.gang.view(now_s)
+            if workers.token != self._world_token:
+                workers = replace(workers, token=self._world_token)
+        if not workers.running and self._memory.unsealed():
+            workers = replace(workers, sealing=True)
+        notice = self.notice
+        view = store.observer.view(workers, notice is not None, now_s, self.limits)
+        if notice is not None or saving:
+            view = replace(view, notice=notice, saving=saving)
+        if (held := self._saved_held) is not None:
+            state = (held.generation, held.step)
+            view = replace(view, saved_held=state, saved_ranks=held.ranks)
+        return view
+
+    def _act(self, view: View, decision: Decision, now_s: float) -> None:
+        for action in decision.actions:
+            match action:
+                case Start(world, index):
+                    self._start(world, index, now_s)
+                case SaveHeldSnapshot():
+                    self._saved_held = action
+                    self._memory.save_held(action)
+                case Leave(code):
+                    self._listener.leaves(decision.reason)
+                    self.exit_code = code
+                case WriteWorld() | WriteDone():
+                    pass  # see `_confirm`
+                case RaiseAlarm() | PutReport():
+                    if not needs_fresh_view(action):
+                        self._store.writer.write(action, view)
+                case _:
+                    if self._node.gang is not None:
+                        command(self._node.gang, action, now_s)
+
+    def _confirm(self, view: View, decision: Decision, now_s: float) -> None:
+        """Reads the store, observes and decides once more, and writes what is decided again.
+
+        A slow answer means that the store was away, and that other agents could not write either:
+        their time to answer begins anew.
+        """
+        writer = self._store.writer
+        ends = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
+        basis = writer.reread(view, ends=ends)
+        asked_s = self._clock()
+        if ends and asked_s - now_s > self.limits.alive_s / 2:
+            self._store.membership.well_since_s = asked_s
+        view, decision = self._observe_and_decide(asked_s)
+        for action in decision.actions:
+            match action:
+                case WriteWorld() | WriteDone() if ends:
+                    writer.end_generation(action, view, basis)
+                case RaiseAlarm() if not ends:
+                    writer.write(action, view)
+                case _:
+                    pass
+
+    def _start(self, world: World, index: int, now_s: float) -> None:
+        self._node.retire(world)
+        self._memory.keep_only({(world.resume.generation, world.resume.step)})
+        self._world_token = world.token
+        self._node.start(world, index, now_s)
+
+
+def command(group: WorkerGroup, action: Action, now_s: float) -> None:
+    """Passes an action on to the workers that it is about."""
+    match action:
+        case RequestBoundaryStop(flags):
+            group.ask(flags)
+        case StopWorkers(reason):
+            group.stop(reason, now_s)
+        case KillWorkers(spare_saving=spare_saving):
+            group.kill(spare_saving=spare_saving)
+        case KillUnresponsive():
+            group.kill_unresponsive()
+        case KillSuspended():
+            group.kill_suspended()
+        case DumpStacks(limit_s):
+            group.hangs.dump_stacks(limit_s, now_s)
+        case _:
+            raise AssertionError(f"no action of workers: {action}")
