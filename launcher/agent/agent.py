@@ -187,10 +187,12 @@ class Agent:
 
     def _say_who_is_here(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
-            self.reporter.not_waiting()
+            self.reporter.console.not_waiting()
             return
         with suppress(StoreUnavailable):
-            self.reporter.waiting(lambda: members_of(self._store.read(MEMBERS)))
+            self.reporter.console.waiting(
+                lambda: members_of(self._store.read(MEMBERS)), view.control
+            )
 
     def poll(self, now_s: float) -> None:
         """Takes in what workers and saves have said."""

@@ -24,6 +24,7 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.agent.agent import Agent
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.console import log_to, say
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
     own_address,
@@ -32,7 +33,6 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.agent.node_claim import serve_on_free_port
-from elasticzero.launcher.agent.reporter import log_to, say
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.metrics import Metrics

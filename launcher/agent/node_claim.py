@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.reporter import say
+from elasticzero.launcher.agent.console import say
 from elasticzero.launcher.http.server import AgentServer, PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from elasticzero.launcher.snapshots.shared_memory import (

@@ -12,7 +12,8 @@ import pytest
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import SnapshotInterval, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.reporter import AgentReporter, log_to
+from elasticzero.launcher.agent.console import log_to
+from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure

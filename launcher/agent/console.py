@@ -1,0 +1,262 @@
+"""Tells a person at the terminal what one agent does: one line an event."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from elasticzero.errors import same_error
+from elasticzero.ipc.messages import MemoryShort, SnapshotInterval
+from elasticzero.launcher.observability.console import fresh_start, split_damage, worth_telling
+from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
+from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, term_s, why_aside
+from elasticzero.launcher.protocol.policy import with_operator_overrides
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed
+from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.process import Worker
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent.config import AgentOptions
+
+WHO_IS_HERE_EVERY_S = 10.0
+STORE_TROUBLE_EVERY_S = 10.0
+NAMES_SHOWN = 8
+
+
+def say(node: str, text: str) -> None:
+    """A line for whoever watches the terminal; if nobody can read it, none."""
+    with suppress(OSError):
+        print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
+
+
+class _Log(logging.Handler):
+    """Says what modules log as the agent says everything: with time and node."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # a log line must not end what it tells of
+            self._tell(self.format(record))
+
+
+def log_to(tell: Callable[[str], None]) -> None:
+    """Have this package's warnings said by `tell`; the script's own logging is untouched."""
+    logger = logging.getLogger("elasticzero")
+    for handler in [h for h in logger.handlers if isinstance(h, _Log)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Log(tell))
+    logger.propagate = False
+
+
+class AgentConsole:
+    """Lines of one agent for people; most are told once, until what they tell changes."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._options = options
+        self.traced: list[str] = []
+        """Errors whose traceback this agent has repeated on the terminal."""
+        self._waiting_since_s: float | None = None
+        self._said_trouble_s = 0.0
+        self._aside: NodeStrikes | None = None
+        """This node's strikes, as it was last said that it is set aside for them."""
+        self._said_short = False
+        self._save_failed: tuple[int, int, str] | None = None
+        """Generation, step and error of the failed save that was said last."""
+        self._every: int | None = None
+        """The snapshot interval that was said last."""
+        self._silent: dict[int, float] = {}
+        """When it was said of a rank that it makes no step."""
+
+    def say(self, text: str) -> None:
+        """A line with the time and this node's name."""
+        say(self._options.node, text)
+
+    def starting(self) -> None:
+        """Workers of a new generation start."""
+        self._silent = {}
+
+    def world(self, world: World, *, session: bool) -> None:
+        """Tells of a new generation."""
+        mine = self._options.limits.strategy
+        if mine != world.strategy:
+            text = (
+                f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
+            )
+            self.say(text)
+        resume = world.resume
+        origin = {
+            "fresh": fresh_start(world.generation, session=session),
+            "ram": f"from step {resume.step}, held in memory",
+            "storage": f"from the checkpoint of step {resume.step}",
+        }
+        reason, damage = split_damage(world.reason, resume.step, world.bad_steps)
+        if damage is not None:
+            self.say(damage)
+        names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
+        more = len(world.members) - NAMES_SHOWN
+        self.say(
+            f"generation {world.generation}: {world.world_size} rank"
+            f"{'s' * (world.world_size > 1)} on {names}{f' and {more} more' if more > 0 else ''}, "
+            f"{origin[resume.tier]}: {reason}",
+        )
+
+    def aside(self, world: World) -> None:
+        """That the world does without this node, and why."""
+        me = self._options.node
+        struck = [s for s in world.strikes if s.node == me and s.count >= ASIDE_AFTER]
+        if not struck or me in [member.node for member in world.members]:
+            self._aside = None
+        elif struck[0] != self._aside:
+            self._aside = struck[0]
+            why = why_aside(struck, me)
+            self.say(
+                f"this node is set aside for {term_s(struck[0].count):g} s: {why}; the others go "
+                f"on without it, and it is tried again then; its workers' logs are in "
+                f"{self._options.log_dir}",
+            )
+
+    def control(self, view: View, before: Control) -> None:
+        """What operators ask of the whole job, when it changes."""
+        given = view.control.nnodes
+        if given != before.nnodes and given is not None:
+            text = f"an operator scaled the job to {given[0]}:{given[1]} nodes"
+            self.say(text)
+        if view.control.stop and not before.stop:
+            self.say("an operator stops the job")
+        if view.control.drains(view.me) and not before.drains(view.me):
+            self.say("an operator drains this node")
+
+    def waiting(self, look: Callable[[], Iterable[str]], control: Control) -> None:
+        """Say every 10 s which nodes are here while there are too few; look: their names."""
+        now_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        if now_s - self._waiting_since_s < WHO_IS_HERE_EVERY_S:
+            return
+        self._waiting_since_s = now_s
+        here = sorted(look())
+        least = with_operator_overrides(self._options.limits, control).min_nodes
+        if len(here) < least:
+            self.say(
+                f"waiting: {len(here)} of at least {least} nodes are here ({', '.join(here)}); "
+                f"{least - len(here)} missing",
+            )
+
+    def not_waiting(self) -> None:
+        self._waiting_since_s = None
+
+    def memory_short(self, message: MemoryShort) -> None:
+        """Said once: what it takes does not change while a job trains."""
+        if self._said_short:
+            return
+        self._said_short = True
+        folder, overflow = self._options.snapshot_dir.parent, self._options.overflow_dir
+        instead = f"what finds no room goes to {overflow}" if overflow else "some find no room"
+        self.say(
+            f"{folder} is short: this node's snapshots need {_mebibytes(message.needed_bytes)} MiB "
+            f"and it has {_mebibytes(message.free_bytes)} MiB; {instead}, which is slower. Give it "
+            "more (docker run --shm-size, in Kubernetes an emptyDir with medium: Memory at "
+            "/dev/shm), or name a larger one by --snapshot-dir",
+        )
+
+    def pace(self, message: SnapshotInterval) -> None:
+        """Tells the interval between snapshots: the first, and one that is quite another."""
+        if not worth_telling(self._every, message.every):
+            return
+        self._every = message.every
+        self.say(
+            f"snapshots every {message.every} step{'s' * (message.every > 1)}: one costs "
+            f"{message.cost_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
+        )
+
+    def save_failed(self, failed: SaveFailed) -> None:
+        """Tells that a save of the newest state failed, when the error is another one."""
+        case = (failed.generation, failed.step, failed.error)
+        if case == self._save_failed:
+            return
+        self._save_failed = case
+        first = (failed.newest or 0) + 1
+        steps = f"steps {first} to {failed.step} are" if first < failed.step else "it is"
+        have = f"of step {failed.newest}" if failed.newest else "not there yet"
+        self.say(
+            f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
+            f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
+            f"for up to {self._options.limits.save_timeout_s:g} s (--save-timeout)",
+        )
+
+    def looked(self, gang: WorkerGroup, found: Failure) -> None:
+        """Tells what was found about a worker that makes no step."""
+        self._silent.setdefault(found.rank, time.monotonic())
+        if found.blame != "hung":
+            self.say(f"rank {found.rank}: {found.message}")
+            return
+        logs = {worker.rank: worker.log for worker in gang.workers}
+        self.say(
+            f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
+        )
+
+    def outlasted(self, gang: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
+        """Tells that these workers have ended and the job waits for others."""
+        ranks, more = ", ".join(str(w.rank) for w in ended), len(ended) > 1
+        running = ", ".join(str(w.rank) for w in gang.workers if w.running)
+        others = f"rank{'s' * (',' in running)} {running} here" if running else "other nodes"
+        self.say(
+            f"rank{'s' * more} {ranks} {'have' if more else 'has'} ended "
+            f"{now_s - ended[0].ended_s:.0f} s ago; the job waits for the workers of {others} to "
+            "end too",
+        )
+
+    def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
+        """Tells that a process is killed that did not end although its script had."""
+        self.say(
+            f"rank {worker.rank}: its script had ended, but the process did not within "
+            f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
+            f"{worker.script_exit_code}, counts",
+        )
+
+    def moves_again(self, rank: int, at_s: float) -> None:
+        """A step was made; say so where it was said that none is."""
+        since_s = self._silent.pop(rank, None)
+        if since_s is not None:
+            self.say(
+                f"rank {rank} makes steps again, {max(0.0, at_s - since_s):.1f} s later: the hang "
+                "ended by itself",
+            )
+
+    def store_trouble(self, text: str) -> bool:
+        """Tells of trouble with etcd now and then; returns whether it did."""
+        now_s = time.monotonic()
+        due = now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S
+        if due:
+            self._said_trouble_s = now_s
+            self.say(text)
+        return due
+
+    def failed(self, done: Done) -> None:
+        """Tells why the job failed, with the error that brought it about."""
+        lines = [f"error: {done.reason}"]
+        if len(done.setbacks) > 1:
+            lines += [
+                f"  generation {s.generation}: rank {s.rank} on {s.node}, after step {s.step}: "
+                f"{s.message}"
+                for s in done.setbacks
+            ]
+        failure = done.failure
+        if failure is not None and failure.traceback and not failure.final:
+            told = any(same_error(text, failure.message) for text in self.traced)
+            text = failure.traceback.rstrip()
+            lines.append("its traceback stands above" if told else text)
+        lines.append(f"logs: {self._options.log_dir.parent}")
+        with suppress(OSError):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _mebibytes(size: int) -> int:
+    return (size + (1 << 20) - 1) >> 20

@@ -1,0 +1,76 @@
+"""What an agent answers to `/status`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elasticzero.launcher.observability.goodput import GoodputMeter
+from elasticzero.launcher.protocol.documents import Control
+from elasticzero.launcher.protocol.failure_policy import quarantined
+from elasticzero.launcher.protocol.policy import with_operator_overrides
+from elasticzero.launcher.protocol.view import View, WorkerGroupState
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent.config import AgentOptions
+
+
+@dataclass(slots=True, kw_only=True)
+class Latest:
+    """The newest of what an agent was told of its job; changed by `AgentReporter` alone."""
+
+    began_s: float
+    reason: str = ""
+    """Why the agent does what it does."""
+    control: Control = field(default_factory=Control)
+    plain: bool = False
+    """The script makes no steps that could be seen."""
+    goodput: GoodputMeter = field(default_factory=GoodputMeter)
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    checkpoint_step: int | None = None
+    snapshot_step: int | None = None
+
+
+def agent_status(
+    options: AgentOptions, view: View | None, latest: Latest, *, leaving: bool
+) -> dict[str, Any]:
+    """Plain values for `/status`."""
+    world = view.world if view is not None else None
+    workers = view.workers if view is not None else WorkerGroupState()
+    limits = with_operator_overrides(options.limits, latest.control)
+    now_s = time.monotonic()
+    aside = (
+        quarantined(world.strikes, world.strikes, view.struck_s, now_s)
+        if world is not None and view is not None
+        else {}
+    )
+    return {
+        "job": options.job,
+        "node": options.node,
+        "reason": latest.reason,
+        "generation": world.generation if world is not None else 0,
+        "world_size": world.world_size if world is not None else 0,
+        "members": [member.node for member in world.members] if world is not None else [],
+        "nnodes": [limits.min_nodes, limits.max_nodes],
+        "set_aside_s": aside,
+        "up_s": now_s - latest.began_s,
+        "generation_age_s": latest.goodput.generation_age_s(now_s),
+        "step_age_s": latest.goodput.step_age_s(now_s),
+        "steps_per_s": latest.goodput.steps_per_s(),
+        "goodput": latest.goodput.goodput(now_s),
+        "leaving": leaving,
+        "workers": {
+            "running": workers.running,
+            "restored": workers.restored,
+            "plain": latest.plain,
+            "step": workers.step,
+        },
+        "step": latest.step,
+        "total_steps": latest.total_steps,
+        "loss": latest.loss,
+        "checkpoint_step": latest.checkpoint_step,
+        "snapshot_step": latest.snapshot_step,
+    }
