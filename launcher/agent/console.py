@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 from elasticzero.errors import same_error
 from elasticzero.ipc.messages import MemoryShort, SnapshotInterval
-from elasticzero.launcher.observability.console import fresh_start, split_damage, worth_telling
+from elasticzero.launcher.observability.console import (
+    fresh_start,
+    skipped_checkpoint,
+    worth_telling,
+)
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
 from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, term_s, why_aside
 from elasticzero.launcher.protocol.policy import with_operator_overrides
@@ -96,9 +100,10 @@ class AgentConsole:
             "ram": f"from step {resume.step}, held in memory",
             "storage": f"from the checkpoint of step {resume.step}",
         }
-        reason, damage = split_damage(world.reason, resume.step, world.bad_steps)
-        if damage is not None:
-            self.say(damage)
+        reason = world.reason
+        if (damage := world.skipped) is not None:
+            reason = damage.cause
+            self.say(skipped_checkpoint(damage.step, damage.message, resume.step))
         names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
         more = len(world.members) - NAMES_SHOWN
         self.say(

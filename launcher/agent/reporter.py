@@ -109,6 +109,7 @@ class AgentReporter:
             tier=resume.tier,
             reason=world.reason,
             bad_steps=list(world.bad_steps),
+            skipped=_plain(world.skipped) if world.skipped is not None else None,
         )
         self._metrics.generation.set(world.generation)
         self._metrics.world_size.set(world.world_size)
@@ -297,7 +298,8 @@ class AgentReporter:
         """The last words: if the job failed, the error that brought it about, once."""
         done = self._done
         outcome, reason = (done.outcome, done.reason) if done is not None else (None, "")
-        self.note("exit", code=code, outcome=outcome, reason=reason)
+        early = done.end_reason if done is not None else ""
+        self.note("exit", code=code, outcome=outcome, reason=reason, end_reason=early)
         if done is not None and done.outcome == "failed":
             self.console.failed(done)
             failure = done.failure

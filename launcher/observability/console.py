@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
@@ -18,11 +16,6 @@ from elasticzero.text import count_text
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
 BAR_CELLS = 30
-_SEEN = re.compile(r"(.*?); the checkpoint of step (\d+) is damaged: (.*)", re.DOTALL)
-_FOUND = re.compile(r"(.*rank \d+ on \S+ failed) \((.*)\)(.*)", re.DOTALL)
-"""The ways in which a world's reason tells of a damaged checkpoint: the leader saw it, or a rank
-found it."""
-
 
 MUTED = "; workers' output goes there alone (--tee repeats it here)"
 LARGE_CHANGE = 5
@@ -45,21 +38,9 @@ def fresh_start(generation: int, *, session: bool) -> str:
     return "step 0, from the beginning" if session else "a fresh start"
 
 
-def split_damage(
-    reason: str, resume_step: int, bad_steps: Collection[int]
-) -> tuple[str, str | None]:
-    """A world's reason without the damaged checkpoint that it passes over, and a line about that
-    one; None if there is none. bad_steps: the world's."""
-    then = f"; going on from step {resume_step}"
-    if seen := _SEEN.fullmatch(reason):
-        head, step, why = seen.groups()
-        return head, f"the checkpoint of step {step} is damaged: {why}{then}"
-    if found := _FOUND.fullmatch(reason):
-        head, why, rest = found.groups()
-        for bad in bad_steps:
-            if bad > resume_step and f"{step_directory(bad)}/" in why:
-                return head + rest, f"the checkpoint of step {bad} is damaged: {why}{then}"
-    return reason, None
+def skipped_checkpoint(step: int, message: str, resume_step: int) -> str:
+    """A line about the damaged checkpoint that a generation does not begin from."""
+    return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
 
 class ClusterConsole:
@@ -144,7 +125,7 @@ class ClusterConsole:
             case "exit":
                 self._stopped |= event.get("outcome") == "stopped"
                 if event.get("outcome") == "finished":
-                    self._early = event.get("reason", "").partition(": ")[2]
+                    self._early = event.get("end_reason", "")
                 if event["code"] == ExitCode.LEFT:
                     self.say(f"{node} has left", at_s)
 
@@ -159,9 +140,11 @@ class ClusterConsole:
         }
         lost = self.lineage.lost(self._generation)
         again = f", {lost} steps are computed again" if lost else ""
-        reason, damage = split_damage(event["reason"], event["resume_step"], event["bad_steps"])
-        if damage is not None:
-            self.say(damage, at_s)
+        reason = event["reason"]
+        if (damage := event.get("skipped")) is not None:
+            reason = damage["cause"]
+            line = skipped_checkpoint(damage["step"], damage["message"], event["resume_step"])
+            self.say(line, at_s)
         self.say(
             f"generation {self._generation}: {count_text(event['world_size'], 'rank')} on "
             f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",

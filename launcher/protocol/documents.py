@@ -60,6 +60,17 @@ class NodeStrikes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedCheckpoint:
+    """A damaged checkpoint: a generation begins from an earlier one, or from the start."""
+
+    step: int
+    message: str
+    """Which file is damaged, and how."""
+    cause: str
+    """The reason of the world without the damage: what else led to the generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One generation: an ordered list of members, and the state they start from."""
 
@@ -84,6 +95,9 @@ class World:
     """Of the job's token that its members use, shortened; empty: not told."""
     trained: int = 0
     """So many of the first members have made steps with this job: new ones come last."""
+    skipped: SkippedCheckpoint | None = None
+    """The damaged checkpoint that `reason` tells of; None: it tells of none, or this document was
+    written by a version without this field."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Each node's index; an agent looks for its own several times a round of its loop."""
 
@@ -223,11 +237,22 @@ class Done:
     failure: Failure | None = None
     setbacks: tuple[FailureRecord, ...] = ()
     """Where it failed time and again: the first error of each generation."""
+    end_reason: str = ""
+    """Why the script ended training early, by `session.stop`; empty: it did not, or this document
+    was written by a version without this field."""
+
+
+NOT_WRITTEN_EMPTY: tuple[tuple[type, str], ...] = ((World, "skipped"), (Done, "end_reason"))
+"""Fields that are not written where they are empty: the bytes are then those of versions without
+them."""
 
 
 def to_bytes(document: Any) -> bytes:
     """The stored form of a document; a world's members and sources are rows, not objects."""
     value = encode(document)
+    for kind, name in NOT_WRITTEN_EMPTY:
+        if isinstance(document, kind) and not getattr(document, name):
+            del value[name]
     if isinstance(document, World):
         value["members"] = [list(encode(member).values()) for member in document.members]
         value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]

@@ -57,6 +57,7 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.protocol.termination import (
     refuse_damaged_checkpoint,
+    skipped_checkpoint,
     skipped_checkpoint_note,
     stop_from_storage,
 )
@@ -140,15 +141,16 @@ def form_first_world(view: View, now_s: float, limits: JobPolicy) -> Decision:
     resume = choose_resume(None, {}, view.storage_step)
     if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
         return refused
+    cause = f"{len(members)} node{'s' * (len(members) > 1)} came together"
     first = World(
         generation=1,
         token=view.token,
         members=members,
         strategy=limits.strategy,
         resume=resume,
-        reason=f"{len(members)} node{'s' * (len(members) > 1)} came together"
-        + skipped_checkpoint_note(view, resume),
+        reason=cause + skipped_checkpoint_note(view, resume),
         bad_steps=view.bad_steps,
+        skipped=skipped_checkpoint(view, resume, cause),
     )
     return Decision((WriteWorld(first),), first.reason)
 
@@ -188,14 +190,15 @@ def spare_take_over(view: View, world: World, now_s: float, limits: JobPolicy) -
     resume = choose_resume(world, {}, view.storage_step)
     if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
         return refused
+    cause = f"all nodes of generation {world.generation} are gone; {_names(members)} came"
     following = World(
         generation=world.generation + 1,
         token=view.token,
         members=members,
         strategy=world.strategy,
         resume=resume,
-        reason=f"all nodes of generation {world.generation} are gone; {_names(members)} came"
-        + skipped_checkpoint_note(view, resume),
+        reason=cause + skipped_checkpoint_note(view, resume),
+        skipped=skipped_checkpoint(view, resume, cause),
         fruitless=world.fruitless,
         furthest=resume.step,
         bad_steps=view.bad_steps,
@@ -219,7 +222,7 @@ def lead(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision 
         early = max(report.end_reason for report in reports if report is not None)
         reason = f"finished after step {step}" if step or view.workers.attached else PLAIN_END
         reason += f": {early}" if early else ""
-        done = Done(outcome="finished", step=step, reason=reason)
+        done = Done(outcome="finished", step=step, reason=reason, end_reason=early)
         return Decision((WriteDone(done),), done.reason)
     if (alarm := deadlock(view.me.node, reports)) is not None:
         return Decision((RaiseAlarm(alarm),), alarm.reason)

@@ -38,6 +38,7 @@ from elasticzero.launcher.protocol.termination import (
     fail_job,
     refuse_damaged_checkpoint,
     refuse_unverified_state,
+    skipped_checkpoint,
     skipped_checkpoint_note,
     stop,
 )
@@ -184,9 +185,12 @@ def _next_world(
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     following = replace(following, members=members, trained=before)
     reason = _why(view, world, following, found)
-    if cause is None or cause[1].bad_step is None:
+    failure = cause[1] if cause is not None and cause[1].bad_step is not None else None
+    if failure is None:
         reason += skipped_checkpoint_note(view, following.resume)
-    following = replace(following, reason=reason + lost)
+    rest = _why(view, world, following, found, damage=False) + lost
+    skipped = skipped_checkpoint(view, following.resume, rest, failure)
+    following = replace(following, reason=reason + lost, skipped=skipped)
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
 
 
@@ -265,8 +269,9 @@ def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
     return ""
 
 
-def _why(view: View, world: World, following: World, found: _Round) -> str:
-    """One sentence: what changed between the two worlds."""
+def _why(view: View, world: World, following: World, found: _Round, *, damage: bool = True) -> str:
+    """One sentence: what changed between the two worlds. damage: it has the message of the rank
+    that found a damaged checkpoint."""
     before, after = ({m.node for m in w.members} for w in (world, following))
     silent, stay, cause = found.silent, {m.node for m in found.staying}, found.cause
     parts = []
@@ -294,7 +299,8 @@ def _why(view: View, world: World, following: World, found: _Round) -> str:
         node, failure = cause
         verb = "hung" if failure.blame == "hung" else "failed"
         if node not in struck or why_aside(following.strikes, node) == AGAIN:
-            parts.append(f"rank {failure.rank} on {node} {verb} ({failure.message})")
+            message = f" ({failure.message})" if damage or failure.bad_step is None else ""
+            parts.append(f"rank {failure.rank} on {node} {verb}{message}")
         if not found.odd and (alike := repeated_failure_note(following.setbacks)):
             parts.append(alike)
     if not parts:

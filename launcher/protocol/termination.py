@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
-from elasticzero.launcher.protocol.documents import Done, Failure, Report, World
+from elasticzero.launcher.protocol.documents import Done, Failure, Report, SkippedCheckpoint, World
 from elasticzero.launcher.protocol.failure_policy import (
     Cause,
     is_the_scripts,
@@ -199,3 +199,21 @@ def skipped_checkpoint_note(view: View, resume: Resume) -> str:
     if damage is None or resume.step >= damage.step:
         return ""
     return f"; the checkpoint of step {damage.step} is damaged: {damage.reason}"
+
+
+def skipped_checkpoint(
+    view: View, resume: Resume, cause: str, failure: Failure | None = None
+) -> SkippedCheckpoint | None:
+    """Returns the damaged checkpoint that a world's reason tells of; None: it tells of none.
+
+    cause: the reason without it. failure: of the rank that found it, if the leader did not see it.
+    """
+    if failure is not None and failure.bad_step is not None:
+        step, message = failure.bad_step, failure.message
+    elif view.damage is not None:
+        step, message = view.damage.step, view.damage.reason
+    else:
+        return None
+    if resume.step >= step:
+        return None
+    return SkippedCheckpoint(step=step, message=message, cause=cause)

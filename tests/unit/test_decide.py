@@ -272,7 +272,7 @@ TABLE = [
     # L2
     ("all finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": says("finished", B, final_step=30)}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30"))]),
     ("the reports are not read yet", v(AT_REST, reports=None, members=named(A), missing_since_s={"b": 99.5}), []),
-    ("all finished, by session.stop", v(AT_REST, reports={"a": says("finished", A, final_step=30, end_reason="enough"), "b": says("finished", B, final_step=30, end_reason="enough")}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30: enough"))]),
+    ("all finished, by session.stop", v(AT_REST, reports={"a": says("finished", A, final_step=30, end_reason="enough"), "b": says("finished", B, final_step=30, end_reason="enough")}), [WriteDone(Done(outcome="finished", step=30, reason="finished after step 30: enough", end_reason="enough"))]),
     ("one has not finished", v(AT_REST, reports={"a": says("finished", A, final_step=30), "b": RESTORED}), []),
     # L3
     ("a lapsed lease", LAPSED, LAPSE),
@@ -422,6 +422,12 @@ def test_a_damaged_checkpoint(view, usually, strictly):
             assert (
                 "step 20 is damaged" in decision.reason or "rank 0 on b failed" in decision.reason
             )
+            skipped = action.world.skipped
+            assert skipped is not None and skipped.step == 20
+            assert skipped.message in decision.reason and skipped.message not in skipped.cause
+            assert decision.reason.startswith(skipped.cause)
+        else:
+            assert action.world.skipped is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from elasticzero.launcher.protocol.documents import (
     Done,
     Member,
     Report,
+    SkippedCheckpoint,
     World,
     outranks,
     to_bytes,
@@ -157,6 +159,24 @@ def test_an_earlier_document_is_written_with_the_same_bytes(job: str) -> None:
         kinds.add(type(found))
         assert to_bytes(found) == value, key
     assert kinds >= set(KINDS.values()) - {Control}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_field_that_came_later_is_kept_and_ignored_where_absent(job: str) -> None:
+    """Documents of earlier versions have no such field; those that have it are read as written."""
+    damage = SkippedCheckpoint(step=4, message="rank-0 has 9 bytes", cause="node-1 is lost")
+    for key, value in documents(job):
+        found = document(kind_of(key), value)
+        if isinstance(found, World):
+            assert found.skipped is None
+            later: Any = replace(found, skipped=damage)
+        elif isinstance(found, Done):
+            assert found.end_reason == ""
+            later = replace(found, end_reason="the loss is low enough")
+        else:
+            continue
+        assert document(type(later), to_bytes(later)) == later
+        assert json.loads(to_bytes(later)).items() >= json.loads(value).items()
 
 
 def test_every_kind_of_document_is_there() -> None:
