@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import same_error
@@ -32,31 +30,12 @@ STORE_TROUBLE_EVERY_S = 10.0
 NAMES_SHOWN = 8
 
 
+log = logging.getLogger(__name__)
+
+
 def say(node: str, text: str) -> None:
-    """A line for whoever watches the terminal; if nobody can read it, none."""
-    with suppress(OSError):
-        print(f"[{time.strftime('%H:%M:%S')} {node}] {text}", file=sys.stderr, flush=True)
-
-
-class _Log(logging.Handler):
-    """Says what modules log as the agent says everything: with time and node."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(Exception):  # a log line must not end what it tells of
-            self._tell(self.format(record))
-
-
-def log_to(tell: Callable[[str], None]) -> None:
-    """Have this package's warnings said by `tell`; the script's own logging is untouched."""
-    logger = logging.getLogger("elasticzero")
-    for handler in [h for h in logger.handlers if isinstance(h, _Log)]:
-        logger.removeHandler(handler)
-    logger.addHandler(_Log(tell))
-    logger.propagate = False
+    """Logs a line for people about a node."""
+    log.info("%s", text, extra={"node": node})
 
 
 class AgentConsole:
@@ -78,9 +57,9 @@ class AgentConsole:
         self._silent: dict[int, float] = {}
         """When it was said of a rank that it makes no step."""
 
-    def say(self, text: str) -> None:
-        """A line with the time and this node's name."""
-        say(self._options.node, text)
+    def say(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
+        """Logs a line for people. rank: of the worker that it is about."""
+        log.log(level, "%s", text, extra={"node": self._options.node, "rank": rank})
 
     def starting(self) -> None:
         """Workers of a new generation start."""
@@ -194,17 +173,20 @@ class AgentConsole:
             f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
             f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
             f"for up to {self._options.limits.save_timeout_s:g} s (--save-timeout)",
+            level=logging.WARNING,
         )
 
     def looked(self, gang: WorkerGroup, found: Failure) -> None:
         """Tells what was found about a worker that makes no step."""
         self._silent.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":
-            self.say(f"rank {found.rank}: {found.message}")
+            self.say(f"rank {found.rank}: {found.message}", rank=found.rank)
             return
         logs = {worker.rank: worker.log for worker in gang.workers}
         self.say(
             f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
+            rank=found.rank,
+            level=logging.WARNING,
         )
 
     def outlasted(self, gang: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
@@ -224,6 +206,8 @@ class AgentConsole:
             f"rank {worker.rank}: its script had ended, but the process did not within "
             f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
             f"{worker.script_exit_code}, counts",
+            rank=worker.rank,
+            level=logging.WARNING,
         )
 
     def moves_again(self, rank: int, at_s: float) -> None:
@@ -233,6 +217,7 @@ class AgentConsole:
             self.say(
                 f"rank {rank} makes steps again, {max(0.0, at_s - since_s):.1f} s later: the hang "
                 "ended by itself",
+                rank=rank,
             )
 
     def store_trouble(self, text: str) -> bool:
@@ -241,7 +226,7 @@ class AgentConsole:
         due = now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S
         if due:
             self._said_trouble_s = now_s
-            self.say(text)
+            self.say(text, level=logging.WARNING)
         return due
 
     def failed(self, done: Done) -> None:
@@ -259,8 +244,7 @@ class AgentConsole:
             text = failure.traceback.rstrip()
             lines.append("its traceback stands above" if told else text)
         lines.append(f"logs: {self._options.log_dir.parent}")
-        with suppress(OSError):
-            print("\n".join(lines), file=sys.stderr, flush=True)
+        log.error("%s", "\n".join(lines), extra={"node": self._options.node, "bare": True})
 
 
 def _mebibytes(size: int) -> int:

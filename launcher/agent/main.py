@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.agent.agent import Agent
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.console import log_to, say
+from elasticzero.launcher.agent.console import log, say
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
     own_address,
@@ -34,6 +33,7 @@ from elasticzero.launcher.agent.etcd_hosting import (
 from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.agent.node_claim import serve_on_free_port
 from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
@@ -111,7 +111,7 @@ def run_agent(
     for number in (signal.SIGTERM, *signals):
         signal.signal(number, _leave_early)
     tell = partial(say, options.node)
-    log_to(tell)
+    logging_setup.context.node = options.node
     for line in lines:
         tell(line)
     with ExitStack() as stack:
@@ -302,4 +302,5 @@ def _wait_for_store(
     same = Condition(key=DONE, mod_revision=done.mod_revision)
     over_and_gone = ["done", "world", "control", "alarm/", "reports/"]
     store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
-    print(f"job {options.job}: was done, runs again from the newest checkpoint", file=sys.stderr)
+    text = f"job {options.job}: was done, runs again from the newest checkpoint"
+    log.info("%s", text, extra={"bare": True})

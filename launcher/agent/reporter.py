@@ -23,6 +23,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.status import Latest, agent_status
+from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
@@ -112,6 +113,7 @@ class AgentReporter:
             skipped=_plain(world.skipped) if world.skipped is not None else None,
         )
         self._metrics.generation.set(world.generation)
+        logging_setup.context.generation = world.generation
         self._metrics.world_size.set(world.world_size)
         self._metrics.members.set(len(world.members))
         self.console.world(world, session=self._session)

@@ -77,6 +77,7 @@ def _run(args: argparse.Namespace) -> int:
     from elasticzero.launcher.agent.config import agent_options
     from elasticzero.launcher.agent.main import Coordination, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim
+    from elasticzero.launcher.observability import logging_setup
     from elasticzero.launcher.secrets import forget_secrets
 
     least, most = parse_nnodes(args.nnodes)
@@ -85,6 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     forget_secrets(os.environ)
     signals = check_signals(args.signals_to_handle)
     options, storage_trouble = agent_options(args, (least, most))
+    logging_setup.set_up(options.node, args.log_level, args.log_format)
     coordination = Coordination(
         endpoints=endpoints_of(args),
         access=access,

@@ -203,6 +203,19 @@ RUN_OPTIONS = (
         in_local="taken",
     ),
     Option(
+        ("--log-level",),
+        "the least level of the lines that the agent writes about the job",
+        "info",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Option(
+        ("--log-format",),
+        "json: one JSON object a line, with the time, level, node, generation and rank",
+        "text",
+        choices=("text", "json"),
+        in_local="absent",
+    ),
+    Option(
         ("--tee",),
         "repeat workers' output here too, also with --log-dir; torchrun's --tee STREAMS (as "
         "--redirects) is taken too",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import SnapshotInterval, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.console import log_to
 from elasticzero.launcher.agent.reporter import AgentReporter
+from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
@@ -23,22 +24,49 @@ from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logger() -> Iterator[logging.Logger]:
     logger = logging.getLogger("elasticzero")
-    before, propagates = list(logger.handlers), logger.propagate
+    before, propagates, level = list(logger.handlers), logger.propagate, logger.level
+    logging_setup.set_up("n")
     yield logger
     logger.handlers[:], logger.propagate = before, propagates
+    logger.setLevel(level)
 
 
-def test_warnings_are_said_like_everything_else(logger: logging.Logger) -> None:
+def test_warnings_are_said_like_everything_else(capsys: pytest.CaptureFixture[str]) -> None:
     """`lease … is lost` came without time and node, from Python's last resort."""
-    said: list[str] = []
-    log_to(lambda _: said.append("an older agent's"))
-    log_to(said.append)
+    logging_setup.set_up("a")
     logging.getLogger("elasticzero.launcher.store.etcd.lease").warning("lease %x is lost", 255)
-    logging.getLogger("elasticzero.launcher.store.etcd.lease").info("not for people")
-    assert said == ["lease ff is lost"]
+    logging.getLogger("elasticzero.launcher.store.etcd.lease").debug("not for people")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\[\d\d:\d\d:\d\d a\] lease ff is lost", line)
+
+
+def test_json_records_have_node_generation_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    logging_setup.set_up("a", "warning", "json")
+    logging_setup.context.generation = 3
+    log = logging.getLogger("elasticzero.launcher.agent.console")
+    log.warning("rank %d makes no step", 1, extra={"rank": 1, "node": "b"})
+    log.error("gone\nfor good", extra={"bare": True})
+    log.info("below the level")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("+00:00") and second.pop("time")
+    name = "elasticzero.launcher.agent.console"
+    assert first == {
+        "level": "warning",
+        "logger": name,
+        "node": "b",
+        "generation": 3,
+        "rank": 1,
+        "message": "rank 1 makes no step",
+    }
+    assert second == first | {
+        "level": "error",
+        "node": "a",
+        "rank": None,
+        "message": "gone\nfor good",
+    }
 
 
 @pytest.fixture

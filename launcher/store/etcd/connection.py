@@ -212,7 +212,7 @@ class Connection:
 
     def _begin_anew(self) -> None:
         """End all streams: those that follow begin with what stands in the store now."""
-        log.info("etcd has lost its data: %s", self.history.reason)
+        log.debug("etcd has lost its data: %s", self.history.reason)
         self.record_late_reply()
         with self._lock:
             calls = list(self._streams)

@@ -61,7 +61,7 @@ class EtcdLease:
             try:
                 self._connection.call("revoke", "LeaseRevoke", request)
             except CallFailed as error:
-                log.info("lease %x is left to run out: %s", self.id, error)
+                log.debug("lease %x is left to run out: %s", self.id, error)
 
     def check(self) -> None:
         """Ask etcd about the lease at once, on a new stream."""

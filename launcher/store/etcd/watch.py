@@ -221,7 +221,7 @@ class WatchMultiplexer:
         if response.canceled and watch is not None:
             # Refused, compacted past our revision, or ended by the server: a re-read mends all.
             why = response.cancel_reason or f"compacted at {response.compact_revision}"
-            log.info("watch of %r ended by etcd: %s", watch.prefix, why)
+            log.debug("watch of %r ended by etcd: %s", watch.prefix, why)
             self._failures += 1
             return False
         self._connection.record_success()

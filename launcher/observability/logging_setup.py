@@ -1,0 +1,81 @@
+"""Sets up logging for the process of an agent: the level, the format and where a line goes.
+
+It is set up once, by the command, on the logger of this package. The logging of the training script
+is untouched. Lines go to standard error; if it cannot be written, a line is lost and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+
+
+@dataclass(slots=True)
+class LogContext:
+    """What every record of an agent's process has, unless it has a value of its own."""
+
+    node: str = ""
+    generation: int | None = None
+    """Of the world that the agent knows; None: it knows none yet."""
+
+
+context = LogContext()
+"""That of this process: the agent changes it as it learns its name and its generation."""
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as `[TIME NODE] MESSAGE`, or as its message alone if it is `bare`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if getattr(record, "bare", False):
+            return text
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"[{clock} {getattr(record, 'node', context.node)}] {text}"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object; a traceback is part of its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        fields = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "node": getattr(record, "node", context.node),
+            "generation": context.generation,
+            "rank": getattr(record, "rank", None),
+            "message": super().format(record),
+        }
+        return json.dumps(fields)
+
+
+class _StandardError(logging.Handler):
+    """Writes each record to what standard error is at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # a log line must not end what it tells of
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+def set_up(node: str = "", level: str = "info", format: str = "text") -> None:
+    """Has the records of this package written from `level` on, one of LEVELS, in `format`, one of
+    FORMATS; a second call replaces the first."""
+    context.node, context.generation = node, None
+    logger = logging.getLogger("elasticzero")
+    for handler in [h for h in logger.handlers if isinstance(h, _StandardError)]:
+        logger.removeHandler(handler)
+    handler = _StandardError()
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
