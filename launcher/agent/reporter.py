@@ -25,6 +25,7 @@ from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.status import Latest, agent_status
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
+from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World

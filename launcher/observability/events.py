@@ -120,6 +120,8 @@ EVENTS: Mapping[EventName, Event] = {
             "tier": "where the state is: `fresh`, `ram` or `storage`",
             "reason": "why the generation was formed",
             "bad_steps": "steps whose checkpoints were found damaged",
+            "skipped": "the damaged checkpoint that `reason` tells of: `step`, `message`, and "
+            "`cause`, the reason without it; or null",
         },
     ),
     "start": Event(
@@ -292,6 +294,7 @@ EVENTS: Mapping[EventName, Event] = {
             "code": "exit code of the agent, or null",
             "outcome": "`finished`, `stopped` or `failed`; null if the job goes on",
             "reason": "why the job ended",
+            "end_reason": "why the script ended training early, by `session.stop`; or empty",
         },
     ),
 }
