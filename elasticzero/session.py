@@ -69,8 +69,7 @@ class Session:
     @property
     def step_count(self) -> int:
         """Optimizer steps applied so far; 1 after the first."""
-        training = self._generation.training
-        return training.step if training is not None else 0
+        return 0 if (training := self._generation.training) is None else training.step
 
     @property
     def batch_indices(self) -> list[int]:

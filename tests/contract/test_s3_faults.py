@@ -174,7 +174,7 @@ from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import open_directory
 from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
 
-multipart.PART_BYTES = 5 << 20
+multipart.UPLOAD_PART_BYTES = 5 << 20
 layout = simple_layout(numel=2_000_000)
 draft = draft_of(layout, step=8)
 storage = commit.prepare(open_directory("s3://bucket/run"), 8)

@@ -127,7 +127,7 @@ def test_a_directory_of_other_files_is_refused_alike(tmp_path: Path, saved: Path
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ({"w": torch.zeros([1] * 66)}, "w cannot be kept in a checkpoint: a shape of 66"),
+        ({"w": torch.zeros([1] * 66)}, "w cannot be kept in a checkpoint: a shape has 66"),
         ({"w": torch.nn.LazyLinear(2).weight}, "w is a lazy parameter"),
         ({"w": W, "n": 10**5000}, "'n' is an integer of 16610 bits"),
         ({"w": W, "n": {10**5000: 1}}, "integer of 16610 bits"),
