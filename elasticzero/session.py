@@ -202,7 +202,7 @@ class Session:
                     raise
                 self._link.fall_back(error)
 
-    def batches(
+    def batches(  # noqa: PLR0913 - keywords of the public interface
         self,
         dataset: Dataset[Any],
         *,

@@ -93,7 +93,7 @@ class Coordination:
     """This node registers once so many others have; None: at once."""
 
 
-def run_agent(
+def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one order
     options: AgentOptions,
     coordination: Coordination,
     network: Network,

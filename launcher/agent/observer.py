@@ -53,7 +53,7 @@ class Storage(Protocol):
 class ClusterObserver:
     """Looks at the store, the registration, memory and storage for one agent."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that one agent can see
         self,
         store: Store,
         observer: WatchCache,

@@ -141,7 +141,9 @@ class AgentReporter:
         self.note("started", pids=[worker.pid for worker in gang.workers], kept=gang.kept)
         self._metrics.workers_running.set(len(gang.workers))
 
-    def heard(self, gang: WorkerGroup, heard: Iterable[Heard], now_s: float) -> None:
+    def heard(  # noqa: PLR0915 - one case for each message
+        self, gang: WorkerGroup, heard: Iterable[Heard], now_s: float
+    ) -> None:
         """Take note of what workers said."""
         for worker, message in heard:
             local = worker.local_rank

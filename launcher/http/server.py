@@ -50,7 +50,7 @@ class PortTaken(OperatorError):
 class AgentServer:
     """Serves until it is closed, from daemon threads; `port` is the real one when 0 was asked."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each thing that is served
         self,
         host: str,
         port: int,
