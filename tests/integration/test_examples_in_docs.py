@@ -39,13 +39,14 @@ def run(directory: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert finished.returncode == 0 or TORCH_S_END in finished.stdout, finished.stdout
     return finished.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     assert scripts(tmp_path) == ["plain.py", "fsdp.py", "infer.py"]
     assert "epoch 3, loss" in run(tmp_path, "plain.py")
