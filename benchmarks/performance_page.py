@@ -1,4 +1,4 @@
-"""What the benchmarks share when they record: the machine, the commit, and the tables of a page in
+"""Records what benchmarks have found: the machine, the commit, and tables on a page of
 benchmarks/results."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks/recovery.py found: tables, a dated record, tables of benchmarks/results."""
+"""Reports what benchmarks/recovery.py found: as tables, and as a record in benchmarks/results."""
 
 from __future__ import annotations
 

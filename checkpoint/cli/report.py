@@ -20,7 +20,7 @@ from elasticzero.text import age_text, count_text, shown, size_text, table_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """What can be said of a step without reading its tensors: its manifest and its files' sizes."""
+    """Describes a step by its manifest and its files' sizes, without reading its tensors."""
 
     where: str
     manifest: Manifest

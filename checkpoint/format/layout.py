@@ -133,7 +133,7 @@ class Layout:
     _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
     _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _known: dict[str, Any] = field(init=False, repr=False, compare=False)
-    """What was worked out before: a layout serves many captures, each within milliseconds."""
+    """Caches what was computed: a layout serves many captures, each within milliseconds."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
