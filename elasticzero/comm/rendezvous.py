@@ -166,9 +166,8 @@ def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
             missing = [r for r in range(info.world_size) if not here.check([str(r)])]
             names = list_text(missing, RANKS_SHOWN)
             if now_s >= deadline_s:
-                raise RetryError(
-                    f"rank {names} did not call elasticzero.run() within {waited_s:.0f} s"
-                )
+                limit = f"{info.start_timeout_s:g} s"
+                raise RetryError(f"rank {names} did not call elasticzero.run() within {limit}")
             if missing and names != told:
                 told = names
                 _tell(f"waiting for rank {names} to call elasticzero.run() ({waited_s:.0f} s)")

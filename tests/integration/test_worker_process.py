@@ -241,7 +241,7 @@ def test_a_peer_that_never_comes_is_waited_for_in_vain_only_so_long(
     assert worker.exit_code == 75
     failed = worker.last(Failed)
     assert failed.blame == "peer"
-    assert failed.message == "rank 1 did not call elasticzero.run() within 1 s", failed.message
+    assert failed.message == "rank 1 did not call elasticzero.run() within 0.5 s", failed.message
 
 
 def test_a_host_that_refuses_is_waited_for_and_a_silent_one_is_not(
