@@ -21,7 +21,7 @@ from elasticzero.checkpoint.storage.base import Directory, Storage, open_directo
 from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, file_system
 from elasticzero.errors import StorageError
 from tests.contract.s3_server import COMPLETE, PUT, UPLOAD_PART, Harm, Proxy
-from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
+from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
 URL = "s3://bucket/run"
 CONTENT = bytes(range(251)) * (11 << 12)
@@ -172,7 +172,7 @@ WRITER = """
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import open_directory
-from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
+from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
 multipart.UPLOAD_PART_BYTES = 5 << 20
 layout = simple_layout(numel=2_000_000)

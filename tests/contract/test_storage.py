@@ -24,7 +24,7 @@ from elasticzero.checkpoint.storage.base import (
 )
 from elasticzero.checkpoint.storage.object_store import ObjectDirectory, Remote
 from elasticzero.errors import StorageError, UserError
-from tests.unit.checkpoint_cases import draft_of, elements, simple_layout, write_ranks
+from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
 CONTENT = bytes(range(256)) * 40
 LAYOUT = simple_layout(numel=100)

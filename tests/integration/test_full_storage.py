@@ -25,7 +25,7 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import fill, let_write, small_disk
-from tests.unit.checkpoint_cases import draft_of, write_snapshot
+from tests.unit.checkpoint.cases import draft_of, write_snapshot
 
 NUMEL = 2 << 20
 LAYOUT = Layout(

@@ -1,0 +1,89 @@
+"""From memory to storage, while memory goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.names import step_directory
+from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.ram.transfer import persist
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Bytes
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.spans import Span
+from tests.unit.checkpoint.cases import draft_of
+
+NUMEL = 100_000
+LAYOUT = Layout(
+    world_size=1, tensors={"a": TensorSpec("F32", (NUMEL,))}, groups=(Group("even", ("a",)),)
+)
+
+
+class Slow(DiskDirectory):
+    """A directory in which every write begins only after something else has happened."""
+
+    def __init__(self, path: Path, first: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._first = first
+
+    def make(self, name: str) -> DiskStorage:
+        first = self._first
+
+        class Storage(DiskStorage):
+            def write(
+                self,
+                name: str,
+                chunks: Iterable[Bytes],
+                *,
+                size: int | None = None,
+                cached: bool = True,
+            ) -> None:
+                first()
+                super().write(name, chunks, size=size, cached=cached)
+
+        return Storage(super().make(name).path)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_captures_go_on_while_a_shard_is_being_copied(tmp_path: Path, generation: int) -> None:
+    """The same generation's, as at a stop in the middle of a save, or the next one's: what is being
+    copied is not needed in memory any more, and its slot is not free for all that."""
+    memory = SnapshotStore(tmp_path / "memory")
+    writer = SharedMemoryStager(memory.root, 0)
+
+    def capture(generation: int, step: int) -> ShardName:
+        draft = draft_of(LAYOUT, generation=generation, token=f"g{generation}", step=step)
+        writer.write(draft, 0, [TensorPiece("a", torch.full((NUMEL,), float(step)))], set())
+        return ShardName(generation, step, 0, 1)
+
+    later = iter(range(6, 20))
+    directory = Slow(
+        tmp_path / "checkpoints", lambda: memory.seal(capture(generation, next(later)))
+    )
+    shard = capture(1, 5)
+    memory.seal(shard)
+    seal = memory.read_seal(shard)
+    persist(memory, shard, directory, lambda: seal)
+    storage = directory.step(step_directory(5))
+    assert commit.commit(storage, draft_of(LAYOUT, generation=1, token="g1", step=5), wait_s=0.0)
+    assert read(open_step(storage)) == 5.0
+    (held,) = memory.held()
+    assert held.step == next(later) - 1 and not memory.has(shard)
+    here = memory.open(held.generation, held.step)
+    assert read(open_snapshot({0: [here]}, held.generation, held.step)) == held.step
+
+
+def read(checkpoint: Checkpoint) -> float:
+    """What all of its numbers are."""
+    found = torch.empty(NUMEL)
+    checkpoint.read("a", Span(0, NUMEL), found)
+    assert bool((found == found[0]).all())
+    return float(found[0])

@@ -1,0 +1,267 @@
+"""Which checkpoints stay, what failed saves leave, and what nobody else may touch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory, token_generation
+from elasticzero.checkpoint.steps import catalog
+from elasticzero.checkpoint.steps.retention import (
+    DAY_S,
+    HOUR_S,
+    CleanupResult,
+    RetentionPolicy,
+    apply_retention,
+    clean_up_after_manual_save,
+)
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.errors import StorageError, UserError
+from tests.unit.checkpoint.cases import (
+    draft_of,
+    elements,
+    simple_layout,
+    write_ranks,
+    write_step,
+)
+
+LAYOUT = simple_layout(numel=100)
+CONTENTS = elements(LAYOUT.tensors)
+ALL = RetentionPolicy()
+
+
+def token(generation: int) -> str:
+    return f"g{generation:06d}-{'0123456789abcdef'}"
+
+
+def draft(step: int, generation: int = 3) -> Manifest:
+    return draft_of(LAYOUT, step=step, token=token(generation), generation=generation)
+
+
+def write(directory: Path, *steps: int, generation: int = 3) -> None:
+    for step in steps:
+        write_step(directory, draft(step, generation), CONTENTS)
+
+
+def shards(directory: Path, manifest: Manifest) -> list[str]:
+    """A save that got no manifest; its files."""
+    storage = DiskStorage(directory / step_directory(manifest.step), durable=False)
+    storage.path.mkdir(exist_ok=True)
+    write_ranks(storage, manifest, CONTENTS)
+    return [n for n in storage.names() if manifest.token in n]
+
+
+def age(directory: Path, step: int, seconds: float) -> None:
+    """Make a step's files older."""
+    for path in (directory / step_directory(step)).iterdir():
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))
+
+
+def steps(directory: Path) -> list[int]:
+    return [info.step for info in catalog.steps(DiskDirectory(directory))]
+
+
+def names(directory: Path, step: int) -> list[str]:
+    return DiskStorage(directory / step_directory(step)).names()
+
+
+def run(
+    directory: Path, committed: Manifest, keep: RetentionPolicy = ALL, **rest: set[int]
+) -> CleanupResult:
+    tidied = apply_retention(DiskDirectory(directory), committed, keep, **rest)
+    assert not tidied.problems
+    return tidied
+
+
+def test_tokens_say_their_generation() -> None:
+    assert token_generation("g000012-0123456789abcdef") == 12
+    assert token_generation("g1234567-0123456789abcdef") == 1234567
+    for other in ("0123456789abcdef", "g12-0123456789abcdef", "g000012-xyz", ""):
+        assert token_generation(other) is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (ALL, [8, 7, 6, 5, 4, 3, 2, 1]),
+        (RetentionPolicy(last=1), [8]),
+        (RetentionPolicy(last=3), [8, 7, 6]),
+        (RetentionPolicy(last=2, every=3), [8, 7, 6, 3]),
+        (RetentionPolicy(last=8), [8, 7, 6, 5, 4, 3, 2, 1]),
+        (RetentionPolicy(last=9), [8, 7, 6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_the_newest_stay(tmp_path: Path, keep: RetentionPolicy, left: list[int]) -> None:
+    write(tmp_path, *range(1, 9))
+    tidied = run(tmp_path, draft(8), keep)
+    assert steps(tmp_path) == left
+    assert sorted(tidied.steps) == sorted(set(range(1, 9)) - set(left))
+    assert sorted(os.listdir(tmp_path)) == [step_directory(step) for step in left[::-1]]
+    assert not tidied.files
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"last": 0}, {"last": -1}, {"last": 1, "every": 0}, {"every": 5}]
+)
+def test_numbers_that_make_no_sense(numbers: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="--keep"):
+        RetentionPolicy(**numbers)
+
+
+def test_good_steps_count_and_damaged_ones_newer_than_these_stay(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4, 5)
+    os.truncate(tmp_path / step_directory(4) / draft(4).file_name(0), 10)
+    run(tmp_path, draft(5), RetentionPolicy(last=2))
+    assert steps(tmp_path) == [5, 4, 3]
+
+
+def test_a_step_found_damaged_does_not_count_though_its_sizes_are_right(tmp_path: Path) -> None:
+    """The job went back to step 2, for step 9 is damaged, and has come to step 4."""
+    write(tmp_path, 1, 2, 9)
+    write(tmp_path, 4, generation=4)
+    run(tmp_path, draft(4, 4), RetentionPolicy(last=1), bad_steps={9})
+    assert steps(tmp_path) == [9, 4]
+
+
+def test_what_was_just_committed_stays_though_others_are_newer(tmp_path: Path) -> None:
+    write(tmp_path, 1, 8, 9)
+    write(tmp_path, 4, generation=4)
+    run(tmp_path, draft(4, 4), RetentionPolicy(last=1))
+    assert steps(tmp_path) == [9, 4]
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged", "another's"])
+def test_nothing_goes_unless_what_was_committed_stands(tmp_path: Path, harm: str) -> None:
+    write(tmp_path, 1, 2, 3)
+    shards(tmp_path, draft(5, 2))
+    file = (
+        tmp_path / step_directory(3) / (MANIFEST_NAME if harm == "gone" else draft(3).file_name(1))
+    )
+    if harm != "another's":
+        file.unlink()
+    committed = draft(3, 4) if harm == "another's" else draft(3)
+    tidied = apply_retention(DiskDirectory(tmp_path), committed, RetentionPolicy(last=1))
+    assert (tidied.steps, tidied.files) == ([], [])
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_leftovers_of_older_generations_and_steps_go(tmp_path: Path) -> None:
+    write(tmp_path, 1, 7)
+    whole = names(tmp_path, 1)
+    left = [step_directory(1) + "/" + n for n in shards(tmp_path, draft(1, 2))]
+    left += [step_directory(2) + "/" + n for n in shards(tmp_path, draft(2))]
+    left += [step_directory(9) + "/" + n for n in shards(tmp_path, draft(9, 2))]
+    partial = f".{draft(9, 2).file_name(1)}.123-ab12cd34.partial"
+    (tmp_path / step_directory(9) / partial).write_bytes(b"x")
+    left.append(f"{step_directory(9)}/{partial}")
+    for step in (1, 7, 9):
+        staged = f".{MANIFEST_NAME}.123-ab12cd34.partial"
+        (tmp_path / step_directory(step) / staged).write_bytes(b"x")
+        left.append(f"{step_directory(step)}/{staged}")
+    (tmp_path / step_directory(3)).mkdir()
+    tidied = run(tmp_path, draft(7))
+    assert sorted(tidied.files) == sorted(left)
+    assert sorted(os.listdir(tmp_path)) == [step_directory(1), step_directory(7)]
+    assert names(tmp_path, 1) == whole
+    assert run(tmp_path, draft(7)).files == []
+
+
+def test_what_others_may_still_be_writing_stays(tmp_path: Path) -> None:
+    """A zombie of generation 3 tidies up while generation 4 saves, a person does by hand, and its
+    own next save has begun."""
+    write(tmp_path, 5, 7)
+    write(tmp_path, 6, generation=4)
+    going_on = [draft(2, 4), draft(8), draft(9, 4), draft_of(LAYOUT, step=3, token="byhand")]
+    for manifest in going_on:
+        shards(tmp_path, manifest)
+    (tmp_path / step_directory(8) / f".{MANIFEST_NAME}.12-aabbccdd.partial").write_bytes(b"")
+    before = sorted(tmp_path.rglob("*"))
+    assert run(tmp_path, draft(7)).files == []
+    assert sorted(tmp_path.rglob("*")) == before
+    run(tmp_path, draft(7), RetentionPolicy(last=1))
+    assert steps(tmp_path) == [7, 6]
+
+
+def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
+    """Ages count from what was committed, by the storage's clock: another job's numbers say
+    nothing."""
+    write(tmp_path, 7)
+    write(tmp_path, 1, generation=9)
+    shards(tmp_path, draft(2, 9))
+    shards(tmp_path, draft_of(LAYOUT, step=3, token="byhand"))
+    (tmp_path / step_directory(2) / f".{MANIFEST_NAME}.12-aabbccdd.partial").write_bytes(b"")
+    for step in (2, 3):
+        age(tmp_path, step, HOUR_S + 60)
+    age(tmp_path, 1, DAY_S + 60)
+    assert len(run(tmp_path, draft(7)).files) == 4
+    assert len(names(tmp_path, 2)) == 4 + 1
+    age(tmp_path, 2, DAY_S)
+    assert len(run(tmp_path, draft(7), RetentionPolicy(last=1)).files) == 4 + 1
+    assert os.listdir(tmp_path) == [step_directory(7)]
+
+
+def test_a_save_by_hand_takes_what_was_killed_at_its_step_and_nothing_of_a_job(
+    tmp_path: Path,
+) -> None:
+    mine = draft_of(LAYOUT, step=7, token="mine", generation=9)
+    write_step(tmp_path, mine, CONTENTS)
+    left = shards(tmp_path, draft_of(LAYOUT, step=7, token="killed"))
+    left.append(f".{draft_of(LAYOUT, token='killed').file_name(1)}.123-ab12cd34.partial")
+    (tmp_path / step_directory(7) / left[-1]).write_bytes(b"x")
+    for manifest in (draft(5, 3), draft(7, 3), draft_of(LAYOUT, step=6, token="other")):
+        shards(tmp_path, manifest)
+    (tmp_path / step_directory(4)).mkdir()
+    before = {*tmp_path.rglob("*")}
+    tidied = clean_up_after_manual_save(DiskDirectory(tmp_path), mine)
+    assert not tidied.problems
+    gone = {tmp_path / step_directory(7) / name for name in left}
+    assert before - {*tmp_path.rglob("*")} == gone
+
+
+def test_what_is_not_of_a_save_is_never_touched(tmp_path: Path) -> None:
+    write(tmp_path, 1, 7)
+    (tmp_path / "notes").mkdir()
+    for place in ("notes/rank-00000-of-00002-x.safetensors", "step-000000000001/notes.txt"):
+        (tmp_path / place).write_bytes(b"mine")
+        os.utime(tmp_path / place, (0, 0))
+    run(tmp_path, draft(7), RetentionPolicy(last=1))
+    assert steps(tmp_path) == [7]
+    assert (tmp_path / "notes/rank-00000-of-00002-x.safetensors").exists()
+    assert names(tmp_path, 1) == ["notes.txt"]
+
+
+def test_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> None:
+    write(tmp_path, 1, 7)
+    shards(tmp_path, draft(1, 2))
+    (tmp_path / step_directory(1) / MANIFEST_NAME).write_bytes(b"")
+    before = names(tmp_path, 1)
+    run(tmp_path, draft(7))
+    assert names(tmp_path, 1) == before
+
+
+class Stuck(DiskStorage):
+    """A file system that does not remove one file."""
+
+    def remove(self, name: str) -> None:
+        if (self.path.name, name) == (step_directory(2), draft(2).file_name(0)):
+            raise StorageError(f"cannot remove {name}: Read-only file system")
+        super().remove(name)
+
+
+class StuckDirectory(DiskDirectory):
+    def step(self, name: str) -> DiskStorage:
+        return Stuck(self.path / name)
+
+
+def test_what_cannot_be_removed_is_said_and_the_rest_goes(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 7)
+    tidied = apply_retention(StuckDirectory(tmp_path), draft(7), RetentionPolicy(last=1))
+    assert [problem.split(": ")[1] for problem in tidied.problems] == ["Read-only file system"]
+    assert steps(tmp_path) == [7]
+    assert tidied.steps == [1, 2, 3]
+    assert run(tmp_path, draft(7)).files
+    assert os.listdir(tmp_path) == [step_directory(7)]

@@ -1,0 +1,155 @@
+"""What parses a checkpoint's files, given files that nobody wrote: the value that stood there, or
+`CheckpointDamaged`; never another error, a long wait or much memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from elasticzero.checkpoint.format.checksums import BlockSums, parse_sums
+from elasticzero.checkpoint.format.manifest import ShardFile, from_json, to_json
+from elasticzero.checkpoint.format.shards import parse_header, shard_header
+from elasticzero.errors import CheckpointDamaged, UserError
+from tests.unit.checkpoint.cases import draft_of, simple_layout
+from tests.unit.checkpoint.damage_cases import sign
+
+LONGEST_S = 1.0
+"""Ten times what is wanted, for slow machines."""
+MOST_BYTES = 100_000_000
+
+DRAFT = draft_of(simple_layout(), state={"lr": 0.1, "names": ["a", {"b": None}]})
+MANIFEST = to_json(
+    replace(DRAFT, files=tuple(ShardFile(DRAFT.file_name(r), 1 << 20, "0" * 32) for r in (0, 1)))
+)
+HEADER, FILE_BYTES = shard_header(DRAFT, 0)
+HEADER = HEADER[8:]
+
+
+def sums_file() -> bytes:
+    sums = BlockSums()
+    for _ in sums.watch([bytes(3 << 20), b"end"]):
+        pass
+    return sums.finish("a", "0" * 32)[0]
+
+
+SUMS = sums_file()
+TEXTS = (MANIFEST, HEADER, SUMS)
+TOKENS = (b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"1e999", b"NaN", b"Infinity", b"\0")
+TOKENS += (b"9" * 5000, b"null", b"true", b'"dtype"', b'"shape"', b"\\ud800", b"\xff", b"[" * 2000)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, whole: bytes) -> bytes:
+    """`whole` with a few bytes changed, cut out, put in, or taken from elsewhere."""
+    data = whole
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data)))
+        stop = draw(st.integers(start, min(len(data), start + 40)))
+        match draw(st.sampled_from(["flip", "cut", "end", "splice", "token", "bytes"])):
+            case "flip" if start < len(data):
+                bit = 1 << draw(st.integers(0, 7))
+                data = data[:start] + bytes([data[start] ^ bit]) + data[start + 1 :]
+            case "cut":
+                data = data[:start] + data[stop:]
+            case "end":
+                data = data[:start]
+            case "splice":
+                other = draw(st.sampled_from(TEXTS))
+                at = draw(st.integers(0, len(other)))
+                data = data[:start] + other[at : at + draw(st.integers(0, 200))] + data[stop:]
+            case "token":
+                data = data[:start] + draw(st.sampled_from(TOKENS)) + data[stop:]
+            case _:
+                data = data[:start] + draw(st.binary(max_size=12)) + data[stop:]
+    return data
+
+
+def outcome(parse: Callable[[], Any]) -> Any:
+    """What `parse` gives; None where it says in one printable line that the file is damaged, or
+    that it has a dtype that no checkpoint can hold."""
+    tracemalloc.start()
+    began_s = time.thread_time()
+    try:
+        return parse()
+    except (CheckpointDamaged, UserError) as error:
+        text = str(error)
+        assert text.startswith(("/c/file:", "/c/file ")), text
+        assert "\n" not in text and len(text) < 1000
+        text.encode()
+        return None
+    finally:
+        took_s = time.thread_time() - began_s
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert took_s < LONGEST_S and most < MOST_BYTES, (took_s, most)
+
+
+fuzz = settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+
+
+@fuzz
+@given(mutated(MANIFEST))
+@example(MANIFEST.replace(b"zero2", b"zero3"))
+def test_a_changed_manifest_is_never_taken_for_one(data: bytes) -> None:
+    found = outcome(lambda: from_json(data, "/c/file"))
+    assert found is None or data == MANIFEST
+
+
+@fuzz
+@given(mutated(MANIFEST[: MANIFEST.rindex(b',"digest"')] + b"}"))
+def test_a_changed_manifest_whose_digest_is_right(data: bytes) -> None:
+    """What is taken for a manifest can be written and read again, dealt out and looked through."""
+    found = outcome(lambda: from_json(sign(data), "/c/file"))
+    if found is not None:
+        assert from_json(to_json(found), "/c/file") == found or "NaN" in repr(found)
+        assert found.layout.world_size == len(found.files) <= len(data)
+        for name in found.layout.tensors:
+            assert outcome(lambda name=name: found.layout.holders(name))
+
+
+@fuzz
+@given(mutated(HEADER))
+@example(HEADER.replace(b'"F64"', b'"G64"'))
+def test_a_changed_header(data: bytes) -> None:
+    """A changed dtype may be one that safetensors could have, and that this format has not."""
+    base = 8 + len(data)
+    file_bytes = FILE_BYTES - len(HEADER) + len(data)
+    try:
+        found = outcome(lambda: parse_header(data, file_bytes, "/c/file"))
+    except UserError as error:
+        assert "has the dtype" in str(error)
+        return
+    if found is not None:
+        _, entries = found
+        ends = base
+        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+            assert entry.start == ends <= entry.stop
+            ends = entry.stop
+        assert ends == file_bytes
+        assert len(entries) == len([name for name in json.loads(data) if name[:2] != "__"])
+
+
+@fuzz
+@given(mutated(SUMS))
+def test_changed_checksums(data: bytes) -> None:
+    found = outcome(lambda: parse_sums(data, "/c/file"))
+    if found is not None:
+        assert len(found.blocks) == -(-found.size // found.block_bytes)
+        assert (found.digest == parse_sums(SUMS, "").digest) == (data == SUMS)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", *(whole[:7] * count for whole in TEXTS for count in (1, 999))]
+)
+def test_files_of_noise(data: bytes) -> None:
+    assert outcome(lambda: from_json(data, "/c/file")) is None
+    assert outcome(lambda: parse_header(data, len(data) + 8, "/c/file")) is None
+    assert outcome(lambda: parse_sums(data, "/c/file")) is None

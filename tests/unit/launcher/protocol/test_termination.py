@@ -1,0 +1,100 @@
+"""How a job ends: what memory holds is saved first (E4 and E5 of `termination`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticzero.errors import ExitCode
+from elasticzero.ipc.assignment import Resume
+from elasticzero.launcher.protocol.actions import Leave, SaveHeldSnapshot, WriteDone, WriteWorld
+from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.documents import NodeStrikes
+from elasticzero.launcher.protocol.view import PreemptionNotice, View
+from tests.unit.launcher.protocol.test_decide import (
+    ENDED,
+    LEAVER,
+    LIMITS,
+    NOTHING_HELD,
+    NOW,
+    STOP,
+    STRANDED,
+    A,
+    B,
+    blamed,
+    next_world,
+    v,
+    world,
+)
+
+EVICTED = replace(LEAVER, leave_reason="SIGTERM")
+GIVEN_UP = v(
+    blamed(), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20)),
+)  # fmt: skip
+UNWRITTEN = blamed(
+    blame="storage", step=20, message="the last checkpoint was not saved: it is full"
+)
+
+TABLE = [
+    ("stopped: could not be saved yet", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=15, round_s=50.0), []),
+    ("useless to try again: save first", v(blamed(final=True), can_save=True, storage_step=10, round_s=98.0), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("given up: save first", v(GIVEN_UP, can_save=True, storage_step=10, round_s=98.0), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("given up: being saved", v(GIVEN_UP, can_save=True, storage_step=10, round_s=98.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
+    ("given up: saved", v(GIVEN_UP, can_save=True, storage_step=20), [WriteDone]),
+    ("given up: not saved in time", v(GIVEN_UP, can_save=True, storage_step=10, round_s=30.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), [WriteDone]),
+    ("the last checkpoint is not written: save it", v(UNWRITTEN, can_save=True, storage_step=10, round_s=98.0), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("the last checkpoint is not written: no next world", v(UNWRITTEN, can_save=True, storage_step=10, round_s=98.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
+    ("the last checkpoint is written now: go on", v(UNWRITTEN, can_save=True, storage_step=20), [WriteWorld]),
+    ("the last checkpoint is never written", v(UNWRITTEN, can_save=True, storage_step=10, round_s=30.0), [WriteDone]),
+    ("another node's part is mine now", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=()), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [Leave(ExitCode.LEFT)]),
+    ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_rule(view, expected):
+    decision = decide(view, NOW, LIMITS)
+    assert decision.reason
+    assert len(decision.actions) == len(expected), decision
+    for action, wanted in zip(decision.actions, expected, strict=True):
+        assert isinstance(action, wanted) if isinstance(wanted, type) else action == wanted
+
+
+LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
+
+
+@pytest.mark.parametrize(
+    ("view", "fate"),
+    [
+        (v(GIVEN_UP, storage_step=20), "; the checkpoint of step 20 has all that was done"),
+        (
+            v(GIVEN_UP, storage_step=10, round_s=30.0),
+            f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
+        ),
+        (
+            v(UNWRITTEN, storage_step=10, round_s=30.0),
+            f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
+        ),
+        (
+            v(UNWRITTEN, storage_step=10, holdings=(), my_report=NOTHING_HELD, reports=UNWRITTEN.reports | {"a": NOTHING_HELD}),
+            f"; step 20 could not be saved within 60 s, and memory does not hold it: {LOST}",
+        ),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_job_says_what_became_of_its_state(view: View, fate: str) -> None:
+    (action,) = decide(v(view, can_save=True), NOW, LIMITS).actions
+    assert isinstance(action, WriteDone) and action.done.outcome == "failed"
+    assert action.done.reason.endswith(fate), action.done.reason
+
+
+def test_storage_that_fails_is_no_fault_of_a_node() -> None:
+    """A node on which the last checkpoint failed was set aside, and the job was given up for it."""
+    twice = (NodeStrikes(node="b", count=2),)
+    struck = world(A, B, strikes=twice, fruitless=3, resume=Resume(tier="storage", step=20))
+    following = next_world(v(UNWRITTEN, can_save=True, storage_step=20, world=struck, round_s=90.0))
+    assert following.fruitless == 3
+    assert following.strikes == twice
