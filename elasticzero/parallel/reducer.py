@@ -39,7 +39,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are summed together."""
 
     names: list[str]
@@ -103,7 +103,9 @@ class Reducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
-        self._buckets = [Bucket(names, [parameters[n] for n in names]) for names in _deal(trained)]
+        self._buckets = [
+            GradientBucket(names, [parameters[n] for n in names]) for names in _deal(trained)
+        ]
         self._next = 0
         """The first bucket that is not on its way."""
         self._inside = self._last = self._counts = False
@@ -145,7 +147,7 @@ class Reducer:
         self._next, self._over = 0, False
         self._losses.clear()
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: GradientBucket, index: int) -> Callable[[Tensor], None]:
         view = bucket.views_N[index]
 
         def added(parameter: Tensor) -> None:
