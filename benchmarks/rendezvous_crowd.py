@@ -113,7 +113,7 @@ class PretendedWorkers:
         return self._workers if self._workers.failed else replace(self._workers, stepped_s=now_s)
 
     @property
-    def hangs(self) -> PretendedWorkers:
+    def progress_monitor(self) -> PretendedWorkers:
         return self
 
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
@@ -251,7 +251,7 @@ class Client:
         self.due_s = min(now_s + rest_s, self.workers.due_s(now_s))
 
     @property
-    def gang(self) -> PretendedWorkers | None:
+    def worker_group(self) -> PretendedWorkers | None:
         return self.workers if self.workers.generation else None
 
     def decided(self, view: View, decision: Decision) -> None:

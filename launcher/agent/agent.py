@@ -94,7 +94,7 @@ class Agent:
         self._events = EventLog(options.log_dir)
         self.reporter = AgentReporter(options, self._events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
-        self._gang: WorkerGroup | None = None
+        self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
         self.claim: OwnedDirectory | None = None
@@ -155,9 +155,9 @@ class Agent:
         return self._core.notice
 
     @property
-    def gang(self) -> WorkerGroup | None:
+    def worker_group(self) -> WorkerGroup | None:
         """This node's workers of the present generation."""
-        return self._gang
+        return self._group
 
     def run(self) -> ExitCode:
         """The loop; returns when the job is done or this node has left."""
@@ -176,8 +176,8 @@ class Agent:
         training = view.workers.restored and view.round_s is None and not decision.actions
         long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
         idle = training or view.world is None or view.outside_s is not None or long_round
-        gang = self._gang
-        looking = gang is not None and gang.hangs.looking
+        group = self._group
+        looking = group is not None and group.progress_monitor.looking
         timeout_s = REST_S if idle and not decision.actions and not looking else BUSY_S
         sources: list[Any] = [self._wake_read, self._server]
         readable = select.select(sources, [], [], timeout_s)[0]
@@ -196,14 +196,14 @@ class Agent:
 
     def poll(self, now_s: float) -> None:
         """Takes in what workers and saves have said."""
-        gang = self._receive(now_s)
-        if gang is not None:
-            gang.kill_unresponsive_scripts(now_s)
-            for worker in gang.kill_overdue(now_s):
+        group = self._receive(now_s)
+        if group is not None:
+            group.kill_unresponsive_scripts(now_s)
+            for worker in group.kill_overdue(now_s):
                 self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
-            self.reporter.outlasted(gang, now_s)
-            for failure in gang.poll_stalls(now_s):
-                self.reporter.looked(gang, failure)
+            self.reporter.outlasted(group, now_s)
+            for failure in group.poll_stalls(now_s):
+                self.reporter.looked(group, failure)
         self._receive_saves()
 
     def _receive(self, now_s: float) -> WorkerGroup | None:
@@ -213,10 +213,10 @@ class Agent:
         except (ChannelClosed, OSError):
             ended = []
             self._replace_server()
-        gang = self._gang
-        if gang is not None:
-            heard = gang.poll_messages(now_s, ended)
-            self.reporter.heard(gang, heard, now_s)
+        group = self._group
+        if group is not None:
+            heard = group.poll_messages(now_s, ended)
+            self.reporter.heard(group, heard, now_s)
             for _, message in heard:
                 match message:
                     case Captured():
@@ -225,7 +225,7 @@ class Agent:
                         self.saver.give_up(generation, step)
                     case _:
                         pass
-        return gang
+        return group
 
     def keep_only(self, keep: Set[tuple[int, int]]) -> None:
         """Removes all but these snapshots from memory."""
@@ -259,13 +259,13 @@ class Agent:
                     self.reporter.saved(news)
                     if news.error is None:
                         self._cluster.saved(news.step)
-            if self._gang is not None and self._gang.generation == news.generation:
-                self._gang.tell(message)
+            if self._group is not None and self._group.generation == news.generation:
+                self._group.tell(message)
 
     def _replace_server(self) -> None:
         """The fork server died, and its workers with it."""
-        if self._gang is not None:
-            self._gang.fail_all("the fork server of this node died")
+        if self._group is not None:
+            self._group.fail_all("the fork server of this node died")
         self._server.close()
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
 
@@ -273,7 +273,7 @@ class Agent:
         """Ends the workers of the older generation, which make way for those of `world`."""
         if world.token_digest not in ("", self._agreed.digest):
             self._adopt_token()
-        self._spare = self._retire_gang()
+        self._spare = self._retire_group()
 
     def start(self, world: World, index: int, now_s: float) -> None:
         """Starts this node's workers of a generation, in the processes that were kept if any."""
@@ -283,7 +283,7 @@ class Agent:
         given = assignments(options, world, index, token)
         first = world.first_rank(index)
         self.saver.begin(post(world, index, token))
-        gang = WorkerGroup(
+        group = WorkerGroup(
             self._server,
             world.generation,
             wakeup_fd=self._wake_write,
@@ -291,18 +291,18 @@ class Agent:
             started_s=now_s,
             console=options.console,
         )
-        self._gang = gang
+        self._group = group
         kill_all(worker for local_rank, worker in kept.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
-            gang.start(given, options.launch, options.log_dir, store, kept)
+            group.start(given, options.launch, options.log_dir, store, kept)
         except (ChannelClosed, OSError):
             self._replace_server()
         finally:
             if store is not None:
                 store.close()
-        self.reporter.started(gang)
+        self.reporter.started(group)
 
     def _adopt_token(self) -> None:
         """Take the token that the other nodes use, where this one came to a store that had lost its
@@ -316,21 +316,21 @@ class Agent:
     def _given_token(self) -> Secret | None:
         return self._agreed.secret if self._agreed.record.token is None else None
 
-    def _retire_gang(self) -> dict[int, Worker]:
+    def _retire_group(self) -> dict[int, Worker]:
         """No worker of an older generation lives on beside the new ones; returns those that are
         ready for the new one, by local rank."""
-        gang = self._gang
-        if gang is None:
+        group = self._group
+        if group is None:
             return {}
-        gang.kill()
+        group.kill()
         deadline_s = time.monotonic() + 2.0
-        while gang.view(0.0).running and time.monotonic() < deadline_s:
+        while group.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
             self._receive(time.monotonic())
-        gang.hangs.close()
-        self.reporter.retired(gang)
-        self._gang = None
-        return gang.take_waiting()
+        group.progress_monitor.close()
+        self.reporter.retired(group)
+        self._group = None
+        return group.take_waiting()
 
     def status(self) -> dict[str, Any]:
         """For `/status`: plain values, no secrets."""
@@ -340,7 +340,7 @@ class Agent:
         """Stop the workers, give the name back, free the shared memory."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
         with suppress(ElasticZeroError, ChannelClosed):
-            self._retire_gang()
+            self._retire_group()
         self._server.close()
         self.saver.close()
         self._membership.close()

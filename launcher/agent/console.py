@@ -176,23 +176,23 @@ class AgentConsole:
             level=logging.WARNING,
         )
 
-    def looked(self, gang: WorkerGroup, found: Failure) -> None:
+    def looked(self, group: WorkerGroup, found: Failure) -> None:
         """Tells what was found about a worker that makes no step."""
         self._silent.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":
             self.say(f"rank {found.rank}: {found.message}", rank=found.rank)
             return
-        logs = {worker.rank: worker.log for worker in gang.workers}
+        logs = {worker.rank: worker.log for worker in group.workers}
         self.say(
             f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
             rank=found.rank,
             level=logging.WARNING,
         )
 
-    def outlasted(self, gang: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
+    def outlasted(self, group: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
         """Tells that these workers have ended and the job waits for others."""
         ranks, more = ", ".join(str(w.rank) for w in ended), len(ended) > 1
-        running = ", ".join(str(w.rank) for w in gang.workers if w.running)
+        running = ", ".join(str(w.rank) for w in group.workers if w.running)
         others = f"rank{'s' * (',' in running)} {running} here" if running else "other nodes"
         self.say(
             f"rank{'s' * more} {ranks} {'have' if more else 'has'} ended "

@@ -67,7 +67,7 @@ class WorkerGroup(Protocol):
     """The workers of this node in one generation."""
 
     @property
-    def hangs(self) -> HangDetector: ...
+    def progress_monitor(self) -> HangDetector: ...
 
     def view(self, now_s: float) -> WorkerGroupState: ...
 
@@ -86,7 +86,7 @@ class Node(Protocol):
     """The processes of this node, its loop among them."""
 
     @property
-    def gang(self) -> WorkerGroup | None:
+    def worker_group(self) -> WorkerGroup | None:
         """The workers of the present generation."""
 
     def poll(self, now_s: float) -> None:
@@ -224,8 +224,8 @@ class AgentCore:
         if not self._notices and store.cache.control().drains(store.membership.me):
             self.leave("drained by an operator")
         workers = WorkerGroupState()
-        if node.gang is not None:
-            workers = node.gang.view(now_s)
+        if node.worker_group is not None:
+            workers = node.worker_group.view(now_s)
             if workers.token != self._world_token:
                 workers = replace(workers, token=self._world_token)
         if not workers.running and self._memory.unsealed():
@@ -256,8 +256,8 @@ class AgentCore:
                     if not needs_fresh_view(action):
                         self._store.writer.write(action, view)
                 case _:
-                    if self._node.gang is not None:
-                        command(self._node.gang, action, now_s)
+                    if self._node.worker_group is not None:
+                        command(self._node.worker_group, action, now_s)
 
     def _confirm(self, view: View, decision: Decision, now_s: float) -> None:
         """Reads the store, observes and decides once more, and writes what is decided again.
@@ -302,6 +302,6 @@ def command(group: WorkerGroup, action: Action, now_s: float) -> None:
         case KillSuspended():
             group.kill_suspended()
         case DumpStacks(limit_s):
-            group.hangs.dump_stacks(limit_s, now_s)
+            group.progress_monitor.dump_stacks(limit_s, now_s)
         case _:
             raise AssertionError(f"no action of workers: {action}")

@@ -137,12 +137,12 @@ class AgentReporter:
             ranks=list(range(first, first + member.nproc)),
         )
 
-    def started(self, gang: WorkerGroup) -> None:
-        self.note("started", pids=[worker.pid for worker in gang.workers], kept=gang.kept)
-        self._metrics.workers_running.set(len(gang.workers))
+    def started(self, group: WorkerGroup) -> None:
+        self.note("started", pids=[worker.pid for worker in group.workers], kept=group.kept)
+        self._metrics.workers_running.set(len(group.workers))
 
     def heard(  # noqa: PLR0915 - one case for each message
-        self, gang: WorkerGroup, heard: Iterable[Heard], now_s: float
+        self, group: WorkerGroup, heard: Iterable[Heard], now_s: float
     ) -> None:
         """Take note of what workers said."""
         for worker, message in heard:
@@ -159,7 +159,7 @@ class AgentReporter:
                     self._recovery("restore", message.restore_s)
                     self._marks["restored"] = now_s
                     if local == 0:
-                        self.note("restored", generation=gang.generation, **_plain(message))
+                        self.note("restored", generation=group.generation, **_plain(message))
                 case Stepped():
                     if "restored" in self._marks:
                         first_s = max(0.0, message.at_s - self._marks.pop("restored"))
@@ -178,7 +178,7 @@ class AgentReporter:
                         useful_s = max(0.0, message.step_s - message.data_wait_s)
                         self._latest.goodput.stepped(message.step, useful_s, message.at_s)
                         ago_s = time.monotonic() - message.at_s
-                        at = {"time": time.time() - ago_s, "generation": gang.generation}
+                        at = {"time": time.time() - ago_s, "generation": group.generation}
                         self.note("step", **_plain(message) | at)
                 case Logged():
                     if "loss" in message.scalars:
@@ -202,9 +202,9 @@ class AgentReporter:
                     self.note("failed", rank=worker.rank, **_plain(message))
                 case Ended(code):
                     self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
-                    running = sum(w.running for w in gang.workers)
+                    running = sum(w.running for w in group.workers)
                     self._metrics.workers_running.set(running)
-        self._tee(gang, last=False)
+        self._tee(group, last=False)
 
     def kept(self, news: SnapshotHeld) -> None:
         """This node holds its part of a snapshot, or could not."""
@@ -247,33 +247,33 @@ class AgentReporter:
         """Whether this worker's output is repeated on the terminal."""
         return self._options.console.shown(worker.local_rank) != 0
 
-    def _tee(self, gang: WorkerGroup, *, last: bool) -> None:
-        for worker in gang.workers:
+    def _tee(self, group: WorkerGroup, *, last: bool) -> None:
+        for worker in group.workers:
             self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
 
-    def looked(self, gang: WorkerGroup, found: Failure) -> None:
+    def looked(self, group: WorkerGroup, found: Failure) -> None:
         """What a look found about a worker that makes no step."""
-        self.note("looked", generation=gang.generation, **_plain(found))
-        self.console.looked(gang, found)
+        self.note("looked", generation=group.generation, **_plain(found))
+        self.console.looked(group, found)
 
-    def outlasted(self, gang: WorkerGroup, now_s: float) -> None:
+    def outlasted(self, group: WorkerGroup, now_s: float) -> None:
         """Says once of a generation that workers have finished and others of its world run on."""
-        if self._said_outlasted == gang.generation or self._done is not None:
+        if self._said_outlasted == group.generation or self._done is not None:
             return
-        ended = gang.outlasted(now_s)
+        ended = group.outlasted(now_s)
         if ended:
-            self._said_outlasted = gang.generation
+            self._said_outlasted = group.generation
             self.note("outlasted", ranks=[w.rank for w in ended])
-            self.console.outlasted(gang, ended, now_s)
+            self.console.outlasted(group, ended, now_s)
 
     def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
         """A process was killed that did not end although its script had."""
         self.note("stuck_at_exit", rank=worker.rank, exit_code=worker.script_exit_code)
         self.console.stuck_at_exit(worker, limit_s)
 
-    def retired(self, gang: WorkerGroup) -> None:
-        """The last of a gang's output."""
-        self._tee(gang, last=True)
+    def retired(self, group: WorkerGroup) -> None:
+        """The last of a group's output."""
+        self._tee(group, last=True)
 
     def notice(self, notice: PreemptionNotice) -> None:
         """This node is to leave."""

@@ -132,7 +132,7 @@ class CheckpointSaver:
         self._events: queue.SimpleQueue[SnapshotHeld | SaveFinished | SaveFailed] = (
             queue.SimpleQueue()
         )
-        self._keeper = SnapshotReplicator(snapshots, self._tell)
+        self._replicator = SnapshotReplicator(snapshots, self._tell)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
 
@@ -141,7 +141,7 @@ class CheckpointSaver:
         with self._lock:
             self._post, self._post_since_s = post, time.monotonic()
             self._steps.clear()
-            self._keeper.begin()
+            self._replicator.begin()
 
     def captured(self, message: Captured) -> None:
         """A worker's shard is in memory."""
@@ -151,7 +151,7 @@ class CheckpointSaver:
                 return
             if message.world_size == post.world_size:
                 self._take(post, message)
-            self._keeper.captured(self._steps[max(self._steps)] if self._steps else None)
+            self._replicator.captured(self._steps[max(self._steps)] if self._steps else None)
 
     def _take(self, post: SnapshotRole, message: Captured) -> None:
         known = self._steps.get(message.step, CapturedStep(post=post, number=message.step))
@@ -210,7 +210,7 @@ class CheckpointSaver:
 
     def unsealed(self) -> bool:
         """Whether a shard in memory is not sealed yet; that is being done."""
-        return self._keeper.unsealed()
+        return self._replicator.unsealed()
 
     def events(self) -> list[SnapshotHeld | SaveFinished | SaveFailed]:
         """What has happened since the last call."""
@@ -225,7 +225,7 @@ class CheckpointSaver:
             self._writing.release()
         self._closed = True
         self._jobs.put(None)
-        self._keeper.close()
+        self._replicator.close()
         self._thread.join(1.0)
 
     def _tell(self, news: SnapshotHeld | SaveFinished | SaveFailed) -> None:
@@ -343,7 +343,7 @@ class CheckpointSaver:
         return notes
 
     def _await_seal(self, job: _Job, shard: ShardName) -> Seal:
-        while (seal := self._keeper.seal_of(shard)) is None:
+        while (seal := self._replicator.seal_of(shard)) is None:
             if not self._snapshots.has(shard):
                 raise StorageError(f"the snapshot of step {shard.step} is gone from memory")
             if reason := self._reason_to_give_up(job):

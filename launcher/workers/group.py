@@ -80,7 +80,7 @@ class WorkerGroup:
     first_rank: int = 0
     started_s: float = 0.0
     failure: Failure | None = None
-    hangs: ProgressMonitor = field(default_factory=ProgressMonitor)
+    progress_monitor: ProgressMonitor = field(default_factory=ProgressMonitor)
     exit_timeout_s: float = 0.0
     """Limit for a process to end once its script has; 0: none."""
     console: Console = field(default_factory=Console)
@@ -116,7 +116,7 @@ class WorkerGroup:
                 worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, mine)
             self.workers.append(worker)
             ask = worker.request_location
-            self.hangs.add(
+            self.progress_monitor.add(
                 WorkerProgress(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask)
             )
         self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
@@ -152,13 +152,13 @@ class WorkerGroup:
             failed=self.failure is not None,
             failure=self.failure,
         )
-        return self.hangs.with_progress(state, now_s)
+        return self.progress_monitor.with_progress(state, now_s)
 
     def poll_stalls(self, now_s: float) -> list[Failure]:
         """Go on with a look at workers that make no step; what it found, when it is over."""
-        found = self.hangs.poll(now_s, ending=self._view.aborted_s is not None)
+        found = self.progress_monitor.poll(now_s, ending=self._view.aborted_s is not None)
         for failure in found:
-            if failure.rank in self.hangs.guilty:
+            if failure.rank in self.progress_monitor.guilty:
                 self._fail(failure)
         return found
 
@@ -197,13 +197,13 @@ class WorkerGroup:
     def kill_unresponsive(self) -> None:
         """SIGKILL to those that, as a look has found, could not obey."""
         for worker in self.workers:
-            if worker.running and worker.rank in self.hangs.unresponsive:
+            if worker.running and worker.rank in self.progress_monitor.unresponsive:
                 worker.send_signal(signal.SIGKILL)
 
     def kill_suspended(self) -> None:
         """SIGKILL to those that a signal has stopped."""
         for worker in self.workers:
-            if worker.at_work and worker.rank in self.hangs.stopped:
+            if worker.at_work and worker.rank in self.progress_monitor.stopped:
                 worker.send_signal(signal.SIGKILL)
 
     def kill_unresponsive_scripts(self, now_s: float) -> None:
@@ -269,9 +269,9 @@ class WorkerGroup:
 
     def _handle(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
         if isinstance(message, Ended):
-            self.hangs.gone(worker.rank, now_s)
+            self.progress_monitor.gone(worker.rank, now_s)
         else:
-            self.hangs.note(worker.rank, message, now_s)
+            self.progress_monitor.note(worker.rank, message, now_s)
         match message:
             case Attached():
                 worker.record(Event.ATTACHED)

@@ -62,7 +62,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
     code = f"def hangs_here():\n    print('up', flush=True)\n    {HANGS[kind]}\nhangs_here()\n"
     play = Play(server, tmp_path, code)
     play.wait(lambda: "up" in play.log())
-    worker = play.gang.workers[0]
+    worker = play.group.workers[0]
     until(lambda: kind != "stop" or process_state(worker.pid) == "T", "it is stopped")
     asked: list[str] = []
     subject = DumpTarget(
@@ -78,7 +78,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
     until(lambda: look.poll(time.monotonic()), "the look is over")
     look.close()
     (silence,) = look.findings(time.monotonic())
-    play.gang.kill()
+    play.group.kill()
     play.wait_for_end()
     assert asked == ["where are you?"]
     assert (silence.rank, silence.step, silence.overdue) == (0, 7, True)
@@ -92,7 +92,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
 def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_path: Path) -> None:
     play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
     play.wait(lambda: "up" in play.log())
-    worker = play.gang.workers[0]
+    worker = play.group.workers[0]
     false = shutil.which("false")
     assert false is not None
     subject = DumpTarget(
@@ -106,7 +106,7 @@ def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_p
     )
     look = StackDumper([subject], time.monotonic(), py_spy=false)
     until(lambda: look.poll(time.monotonic()), "the look is over")
-    play.gang.kill()
+    play.group.kill()
     play.wait_for_end()
     assert 'script.py", line 3' in play.log()
 
@@ -117,20 +117,20 @@ def stepped(at_s: float) -> Stepped:
 
 def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_path: Path) -> None:
     play = Play(server, tmp_path, "import time\ntime.sleep(600)\n")
-    hangs, now_s = play.gang.hangs, time.monotonic()
-    hangs.note(0, Attached(pid=play.gang.workers[0].pid), now_s - 101.0)
-    hangs.note(0, stepped(now_s - 100.0), now_s - 99.0)  # heard later
-    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 100.0
-    hangs.note(0, Busy(doing="evaluating"), now_s - 90.0)
-    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 0.0
-    hangs.note(0, Busy(doing=None), now_s - 50.0)
-    assert hangs.with_progress(WorkerGroupState(), now_s).silent_s == 50.0
-    hangs.dump_stacks(10.0, now_s)
-    assert hangs.with_progress(WorkerGroupState(), now_s).look == "open"
-    hangs.note(0, stepped(now_s), now_s)
-    until(lambda: hangs.poll(time.monotonic()) or not hangs.looking, "the look is over")
-    assert not hangs.guilty
-    play.gang.kill()
+    monitor, now_s = play.group.progress_monitor, time.monotonic()
+    monitor.note(0, Attached(pid=play.group.workers[0].pid), now_s - 101.0)
+    monitor.note(0, stepped(now_s - 100.0), now_s - 99.0)  # heard later
+    assert monitor.with_progress(WorkerGroupState(), now_s).silent_s == 100.0
+    monitor.note(0, Busy(doing="evaluating"), now_s - 90.0)
+    assert monitor.with_progress(WorkerGroupState(), now_s).silent_s == 0.0
+    monitor.note(0, Busy(doing=None), now_s - 50.0)
+    assert monitor.with_progress(WorkerGroupState(), now_s).silent_s == 50.0
+    monitor.dump_stacks(10.0, now_s)
+    assert monitor.with_progress(WorkerGroupState(), now_s).look == "open"
+    monitor.note(0, stepped(now_s), now_s)
+    until(lambda: monitor.poll(time.monotonic()) or not monitor.looking, "the look is over")
+    assert not monitor.guilty
+    play.group.kill()
     play.wait_for_end()
 
 
@@ -140,25 +140,25 @@ def test_who_is_told_to_stop_and_is_stopped_by_a_signal_is_killed_and_a_slow_one
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     play = Play(server, tmp_path, f"{code}print('up', flush=True)\ntime.sleep(600)\n", workers=2)
     play.wait(lambda: "up" in play.log(0) and "up" in play.log(1))
-    slow, stopped = play.gang.workers
+    slow, stopped = play.group.workers
 
     def stopped_s() -> float:
-        play.gang.poll_stalls(time.monotonic())
-        return play.gang.view(time.monotonic()).stopped_s
+        play.group.poll_stalls(time.monotonic())
+        return play.group.view(time.monotonic()).stopped_s
 
-    play.gang.stop("the generation is over", time.monotonic())
+    play.group.stop("the generation is over", time.monotonic())
     os.kill(stopped.pid, signal.SIGSTOP)
     until(lambda: stopped_s() > 0.0, "it is seen")
     os.kill(stopped.pid, signal.SIGCONT)
     until(lambda: stopped_s() == 0.0, "it goes on")
     os.kill(stopped.pid, signal.SIGSTOP)
     until(lambda: stopped_s() >= STOPPED_S, "it stays stopped")
-    play.gang.kill_suspended()
-    until(lambda: play.gang.poll_messages(time.monotonic(), server.ended()), "its end")
+    play.group.kill_suspended()
+    until(lambda: play.group.poll_messages(time.monotonic(), server.ended()), "its end")
     assert (stopped.exit_code, slow.exit_code) == (-signal.SIGKILL, None)
     assert stopped_s() == 0.0
-    assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
-    play.gang.kill()
+    assert not play.group.view(time.monotonic()).failed, "who was told to stop has not failed"
+    play.group.kill()
     play.wait_for_end()
 
 
@@ -166,14 +166,14 @@ def test_a_worker_that_does_not_read_holds_nobody_up(server: ForkServer, tmp_pat
     """More than its socket holds is sent to a stopped worker; the agent's loop must not wait."""
     play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
     play.wait(lambda: "up" in play.log())
-    worker = play.gang.workers[0]
+    worker = play.group.workers[0]
     room = socket.socket(fileno=worker.channel.fileno())
     size = room.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     room.detach()
     text = "x" * 1000
     for step in range(size // 500):
-        play.gang.tell(SnapshotHeld(step=step, generation=3, error=text))
-    play.gang.kill()
+        play.group.tell(SnapshotHeld(step=step, generation=3, error=text))
+    play.group.kill()
     assert play.wait_for_end() == [-signal.SIGKILL]
 
 
@@ -181,7 +181,7 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
     """Nobody polls: the fork server's message wakes whoever waits for it."""
     play = Play(server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n")
     play.wait(lambda: "up" in play.log())
-    worker = play.gang.workers[0]
+    worker = play.group.workers[0]
     assert not select.select([server], [], [], 0)[0]
     os.kill(worker.pid, signal.SIGKILL)
     assert select.select([server], [], [], PATIENCE_S)[0]
@@ -191,5 +191,5 @@ def test_the_agent_is_woken_when_a_worker_dies(server: ForkServer, tmp_path: Pat
 
 def test_seen_fits_what_decide_sees() -> None:
     group = WorkerGroup(None, 1, 0)  # type: ignore[arg-type]
-    assert group.hangs.with_progress(WorkerGroupState(), 0.0) == WorkerGroupState()
+    assert group.progress_monitor.with_progress(WorkerGroupState(), 0.0) == WorkerGroupState()
     assert JobPolicy(min_nodes=1, max_nodes=1).hang_timeout_s is None

@@ -52,7 +52,7 @@ def assignment(rank: int, of: int) -> Assignment:
 
 
 class Play:
-    """A gang that runs a script, and all that was heard of it."""
+    """A group that runs a script, and all that was heard of it."""
 
     def __init__(self, server: ForkServer, tmp_path: Path, code: str, workers: int = 1) -> None:
         script = tmp_path / "script.py"
@@ -67,22 +67,22 @@ class Play:
         self.logs = tmp_path / "logs"
         self.heard: list[Heard] = []
         self.wakeup_fd, rings = os.pipe2(os.O_NONBLOCK)
-        self.gang = WorkerGroup(server, 3, rings, started_s=time.monotonic())
+        self.group = WorkerGroup(server, 3, rings, started_s=time.monotonic())
         assignments = [assignment(rank, workers) for rank in range(workers)]
-        self.gang.start(assignments, launch, self.logs, None)
+        self.group.start(assignments, launch, self.logs, None)
 
     def wait(self, so: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
         while not so():
             assert time.monotonic() < deadline_s, self.heard
             now_s = time.monotonic()
-            self.heard += self.gang.poll_messages(now_s, self.gang.server.ended())
-            self.gang.kill_unresponsive_scripts(now_s)
+            self.heard += self.group.poll_messages(now_s, self.group.server.ended())
+            self.group.kill_unresponsive_scripts(now_s)
             time.sleep(0.01)
 
     def wait_for_end(self) -> list[int]:
-        self.wait(lambda: not self.gang.view(time.monotonic()).running)
-        return [worker.exit_code or 0 for worker in self.gang.workers]
+        self.wait(lambda: not self.group.view(time.monotonic()).running)
+        return [worker.exit_code or 0 for worker in self.group.workers]
 
     def log(self, rank: int = 0) -> str:
         path = self.logs / f"{rank}.log"
@@ -97,7 +97,7 @@ def test_a_plain_script_finishes(server: ForkServer, tmp_path: Path) -> None:
     )
     play = Play(server, tmp_path, code, workers=2)
     assert play.wait_for_end() == [0, 0]
-    assert play.gang.view(time.monotonic()).finished
+    assert play.group.view(time.monotonic()).finished
     first = f"__main__ ['--lr', '3'] 1 2\nyes 2 {tmp_path}\n"
     assert play.log(1) == first
 
@@ -122,12 +122,12 @@ time.sleep(600)
     play = Play(server, tmp_path, code)
     play.wait(lambda: "stepped" in play.log())
     assert not rings(play.wakeup_fd)
-    play.gang.ask(1)
+    play.group.ask(1)
     play.wait(lambda: "attached" in play.log())
     assert rings(play.wakeup_fd)
     play.wait(lambda: len(play.heard) == 3)
     assert isinstance(play.heard[0][1], Stepped) and play.heard[0][1].at_s == 2.5
-    play.gang.kill()
+    play.group.kill()
     play.wait_for_end()
 
 
@@ -157,11 +157,11 @@ def test_how_a_script_fails(
 ) -> None:
     play = Play(server, tmp_path, code)
     assert play.wait_for_end() == [exit_code]
-    failure = play.gang.failure
+    failure = play.group.failure
     assert failure is not None
     assert (failure.blame, failure.final) == (blame, final)
     assert failure.message.startswith(message)
-    assert play.gang.view(time.monotonic()).failed
+    assert play.group.view(time.monotonic()).failed
 
 
 def test_the_failure_that_explains_the_others_is_kept(server: ForkServer, tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_the_failure_that_explains_the_others_is_kept(server: ForkServer, tmp_pa
     )
     play = Play(server, tmp_path, code, workers=2)
     play.wait_for_end()
-    assert play.gang.failure is not None
-    assert (play.gang.failure.rank, play.gang.failure.blame) == (1, "user")
-    assert "KeyError: 'mine'" in play.gang.failure.traceback
+    assert play.group.failure is not None
+    assert (play.group.failure.rank, play.group.failure.blame) == (1, "user")
+    assert "KeyError: 'mine'" in play.group.failure.traceback
     assert len([m for _, m in play.heard if isinstance(m, Failed)]) == 2
 
 
@@ -184,9 +184,9 @@ def test_a_plain_script_is_stopped(server: ForkServer, tmp_path: Path, deaf: boo
     code = f"import signal, time\n{ignore}print('up', flush=True)\ntime.sleep(60)\n"
     play = Play(server, tmp_path, code)
     play.wait(lambda: "up" in play.log())
-    play.gang.stop("the generation is over", time.monotonic())
+    play.group.stop("the generation is over", time.monotonic())
     assert play.wait_for_end() == [-9 if deaf else -15]
-    assert not play.gang.view(time.monotonic()).failed, "who was told to stop has not failed"
+    assert not play.group.view(time.monotonic()).failed, "who was told to stop has not failed"
 
 
 def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
@@ -197,14 +197,14 @@ def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
     code = "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
     play = Play(server, tmp_path, code)
     play.wait(lambda: "up" in play.log())
-    pid = play.gang.workers[0].pid
+    pid = play.group.workers[0].pid
     os.kill(pid, signal.SIGSEGV)
     deadline_s = time.monotonic() + PATIENCE_S
     while not is_ending(pid) and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    play.gang.stop("rank 1 lost a peer", time.monotonic())
+    play.group.stop("rank 1 lost a peer", time.monotonic())
     assert play.wait_for_end() == [-11]
-    failure = play.gang.failure
+    failure = play.group.failure
     assert failure is not None
     assert (failure.blame, failure.message) == ("killed", "killed by SIGSEGV")
     assert "Fatal Python error: Segmentation fault" in play.log()
@@ -223,10 +223,10 @@ def test_a_status_is_told_before_what_runs_at_exit(server: ForkServer, tmp_path:
     deadline_s = time.monotonic() + PATIENCE_S
     while "ending" not in play.log() and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    play.gang.stop("rank 1 lost a peer", time.monotonic())
+    play.group.stop("rank 1 lost a peer", time.monotonic())
     assert play.wait_for_end() == [-9]
-    assert play.gang.failure is not None
-    assert play.gang.failure.message == "exited with status 3"
+    assert play.group.failure is not None
+    assert play.group.failure.message == "exited with status 3"
     assert next(type(message) for _, message in play.heard) is Failed
 
 
@@ -238,9 +238,9 @@ def test_what_a_script_says_of_its_stop_is_no_failure(server: ForkServer, tmp_pa
     )
     play = Play(server, tmp_path, code)
     play.wait(lambda: "up" in play.log())
-    play.gang.stop("the generation is over", time.monotonic())
+    play.group.stop("the generation is over", time.monotonic())
     assert play.wait_for_end() == [143]
-    assert not play.gang.view(time.monotonic()).failed
+    assert not play.group.view(time.monotonic()).failed
 
 
 def test_killing_a_worker_ends_its_children_too(server: ForkServer, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_killing_a_worker_ends_its_children_too(server: ForkServer, tmp_path: Pa
     play = Play(server, tmp_path, code)
     play.wait(lambda: play.log().strip())
     child = int(play.log())
-    play.gang.kill()
+    play.group.kill()
     assert play.wait_for_end() == [-9]
     play.wait(lambda: not is_alive(child))
 
@@ -261,15 +261,15 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     server.wait_until_ready()
     play = Play(server, tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
     play.wait(lambda: "up" in play.log())
-    pid = play.gang.workers[0].pid
+    pid = play.group.workers[0].pid
     server.close()
     deadline_s = time.monotonic() + PATIENCE_S
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_alive(pid)
-    play.gang.fail_all("the fork server died")
-    assert play.gang.workers[0].exit_code == -9
-    failure = play.gang.view(time.monotonic()).failure
+    play.group.fail_all("the fork server died")
+    assert play.group.workers[0].exit_code == -9
+    failure = play.group.view(time.monotonic()).failure
     assert failure is not None
     assert failure.message == "the fork server died"
 

@@ -22,8 +22,8 @@ from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from tests.simulation.connection import SimulatedStore
-from tests.simulation.gang import WorkerGroup
 from tests.simulation.storage import NodeMemory, SlowLook
+from tests.simulation.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -103,9 +103,9 @@ class Host:
         if worker.phase == "training":
             self.cluster.rules.cause("bad-node")
             if self.dies:
-                worker.gang.crash(worker)
+                worker.worker_group.crash(worker)
             else:
-                worker.gang.fail(worker, "environment", "OSError: a bad machine")
+                worker.worker_group.fail(worker, "environment", "OSError: a bad machine")
 
     @property
     def serves(self) -> bool:
@@ -127,7 +127,7 @@ class Agent:
         self.dead = False
         self.saves = 0
         """Saves of this node that are not over."""
-        self.gang: WorkerGroup | None = None
+        self.worker_group: WorkerGroup | None = None
         self.exit_code: ExitCode | None = None
         self.reason = ""
         self.began_s = cluster.timeline.now_s
@@ -190,9 +190,9 @@ class Agent:
         if self.dead:
             return
         self.dead = self.store.dead = True
-        if self.gang is not None:
-            for worker in self.gang.workers:
-                self.gang.kill_one(worker)
+        if self.worker_group is not None:
+            for worker in self.worker_group.workers:
+                self.worker_group.kill_one(worker)
         if greenlet.getcurrent() is not self._task:
             self._task.throw()
 
@@ -297,14 +297,14 @@ class Agent:
         return bool(self.host.memory.drafts)
 
     def retire(self, world: World) -> None:
-        if self.gang is not None:
-            self.gang.kill()
-            self.gang.group.supersede()
+        if self.worker_group is not None:
+            self.worker_group.kill()
+            self.worker_group.group.supersede()
 
     def start(self, world: World, index: int, now_s: float) -> None:
         if index == 0:
             self.membership.take_store_socket()
-        self.gang = WorkerGroup(self, world, index)
+        self.worker_group = WorkerGroup(self, world, index)
         self.cluster.rules.starts(self, world, index)
 
     def seal_all(self) -> None:
@@ -316,8 +316,8 @@ class Agent:
     def save_held(self, held: SaveHeldSnapshot) -> None:
         """Write parts of a snapshot to storage, again and again until it stands, or something newer
         begins."""
-        if self.gang is not None:
-            self.gang.group.drop_save()
+        if self.worker_group is not None:
+            self.worker_group.group.drop_save()
         self.saves += 1
         name = (held.generation, held.step, held.world_size)
 
@@ -333,7 +333,9 @@ class Agent:
 
         def wait() -> None:
             storage = self.cluster.storage
-            newer = self.gang is not None and self.gang.generation > held.generation + 1
+            newer = (
+                self.worker_group is not None and self.worker_group.generation > held.generation + 1
+            )
             stands = storage.has_all(name) or held.step in storage.steps
             if stands or newer or self.core.saved_held is not held:
                 self.saves -= 1
@@ -375,8 +377,8 @@ class Agent:
         """The process ends by itself."""
         self.dead = True
         self.cluster.left(self)
-        if self.gang is not None:
-            for worker in self.gang.workers:
-                self.gang.kill_one(worker)
+        if self.worker_group is not None:
+            for worker in self.worker_group.workers:
+                self.worker_group.kill_one(worker)
         self.membership.close()
         self.store.dead = True

@@ -110,14 +110,18 @@ class Faults:
 
     def _worker(self, agent: Agent) -> Worker | None:
         """One of the node's, drawn."""
-        return self._random.choice(agent.gang.workers) if agent.gang is not None else None
+        return (
+            self._random.choice(agent.worker_group.workers)
+            if agent.worker_group is not None
+            else None
+        )
 
     # -- workers
 
     def _kill_worker(self, agent: Agent, seconds: float) -> None:
         worker = self._worker(agent)
         if worker is not None:
-            worker.gang.crash(worker)
+            worker.worker_group.crash(worker)
 
     def _hang_worker(self, agent: Agent, seconds: float) -> None:
         worker = self._worker(agent)
@@ -130,8 +134,8 @@ class Faults:
     def _unhang(self, worker: Worker) -> None:
         if worker.deaf:
             worker.deaf, worker.hang = False, ""
-            if worker.gang.aborted_s is not None:
-                worker.gang.abort(worker)
+            if worker.worker_group.aborted_s is not None:
+                worker.worker_group.abort(worker)
             elif worker.group.broken:
                 worker.group.notice(worker)
             else:
@@ -142,26 +146,26 @@ class Faults:
         worker = self._worker(agent)
         if worker is not None and worker.phase == "training" and not worker.deaf:
             worker.busy = True
-            worker.gang.progress(worker)
+            worker.worker_group.progress(worker)
             self._timeline.after(seconds, self._busy_no_more, worker)
 
     def _busy_no_more(self, worker: Worker) -> None:
         if worker.busy:
             worker.busy = False
             self._cluster.rules.promises.disturbed()
-            worker.gang.progress(worker)
-            worker.gang.wake()
+            worker.worker_group.progress(worker)
+            worker.worker_group.wake()
             worker.group.look_again()
 
     def _deadlock(self, agent: Agent, seconds: float) -> None:
         """The ranks wait for each other; before the first step that is found after half an hour."""
-        if agent.gang is not None and agent.gang.group.stepped_s is not None:
-            agent.gang.group.stuck = True
+        if agent.worker_group is not None and agent.worker_group.group.stepped_s is not None:
+            agent.worker_group.group.stuck = True
 
     def _crash_worker(self, agent: Agent, seconds: float) -> None:
         worker = self._worker(agent)
         if worker is not None and worker.phase == "training":
-            worker.gang.fail(worker, "user", "RuntimeError: out of luck")
+            worker.worker_group.fail(worker, "user", "RuntimeError: out of luck")
 
     def _bad_node(self, agent: Agent, seconds: float) -> None:
         """Its workers fail, one generation after another."""
@@ -265,8 +269,8 @@ class Faults:
     def _in_reach(self, host: Host) -> None:
         host.dark = host.silent
         agent = host.agent
-        if agent is not None and agent.gang is not None:
-            agent.gang.group.look_again()
+        if agent is not None and agent.worker_group is not None:
+            agent.worker_group.group.look_again()
 
     def _slow_agent(self, agent: Agent, seconds: float) -> None:
         agent.stall(seconds, whole=False)

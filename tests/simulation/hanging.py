@@ -13,8 +13,8 @@ from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.hang_rules import StalledWorker, blame, due_s
 
 if TYPE_CHECKING:
-    from tests.simulation.gang import WorkerGroup
     from tests.simulation.training import Worker
+    from tests.simulation.worker_group import WorkerGroup
 
 Hang = Literal["", "stopped", "locked", "loop"]
 """Why a worker is deaf: a signal stopped it, something holds Python's lock, or it is in a dead
@@ -26,8 +26,8 @@ SLOW_LOOK_S = 5.0
 class Hanging:
     """The progress of the workers of one node in one generation, as their agent hears of it."""
 
-    def __init__(self, gang: WorkerGroup) -> None:
-        self._gang = gang
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
         self._look: Literal["none", "open", "over"] = "none"
         self._stalled: Failure | None = None
         self._limit_s: float | None = None
@@ -41,11 +41,14 @@ class Hanging:
 
     def _expected(self) -> list[Worker]:
         due = ("connecting", "restoring", "training")
-        return [w for w in self._gang.workers if w.phase in due and not w.finished]
+        return [w for w in self._worker_group.workers if w.phase in due and not w.finished]
 
     def _watched(self) -> list[Worker]:
         """Those, and the ones whose scripts are still starting."""
-        return [*self._expected(), *(w for w in self._gang.workers if w.phase == "starting")]
+        return [
+            *self._expected(),
+            *(w for w in self._worker_group.workers if w.phase == "starting"),
+        ]
 
     def moved(self) -> None:
         """A worker shows progress, or is at an end: what a look found is so no more."""
@@ -56,20 +59,20 @@ class Hanging:
         """For so long a worker has been seen stopped by a signal."""
         if worker.hang != "stopped":
             return 0.0
-        return self._gang.cluster.timeline.now_s - worker.hung_s
+        return self._worker_group.cluster.timeline.now_s - worker.hung_s
 
     @property
     def suspected(self) -> bool:
         """Whether a look was taken, or a worker is stopped: until then a worker that has not gone
         without a step for long looks like any other."""
-        return self._look != "none" or any(worker.hang for worker in self._gang.workers)
+        return self._look != "none" or any(worker.hang for worker in self._worker_group.workers)
 
     def seen(self) -> dict[str, Any]:
         """The fields of `WorkerGroupState` that tell of progress."""
-        gang = self._gang
-        now_s = gang.cluster.timeline.now_s
-        heard_s = min(now_s, gang.agent.deaf_until_s)
-        in_loop = gang.group.stepped_s is not None
+        worker_group = self._worker_group
+        now_s = worker_group.cluster.timeline.now_s
+        heard_s = min(now_s, worker_group.agent.deaf_until_s)
+        in_loop = worker_group.group.stepped_s is not None
         expected = self._expected()
         due = [now_s - max(heard_s, self._progress_s(w)) for w in expected if not w.busy]
         longest_s = max(due, default=0.0)
@@ -77,19 +80,19 @@ class Hanging:
             "silent_s": longest_s if in_loop else 0.0,
             "before_step_s": 0.0 if in_loop else longest_s,
             "frozen_s": max(map(self.frozen_s, self._watched()), default=0.0),
-            "stopped_s": max(map(self.frozen_s, gang.workers), default=0.0),
+            "stopped_s": max(map(self.frozen_s, worker_group.workers), default=0.0),
             "look": self._look,
             "stalled": self._stalled if self._all_due(now_s) else None,
         }
 
     def _all_due(self, now_s: float) -> bool:
         """See `ProgressMonitor._all_due`."""
-        limit_s = due_s(self._limit_s, in_loop=self._gang.group.stepped_s is not None)
+        limit_s = due_s(self._limit_s, in_loop=self._worker_group.group.stepped_s is not None)
         return all(now_s - self._progress_s(worker) >= limit_s for worker in self._expected())
 
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         """Find out where those are that make no step."""
-        cluster = self._gang.cluster
+        cluster = self._worker_group.cluster
         expected = self._expected()
         subjects = [
             w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
@@ -103,10 +106,13 @@ class Hanging:
         cluster.timeline.after(takes_s, self._judge, subjects, limit_s, began_s)
 
     def _judge(self, subjects: list[Worker], limit_s: float | None, began_s: float) -> None:
-        gang = self._gang
-        if gang.agent.dead or gang.agent.gang is not gang:
+        worker_group = self._worker_group
+        if worker_group.agent.dead or worker_group.agent.worker_group is not worker_group:
             return
-        now_s, in_loop = gang.cluster.timeline.now_s, gang.group.stepped_s is not None
+        now_s, in_loop = (
+            worker_group.cluster.timeline.now_s,
+            worker_group.group.stepped_s is not None,
+        )
         self._look = "over"
         expected, watched = self._expected(), self._watched()
         found, guilty = [], False
@@ -130,10 +136,10 @@ class Hanging:
             found.append(failure)
             if failure.blame == "hung":
                 guilty = True
-                gang.blame(failure)
+                worker_group.blame(failure)
         all_wait = bool(found) and len(found) == len(expected) and not guilty
         self._stalled = found[0] if all_wait else None
-        gang.wake()
+        worker_group.wake()
 
 
 def _located(worker: Worker) -> Located | None:

@@ -332,8 +332,8 @@ class Rules:
         self.promises.stepped(group)
         self.reached[generation] = max(self.reached[generation], group.step)
         for worker in group.workers.values():
-            current = worker.gang.agent.gang is worker.gang
-            text = f"{worker.gang.host.name} trains in generation {generation}"
+            current = worker.worker_group.agent.worker_group is worker.worker_group
+            text = f"{worker.worker_group.host.name} trains in generation {generation}"
             self.require(current and worker.alive, "R6", text + ", which is not its own")
 
     def stepped_alone(self, group: Group, worker: Worker) -> None:
@@ -341,8 +341,10 @@ class Rules:
         self.reached[group.generation] = max(self.reached[group.generation], worker.step)
 
     def connects(self, group: Group, worker: Worker) -> None:
-        text = f"{worker.gang.host.name} connects as rank {worker.rank} of {group.generation}"
-        self.require(worker.gang.generation == group.generation, "R6", text)
+        text = (
+            f"{worker.worker_group.host.name} connects as rank {worker.rank} of {group.generation}"
+        )
+        self.require(worker.worker_group.generation == group.generation, "R6", text)
         self.require(worker.rank not in group.workers, "R6", f"{text}, which is there already")
 
     def trains(self, group: Group) -> None:

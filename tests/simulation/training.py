@@ -19,7 +19,7 @@ from tests.simulation.storage import SnapshotName, State
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
-    from tests.simulation.gang import WorkerGroup
+    from tests.simulation.worker_group import WorkerGroup
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """A collective that waits for a silent peer fails then."""
@@ -39,7 +39,6 @@ class Worker:
         "ending",
         "failed",
         "finished",
-        "gang",
         "group",
         "hang",
         "hung_s",
@@ -51,10 +50,11 @@ class Worker:
         "step",
         "stopping",
         "unheard",
+        "worker_group",
     )
 
-    def __init__(self, gang: WorkerGroup, group: Group, rank: int) -> None:
-        self.gang = gang
+    def __init__(self, worker_group: WorkerGroup, group: Group, rank: int) -> None:
+        self.worker_group = worker_group
         self.group = group
         self.rank = rank
         self.phase: Phase = "starting"
@@ -69,7 +69,7 @@ class Worker:
         """In a long kernel until then: it hears nothing."""
         self.busy = False
         """In a section in which no step is due."""
-        self.progress_s = gang.cluster.timeline.now_s
+        self.progress_s = worker_group.cluster.timeline.now_s
         self.restored = self.stopping = self.failed = self.finished = False
         self.unheard = False
         """It has died, and its agent has not learnt of it."""
@@ -100,7 +100,7 @@ class Group:
         self.world = world
         self.generation = world.generation
         self.size = world.world_size
-        self.gangs: dict[int, WorkerGroup] = {}
+        self.worker_groups: dict[int, WorkerGroup] = {}
         """By index of the member."""
         self.workers: dict[int, Worker] = {}
         """By rank: those that connected."""
@@ -131,12 +131,12 @@ class Group:
         self.workers[worker.rank] = worker
         if len(self.workers) == self.size:
             for each in self.workers.values():
-                each.gang.all_are_there(each)
+                each.worker_group.all_are_there(each)
         self.look_again()
 
     def reaches(self, worker: Worker) -> bool:
         """Whether nothing lies between its machine and rank 0's."""
-        here, first = worker.gang.host, self.cluster.hosts[self.world.members[0].node]
+        here, first = worker.worker_group.host, self.cluster.hosts[self.world.members[0].node]
         return here is first or not (here.dark or first.dark)
 
     def look_again(self) -> None:
@@ -157,7 +157,7 @@ class Group:
     def _able(worker: Worker) -> bool:
         """Whether it does its part of a step."""
         up = worker.phase != "gone" and not worker.deaf and not worker.busy
-        return up and not worker.gang.host.dark
+        return up and not worker.worker_group.host.dark
 
     def _restore(self, worker: Worker) -> None:
         if worker.phase != "restoring":
@@ -165,19 +165,19 @@ class Group:
         if worker.deaf:
             self.cluster.later(0.1, 0.3, self._restore, worker)
             return
-        if worker.gang.host.bad_input in ("model", "script"):
-            worker.gang.fails_by_input(worker)
+        if worker.worker_group.host.bad_input in ("model", "script"):
+            worker.worker_group.fails_by_input(worker)
             return
-        trouble = self.cluster.unreadable(self.world.resume, worker.gang.host)
+        trouble = self.cluster.unreadable(self.world.resume, worker.worker_group.host)
         if trouble is not None:
             blame, message, bad_step = trouble
-            worker.gang.fail(worker, blame, message, bad_step=bad_step)
+            worker.worker_group.fail(worker, blame, message, bad_step=bad_step)
             return
         worker.phase, worker.restored = "training", True
-        worker.gang.progress(worker)
-        worker.gang.host.breaks(worker)
+        worker.worker_group.progress(worker)
+        worker.worker_group.host.breaks(worker)
         self._restored += 1
-        worker.gang.wake()
+        worker.worker_group.wake()
         if self._restored == self.size:
             self.cluster.rules.trains(self)
         if self._restored == self.size and not self.broken:
@@ -206,7 +206,7 @@ class Group:
         if cluster.plan.crash_at == self.step + 1:
             cluster.rules.cause("crash")
             worker = self.workers[min(cluster.plan.crash_rank, self.size - 1)]
-            worker.gang.fail(worker, "user", "ValueError: bad sample")
+            worker.worker_group.fail(worker, "user", "ValueError: bad sample")
             return
         self.step += 1
         self.stepped_s = cluster.timeline.now_s
@@ -222,15 +222,15 @@ class Group:
         """A collective gives up waiting."""
         if epoch == self.epoch and not self.broken and self._stalled:
             for worker in self._trainers():
-                if not worker.deaf and not worker.gang.host.dark:
-                    worker.gang.fail(worker, "peer", "gloo: timed out")
+                if not worker.deaf and not worker.worker_group.host.dark:
+                    worker.worker_group.fail(worker, "peer", "gloo: timed out")
 
     def _trainers(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.alive and not w.stopping]
 
     def lose(self, cause: Worker) -> None:
         """A worker's sockets are shut, by itself or by its end: the others notice soon."""
-        host = cause.gang.host
+        host = cause.worker_group.host
         if cause.rank not in self.workers or host.silent or host.dark:
             return
         if cause.rank and len(self.workers) < self.size:
@@ -244,7 +244,7 @@ class Group:
         possible = following not in (plan.crash_at, plan.total_steps + 1)
         nearly_done = possible and self._step_s and (now_s - self._began_s) / self._step_s > 0.8
         for worker in self._trainers():
-            if worker is cause or worker.gang.host.dark:
+            if worker is cause or worker.worker_group.host.dark:
                 continue
             if nearly_done and not self._stalled and random.random() < 0.5:
                 worker.step = following
@@ -256,7 +256,7 @@ class Group:
 
     def notice(self, worker: Worker) -> None:
         if worker.alive and not worker.deaf and not worker.stopping:
-            worker.gang.fail(worker, "peer", "connection reset by peer")
+            worker.worker_group.fail(worker, "peer", "connection reset by peer")
 
     # -- boundaries
 
@@ -266,8 +266,8 @@ class Group:
         if before is not None:
             self.ledger = self.ledger.after_exchange(before)
             if before.flags:
-                for gang in self.gangs.values():
-                    gang.leave_at_boundary()
+                for worker_group in self.worker_groups.values():
+                    worker_group.leave_at_boundary()
                 self.broken = True
                 self.epoch += 1
                 return True
@@ -282,18 +282,18 @@ class Group:
         return False
 
     def _word(self) -> ControlWord:
-        gangs = self.gangs.values()
+        worker_groups = self.worker_groups.values()
         least = self.ledger.start - 1
         flags = 0
-        for gang in gangs:
-            flags |= gang.flags
+        for worker_group in worker_groups:
+            flags |= worker_group.flags
         return ControlWord(
             flags=flags,
             ready=self.stepped_s is not None,
-            held=max(least, min(gang.kept for gang in gangs)),
-            saved=max(least, min(gang.saved for gang in gangs)),
-            not_held=max(gang.unkept for gang in gangs),
-            unsaved=max(gang.unsaved for gang in gangs),
+            held=max(least, min(worker_group.kept for worker_group in worker_groups)),
+            saved=max(least, min(worker_group.saved for worker_group in worker_groups)),
+            not_held=max(worker_group.unkept for worker_group in worker_groups),
+            unsaved=max(worker_group.unsaved for worker_group in worker_groups),
         )
 
     def kept_states(self) -> set[State]:
@@ -308,42 +308,46 @@ class Group:
         if checkpoint:
             self.saved = self.step
             save = self.save = Save(self.step)
-        for index, gang in self.gangs.items():
-            for worker in gang.workers:
-                gang.host.memory.write(name, worker.rank, keep)
+        for index, worker_group in self.worker_groups.items():
+            for worker in worker_group.workers:
+                worker_group.host.memory.write(name, worker.rank, keep)
             if save is not None:
-                gang.agent.saves += 1
-            self.cluster.later(0.005, 0.1, self._seal, index, gang, name, save)
+                worker_group.agent.saves += 1
+            self.cluster.later(0.005, 0.1, self._seal, index, worker_group, name, save)
 
-    def _seal(self, index: int, gang: WorkerGroup, name: SnapshotName, save: Save | None) -> None:
-        if gang.agent.dead:
+    def _seal(
+        self, index: int, worker_group: WorkerGroup, name: SnapshotName, save: Save | None
+    ) -> None:
+        if worker_group.agent.dead:
             return
-        gang.host.memory.seal([name])
+        worker_group.host.memory.seal([name])
         if save is not None:
-            self.cluster.later(0.05, 0.8, self._persist, index, gang, save)
+            self.cluster.later(0.05, 0.8, self._persist, index, worker_group, save)
         until_s = self.cluster.timeline.now_s + PULL_LIMIT_S
-        self.cluster.later(0.005, 0.1, self._pull, index, gang, name, until_s)
+        self.cluster.later(0.005, 0.1, self._pull, index, worker_group, name, until_s)
 
-    def _pull(self, index: int, gang: WorkerGroup, name: SnapshotName, until_s: float) -> None:
+    def _pull(
+        self, index: int, worker_group: WorkerGroup, name: SnapshotName, until_s: float
+    ) -> None:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
-        if gang.agent.dead or gang.agent.gang is not gang:
+        if worker_group.agent.dead or worker_group.agent.worker_group is not worker_group:
             return
         owner = replica_source_index(index, len(self.world.members))
         if owner is not None and self.snapshots:
-            other = self.gangs[owner]
-            reach = not (other.agent.dead or other.host.dark or gang.host.dark)
+            other = self.worker_groups[owner]
+            reach = not (other.agent.dead or other.host.dark or worker_group.host.dark)
             ranks = self.world.ranks(owner)
             if not reach or not all(other.host.memory.has(name, rank) for rank in ranks):
                 if self.cluster.timeline.now_s < until_s:
-                    self.cluster.later(0.02, 0.2, self._pull, index, gang, name, until_s)
+                    self.cluster.later(0.02, 0.2, self._pull, index, worker_group, name, until_s)
                 else:
-                    gang.unkept = max(gang.unkept, name[1])
+                    worker_group.unkept = max(worker_group.unkept, name[1])
                 return
-            gang.host.memory.add(name, ranks)
-        gang.kept = max(gang.kept, name[1])
+            worker_group.host.memory.add(name, ranks)
+        worker_group.kept = max(worker_group.kept, name[1])
 
-    def _persist(self, index: int, gang: WorkerGroup, save: Save) -> None:
-        if gang.agent.dead:
+    def _persist(self, index: int, worker_group: WorkerGroup, save: Save) -> None:
+        if worker_group.agent.dead:
             return
         if self.cluster.storage.away:
             self._save_over(save, well=False)
@@ -358,14 +362,14 @@ class Group:
         if save.over:
             return
         save.over, save.well = True, well
-        for gang in self.gangs.values():
-            gang.agent.saves -= 1
-            gang.saved = save.step
+        for worker_group in self.worker_groups.values():
+            worker_group.agent.saves -= 1
+            worker_group.saved = save.step
             if not well:
-                gang.unsaved = save.step
+                worker_group.unsaved = save.step
             else:
-                gang.agent.cluster_observer.saved(save.step)
-            gang.wake()
+                worker_group.agent.cluster_observer.saved(save.step)
+            worker_group.wake()
 
     def supersede(self) -> None:
         """A newer generation has begun: nobody waits long for this one's save."""
@@ -396,10 +400,10 @@ class Group:
             trainers = self._trainers()
             if trainers:
                 worker = trainers[0]
-                worker.gang.fail(worker, "storage", "the last checkpoint was not saved")
+                worker.worker_group.fail(worker, "storage", "the last checkpoint was not saved")
             return
-        for gang in self.gangs.values():
-            gang.finish()
+        for worker_group in self.worker_groups.values():
+            worker_group.finish()
 
     def _finish_when_saved(self) -> None:
         if self.broken:

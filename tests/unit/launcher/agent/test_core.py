@@ -47,7 +47,7 @@ class FailingStore(MemoryStore):
 class NodeWithoutProcesses:
     """Records what the loop asks of a node, in order."""
 
-    gang = None
+    worker_group = None
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -87,7 +87,7 @@ def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
     reporter.close(None)
 
 
-def gang_of(log: Path) -> tuple[WorkerGroup, Worker]:
+def group_of(log: Path) -> tuple[WorkerGroup, Worker]:
     worker = Worker(0, 0, 1, None, log, 0)  # type: ignore[arg-type]
     return WorkerGroup(None, 1, 0, workers=[worker]), worker  # type: ignore[arg-type]
 
@@ -96,13 +96,13 @@ def test_a_hang_that_ends_by_itself_is_said(
     reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank was said to make no step, and then nothing."""
-    gang, worker = gang_of(tmp_path / "0.log")
+    group, worker = group_of(tmp_path / "0.log")
     step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
-    reporter.heard(gang, [(worker, step)], 0.0)
+    reporter.heard(group, [(worker, step)], 0.0)
     assert capsys.readouterr().err == ""
     found = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
-    reporter.looked(gang, found)
-    reporter.heard(gang, [(worker, step), (worker, step)], 0.0)
+    reporter.looked(group, found)
+    reporter.heard(group, [(worker, step), (worker, step)], 0.0)
     lines = [line.partition("n] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "rank 0: no step for 61.0 s after step 6; it waits"
     assert lines[1].startswith("rank 0 makes steps again, ")
@@ -113,10 +113,10 @@ def test_a_hang_that_ends_by_itself_is_said(
 def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
     reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gang, worker = gang_of(tmp_path / "0.log")
+    group, worker = group_of(tmp_path / "0.log")
     for every in (4, 1, 9, 12, 3, 20):
         reporter.heard(
-            gang, [(worker, SnapshotInterval(every=every, cost_s=0.01, step_s=0.1))], 0.0
+            group, [(worker, SnapshotInterval(every=every, cost_s=0.01, step_s=0.1))], 0.0
         )
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("snapshots every ")[2].split()[0] for line in lines] == ["4", "20"]

@@ -40,7 +40,7 @@ class WorkerGroup:
         self.index = index
         self.generation = world.generation
         self.group: Group = self.cluster.group(world)
-        self.group.gangs[index] = self
+        self.group.worker_groups[index] = self
         self.workers = [Worker(self, self.group, rank) for rank in world.ranks(index)]
         self.flags = 0
         self.kept = self.unkept = self.saved = self.unsaved = -1
@@ -51,7 +51,7 @@ class WorkerGroup:
         self._complete_given = False
         self._heard_step = 0
         self._heard_s = 0.0
-        self.hangs = Hanging(self)
+        self.progress_monitor = Hanging(self)
         self._watches = self.cluster.plan.limits.hang_timeout_s is not None
         """Whether hangs are looked for within the time of a schedule."""
         self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
@@ -92,9 +92,9 @@ class WorkerGroup:
             self._viewed = ((known, told), self._view(known))
         view = self._viewed[1]
         waits = self.cluster.timeline.now_s - (self.group.stepped_s or inf) > WAITS_S
-        if not running or not (waits or self.hangs.suspected):
+        if not running or not (waits or self.progress_monitor.suspected):
             return view
-        seen = self.hangs.seen()
+        seen = self.progress_monitor.seen()
         if not self._watches:
             seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
         return replace(view, **seen)
@@ -129,7 +129,7 @@ class WorkerGroup:
         if group.stepped_s is not None and group.step > self._heard_step:
             self._heard_step = group.step
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
-            self.hangs.moved()
+            self.progress_monitor.moved()
 
     def ask(self, flags: int) -> None:
         self.cluster.rules.promises.asks(self.agent)
@@ -167,13 +167,13 @@ class WorkerGroup:
     def kill_unresponsive(self) -> None:
         """End the workers that, as a look has found, could not obey."""
         for worker in self.workers:
-            if worker.alive and worker.rank in self.hangs.unresponsive:
+            if worker.alive and worker.rank in self.progress_monitor.unresponsive:
                 self.kill_one(worker)
 
     def kill_suspended(self) -> None:
         """End the workers that a signal has stopped."""
         for worker in self.workers:
-            if worker.alive and self.hangs.frozen_s(worker) >= STOPPED_S:
+            if worker.alive and self.progress_monitor.frozen_s(worker) >= STOPPED_S:
                 self.kill_one(worker)
 
     def kill_one(self, worker: Worker) -> None:
@@ -300,7 +300,7 @@ class WorkerGroup:
     def progress(self, worker: Worker) -> None:
         """A worker shows that it comes on."""
         worker.progress_s = self.cluster.timeline.now_s
-        self.hangs.moved()
+        self.progress_monitor.moved()
 
     def _blame(self, worker: Worker, failure: Failure) -> None:
         if self.aborted_s is None or failure.blame != "peer":
