@@ -1,4 +1,4 @@
-"""The checkpoint format and its tools; `save` and `load` also work without an agent."""
+"""Defines the checkpoint format and its tools; `save` and `load` also work without an agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["load", "load_state", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch at its first use only (PEP 562)."""
+    """Imports at its first use what needs torch (PEP 562)."""
     if name in __all__:
         from elasticzero.checkpoint import api
 

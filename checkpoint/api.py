@@ -1,7 +1,8 @@
 """Implements `checkpoint.save`, `load` and `load_state`, which a script can call without an agent.
 
-What is saved may be nested as state dicts are. The name of a tensor in the checkpoint is the path
-to it, its keys joined by "/". Everything else, and the nesting, is JSON in the manifest's state.
+The values to save may be nested as state dicts are. The name of a tensor in the checkpoint is its
+path, the keys joined by "/". Everything else, and the nesting, becomes JSON in the manifest's
+state.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from elasticzero.nested import encoded_items, flatten, unflatten
 _T = TypeVar("_T")
 
 _MOST_WORDS_BYTES = 1000
-"""Maximum size of an error's text that a rank tells the others."""
+"""Maximum size of an error's text that one rank gives to the others."""
 
 
 def save(
@@ -61,15 +62,19 @@ def save(
     state: Mapping[str, Any] | None = None,
     wait_s: float = DEFAULT_WAIT_S,
 ) -> str:
-    """Writes a checkpoint by hand, without an agent; returns the step's directory.
+    """Writes a checkpoint by hand, without an agent, and returns the step's directory.
 
-    `path`: the checkpoint directory; the step gets a directory in it. `tensors`: what to save,
-    nested as you like: tensors, arrays, numbers, strings, None in dicts, lists and tuples. Where
-    torch.distributed is initialised every rank calls this: plain tensors must be equal on all, and
-    each rank writes its share of them; of a DTensor each writes its own rows; what is no tensor is
-    taken from rank 0. `state`: more JSON, which `load_state` gives back. Returns on every rank once
-    the checkpoint is committed. Raises `UserError` if the step stands there already, or for what a
-    checkpoint cannot hold; a save that fails leaves nothing behind.
+    Where torch.distributed is initialised every rank calls this, and it returns on every rank once
+    the checkpoint is committed. A plain tensor must be equal on all ranks, and each rank writes an
+    even share of it. Of a DTensor each rank writes its own rows. Everything that is not a tensor is
+    taken from rank 0. A save that fails leaves nothing behind.
+
+    `path`: the checkpoint directory, a path or a URL; the step becomes a directory in it.
+    `tensors`: dicts, lists and tuples, nested in any way, of tensors, arrays, numbers, strings and
+    None. `step`: the number of the step. `state`: further JSON, which `load_state` returns.
+    `wait_s`: how many seconds rank 0 waits for the files of the others. Raises `UserError` if the
+    step exists already, or for values that a checkpoint cannot hold, and `StorageError` if the
+    directory cannot be written or another save of the step came first.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if _is_together() else (0, 1)
     ready = _on_all(lambda: _prepared(path, tensors, step, state, world))
@@ -104,14 +109,18 @@ def save(
 
 
 def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-    """Reads a checkpoint: what `save` was given, or the named tensors of any other checkpoint.
+    """Reads a checkpoint and returns the values that `save` was given.
 
-    `path`: a checkpoint directory (its newest good step) or one step's directory. Without `into`
-    every tensor is made anew, whole, on the CPU. `into`: as nested as what was saved; its tensors
-    are filled in place (of a DTensor this rank's part) and stand in the result; they must be in the
-    checkpoint. All else comes from the checkpoint, which may hold more: of that only what lies
-    under the first-level keys of `into` is read. Needs no process group. Raises `UserError`,
-    `CheckpointMismatch`, `CheckpointDamaged` or `StorageError`.
+    Of a checkpoint that a job wrote, it returns the tensors by name. Loading needs no process
+    group. Without `into`, every tensor is newly made, whole, on the CPU. With it, its tensors are
+    filled in place (of a DTensor this rank's part) and appear in the result, and everything else in
+    the result comes from the checkpoint. Of a checkpoint that holds more, only the values under the
+    first-level keys of `into` are read.
+
+    `path`: a checkpoint directory, of which the newest good step is read, or one step's directory.
+    `into`: nested as the saved values; its tensors must be in the checkpoint.
+    Raises `UserError` if there is no checkpoint, `CheckpointMismatch` if it does not fit `into`,
+    `CheckpointDamaged` if bytes are missing or wrong, and `StorageError` if they cannot be read.
     """
     checkpoint = open_step(
         catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
@@ -142,20 +151,23 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the `state` that the checkpoint was saved with; `path` as in `load`."""
+    """Returns the `state` that `save` was given; `path` means what it means for `load`.
+
+    Raises the errors of `load`.
+    """
     manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
     return {key: value for key, value in manifest.state.items() if key != TREE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What a save is about to write, found to be possible."""
+    """Holds the checked input of a save: values and directory that can be written."""
 
     step: int
     named: Mapping[str, torch.Tensor]
     state: Mapping[str, Any]
     writers: list[int]
-    """The ranks that write, in the order of the layout's."""
+    """The ranks that write, in the order of the ranks in the layout."""
     layout: Layout
     directory: Directory
 
@@ -167,7 +179,8 @@ def _prepared(
     state: Mapping[str, Any] | None,
     world_size: int,
 ) -> _Prepared:
-    """Checks what is to be saved and where; raises `UserError` for what cannot be saved."""
+    """Checks the values and the directory of a save; raises `UserError` if either cannot be
+    used."""
     number = checked_step(step)
     named, json_state = _savable(tensors, state)
     writers = writing_ranks(named, world_size)
@@ -186,7 +199,7 @@ def _prepared(
 def _savable(
     tensors: Mapping[Any, Any], state: Mapping[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns (the tensors by name, the manifest's state); `UserError` for what cannot be saved."""
+    """Returns (the tensors by name, the manifest's state); raises `UserError` for other values."""
     named: dict[str, torch.Tensor] = {}
     if not isinstance(tensors, Mapping):
         raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
@@ -219,15 +232,15 @@ def _flat(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _first_level(manifest: Manifest) -> dict[Any, Any]:
-    """Returns what was saved, by its first keys, each value encoded."""
+    """Returns the saved values by their first-level keys, each value encoded."""
     tree = manifest.state.get(TREE)
     return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
 
 
 def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
-    """Returns the values to load: all that was saved, or what is under the first keys of `own`.
+    """Returns the values to load: all saved values, or those under the first-level keys of `own`.
 
-    A key of `own` that was not saved must hold tensors only, whose names say where they are.
+    A key of `own` that was not saved must hold tensors only; their names then tell where they are.
     """
     if own is None:
         return saved
@@ -265,7 +278,7 @@ def _only_tensors(encoded: Any) -> bool:
 
 
 def _on_all(work: Callable[[], _T]) -> _T:
-    """Returns what `work` gives, on every rank; where it fails on one it fails on all."""
+    """Returns the result of `work` on every rank; if it fails on one rank it fails on all."""
     result: list[_T] = []
     failure: Exception | None = None
     try:
@@ -279,7 +292,7 @@ def _on_all(work: Callable[[], _T]) -> _T:
 
 
 def _ignore(_: str) -> None:
-    """Drops a line that another call, or another rank, also prints."""
+    """Drops a line that another call or another rank also prints."""
 
 
 def _is_together() -> bool:

@@ -30,9 +30,9 @@ _T = TypeVar("_T")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DIFFERENT = 1
-"""`diff`'s exit code where there is a difference, as other programs of that name have it."""
+"""Exit code of `diff` where the checkpoints differ; POSIX `diff` has the same one."""
 _MOST_LINES = 20
-"""Of one kind of difference that `diff` prints; `--json` has all."""
+"""Maximum number of lines that `diff` prints for one kind of difference; `--json` prints all."""
 
 
 def _add_reshard(command: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ BULK_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "export": _add_export,
     "import": _add_import,
 }
-"""What gives a command's parser its options and its `run_command`."""
+"""The function that adds a command's options and its `run_command` to a parser, by command."""
 
 
 def _reshard(args: argparse.Namespace) -> int:
@@ -275,7 +275,7 @@ def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
 
 
 def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
-    """Prints which tensors `--dtype` leaves as they are."""
+    """Prints the tensors that `--dtype` does not convert."""
     if args.dtype is not None and (names := unconverted(specs)):
         complain(
             f"--dtype {args.dtype} leaves float8 as it is: {count_text(len(names), 'tensor')}, the "
@@ -286,7 +286,10 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
 def _working(
     args: argparse.Namespace, work: Callable[[step_copy.CopyOptions], _T], left: str
 ) -> _T:
-    """Runs a long command and shows its progress; `left`: what an interrupt leaves behind."""
+    """Runs a long command and shows its progress.
+
+    left: the state of the target after an interrupt, for the message.
+    """
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
@@ -303,7 +306,7 @@ def _working(
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Lets SIGTERM end what runs in here as Ctrl-C does, so that it is cleaned up."""
+    """Makes SIGTERM end the block as Ctrl-C does, so that the command cleans up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -35,12 +35,12 @@ CHECKPOINT_COMMANDS = {
 def add_commands(
     subparsers: argparse._SubParsersAction[Any], words: Sequence[str] | None = None
 ) -> None:
-    """Adds the commands to the parser; each sets `run_command`, which takes the parsed arguments
-    and returns the exit code.
+    """Adds the commands to the parser. Each sets `run_command`, a function that takes the parsed
+    arguments and returns the exit code.
 
     words: the command line; only commands that it names get their options, and all without.
     """
-    subparsers.dest = argparse.SUPPRESS  # where none is given, the error then names them all
+    subparsers.dest = argparse.SUPPRESS  # argparse then names all commands where none is given
     for name, text in CHECKPOINT_COMMANDS.items():
         command = subparsers.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}."

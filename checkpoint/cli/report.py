@@ -25,9 +25,10 @@ class StepSummary:
     where: str
     manifest: Manifest
     error: str | None
-    """Why it is not whole; None: it is, by the sizes of its files."""
+    """Why the step is not whole; None: it is whole, judged by the sizes of its files."""
     unreadable: bool = False
-    """The error says nothing about the bytes: no permission, or no answer."""
+    """True if the error says nothing about the bytes: permission is missing, or storage gives no
+    answer."""
     written_s: float | None
     """When the manifest's file was written, by the clock of its file system; None: not known."""
 
@@ -56,7 +57,7 @@ def summarize(storage: Readable) -> StepSummary:
 
 
 def row_of(info: catalog.StepInfo) -> dict[str, Any]:
-    """Returns one step in a list, with as much as can be known of it."""
+    """Returns the row of one step in a list, with the fields that can be read."""
     storage = info.storage
     row: dict[str, Any] = {"step": info.step, "path": storage.where}
     try:
@@ -79,7 +80,7 @@ def row_of(info: catalog.StepInfo) -> dict[str, Any]:
 
 
 def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Sequence[str]) -> str:
-    """Returns the steps of a directory, for a person."""
+    """Formats the steps of a directory as a table for people."""
     columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
     lines = []
     for row in rows:
@@ -97,8 +98,8 @@ def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Seque
 
 
 def step_text(seen: StepSummary) -> str:
-    """Returns one step, for a person: the whole at a glance, then ranks, kinds of tensors, and
-    each."""
+    """Formats one step for people: an overview, then its ranks, kinds of tensors, and each
+    tensor."""
     manifest = seen.manifest
     tensors = manifest.layout.tensors
     elements = sum(spec.nbytes for spec in tensors.values())
@@ -156,7 +157,7 @@ def _tensor_rows(manifest: Manifest) -> list[list[str]]:
 
 
 def _written_s(storage: Readable) -> float | None:
-    """Returns when the manifest was written, where it is a file of this machine's."""
+    """Returns when the manifest was written, if it is a file on this machine."""
     try:
         return os.stat(os.path.join(storage.where, MANIFEST_NAME)).st_mtime
     except OSError:

@@ -41,20 +41,20 @@ from elasticzero.spans import Span
 
 MODEL_KEY = "model"
 OWN_KEY = "elasticzero"
-"""The key under which an export keeps what has no place in a state dict of torch's."""
+"""Key of the exported values that have no place in a state dict of torch."""
 OPTIMIZER_KEY, GROUPS_KEY = "optimizer", "param_groups"
 _TORCHS_OWN_WRITER = "inline_container.cc"
-"""Stands in what torch raises where its file could not be written to the end."""
+"""Text in torch's error when its file could not be written to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpExportOptions:
-    """How to export."""
+    """Selects the state that is exported, and its dtype."""
 
     everything: bool = False
-    """All state, and not only the model's tensors."""
+    """True: export all state; False: export only the model's tensors."""
     dtype: str | None = None
-    """Of the model's floating-point tensors, as in `reshard.Shape`."""
+    """The dtype of the model's floating-point tensors, as in `reshard.TargetShape`."""
 
 
 def export_dcp(
@@ -65,10 +65,13 @@ def export_dcp(
 ) -> ExportResult:
     """Writes a checkpoint as torch.distributed.checkpoint would; memory holds one tensor at a time.
 
-    The model alone gives the keys of its own `state_dict()`, aliases included. Everything gives
-    what was saved by hand as it was nested, and else `{"model": ..., "optimizer": {"state": ...,
-    "param_groups": ...}, "elasticzero": ...}`, keyed by parameter names. `target`: a new or empty
-    local directory. An export that fails leaves it as it was.
+    An export of the model alone has the keys of the model's own `state_dict()`, aliases included.
+    An export of everything has the nesting of what `checkpoint.save` was given. Of a checkpoint
+    that a job wrote it is `{"model": ..., "optimizer": {"state": ..., "param_groups": ...},
+    "elasticzero": ...}`, keyed by parameter names.
+
+    `target`: a new or empty local directory; an export that fails leaves it as it was. Raises
+    `UserError` for another target, and `StorageError` if it cannot be written.
     """
     options, copy_options = options or DcpExportOptions(), copy_options or CopyOptions()
     if "://" in target and not target.startswith("file://"):
@@ -105,7 +108,7 @@ def export_dcp(
 
 
 def _cause(error: CheckpointException, path: Path) -> BaseException:
-    """Returns what went wrong inside of torch's writer, which wraps every exception."""
+    """Returns the original error inside the exception of torch's writer, which wraps every one."""
     cause: BaseException = next(iter(error.failures.values()))[0]
     link: BaseException | None = cause
     while link is not None and not isinstance(link, OSError):
@@ -118,7 +121,8 @@ def _cause(error: CheckpointException, path: Path) -> BaseException:
 
 
 class _Placeholders:
-    """Tensors without elements that stand for a checkpoint's, until each is written."""
+    """Makes tensors without elements that stand for a checkpoint's tensors until each is
+    written."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self.specs = specs
@@ -137,7 +141,7 @@ class _Placeholders:
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads a tensor when it is about to be written."""
+    """Reads each tensor just before torch writes it."""
 
     def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -167,8 +171,7 @@ def _model(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
 
 
 def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
-    """Returns all state: nested as it was saved, or as torch's state dicts of model and optimizer
-    are."""
+    """Returns all state, nested as it was saved, or else as torch's state dicts are."""
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
         return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
@@ -192,7 +195,7 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
 
 
 def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups as torch's state dicts have them, parameters by name."""
+    """Returns the optimizer's groups as torch's state dicts have them, with parameters by name."""
     return [
         {
             "params": list(group["names"]),
@@ -203,8 +206,11 @@ def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str
 
 
 def _as_torch_has_it(json: Any) -> Any:
-    """Returns an encoded value with its arrays as tensors, and with lists for tuples that hold
-    tensors: torch's format finds tensors in dicts and lists only."""
+    """Returns an encoded value with its arrays as tensors, and with tuples that hold tensors as
+    lists.
+
+    torch's format finds tensors in dicts and lists only.
+    """
     if isinstance(json, list):
         return [_as_torch_has_it(item) for item in json]
     if not isinstance(json, dict):

@@ -38,14 +38,16 @@ from elasticzero.spans import Span
 
 
 def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
-    """Returns what a torch.distributed.checkpoint directory holds, under the names that it has
-    here.
+    """Opens a torch.distributed.checkpoint directory and gives its tensors the names of this
+    format.
 
-    What lies under the key "model" is the model; without such a key, the tensors at the root are.
-    Optimizer state keyed by parameter names comes under `optimizer/<parameter>/`; everything else
-    under its path. What is no tensor becomes state, and `checkpoint.load` gives back the whole as
-    it was nested. `model_only`: leave all but the model out. Raises `UserError` for what is no such
-    directory or asks for code to be run, `CheckpointDamaged` for what makes no sense.
+    The tensors under the key "model" are the model; without such a key, the tensors at the root
+    are. Optimizer state keyed by parameter names gets the names `optimizer/<parameter>/<key>`.
+    Every other tensor is named by its path. All else becomes state, and `checkpoint.load` returns
+    the whole with its nesting.
+
+    `model_only`: leave out everything but the model. Raises `UserError` for a directory of another
+    kind or one that asks for code to be run, and `CheckpointDamaged` for damaged metadata.
     """
     check_foreign(url)
     storage = open_storage(url)
@@ -78,8 +80,8 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
 
 
 def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Returns (the state of the checkpoint that the directory was exported from, the names of the
-    tensors that it nests)."""
+    """Returns (the state of the exported checkpoint, the names of the tensors that the state
+    nests)."""
     try:
         state = json.loads(_load(storage, item))
         if isinstance(state, dict) and isinstance(state.get("aliases", {}), dict):
@@ -90,7 +92,7 @@ def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dic
 
 
 def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
-    """Returns whether an export put a tensor here that is elsewhere too, as torch's state
+    """Returns whether an export put a tensor here that it also put elsewhere, as torch's state
     dicts need it."""
     if TREE in ours:
         return False
@@ -100,7 +102,7 @@ def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
 
 
 def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
-    """Returns what each tensor is called here."""
+    """Returns the name of each tensor in this format."""
     rooted = not any(path[0] == MODEL_KEY for path in tensors)
     names: dict[KeyPath, str] = {}
     for path in tensors:
@@ -119,7 +121,7 @@ def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
 
 
 def _named_paths(json: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yields the path in an export, and the name, of each tensor in an encoded value."""
+    """Yields (path in the export, name) for each tensor in an encoded value."""
     if isinstance(json, list):
         for index, item in enumerate(json):
             yield from _named_paths(item, (*path, index))
@@ -141,8 +143,10 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Returns what is no tensor, and the nesting, as `checkpoint.save` keeps it; the optimizer's
-    groups also as a session keeps them."""
+    """Returns the values that are not tensors, and the nesting, as `checkpoint.save` stores them.
+
+    The optimizer's groups are also stored as a session stores them.
+    """
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
     for path, value in values.items():
         found: dict[str, torch.Tensor] = {}
@@ -173,7 +177,7 @@ def _is_named(group: Any) -> bool:
 
 
 def _nested(leaves: Mapping[KeyPath, Any]) -> Any:
-    """Puts encoded values together: numbers in paths are positions in lists, all else keys."""
+    """Nests encoded values: numbers in paths are positions in lists, and all others are keys."""
     if () in leaves:
         return leaves[()]
     below: dict[str | int, dict[KeyPath, Any]] = {}
@@ -201,7 +205,8 @@ def _spec(name: str, tensor: StoredTensor) -> TensorSpec:
 
 
 class _Directory:
-    """A directory's tensors: memory holds one span, and one part that torch saved, at a time."""
+    """Reads a directory's tensors; memory holds one span, and one part that torch saved, at a
+    time."""
 
     def __init__(
         self,
@@ -214,7 +219,7 @@ class _Directory:
         self._tensors = tensors
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `TensorSource.chunks`, the whole span at once."""
+        """Yields the bytes as `TensorSource.chunks` does, the whole span at once."""
         if not span:
             return
         stored, spec = self._tensors[name], self.specs[name]
@@ -257,11 +262,12 @@ _SPOILED = (
     TypeError,
     ValueError,
 )
-"""What zipfile and torch raise for bytes that are no item."""
+"""The exceptions that zipfile and torch raise for bytes that are not a valid item."""
 
 
 def _load(storage: Readable, item: StoredItem) -> Any:
-    """Returns what `torch.save` wrote as an item, its checksum compared, no code run."""
+    """Returns the value that `torch.save` wrote as an item, after comparing its checksum; no code
+    runs."""
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
     window = _Window(storage, item)
     try:
@@ -286,7 +292,7 @@ def _load(storage: Readable, item: StoredItem) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """The bytes of one item as a file of its own."""
+    """Presents the bytes of one item as a file."""
 
     def __init__(self, storage: Readable, item: StoredItem) -> None:
         self._storage = storage

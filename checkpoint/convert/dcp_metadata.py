@@ -32,17 +32,15 @@ _LIMIT_BYTES = 1 << 28
 _MAX_DIMS = 64
 """Maximum number of dimensions of a tensor, and of keys in a path."""
 
-__all__ = [
-    "UnpicklingError"
-]  # what torch raises for an item that names what `weights_only` forbids
+__all__ = ["UnpicklingError"]  # raised by torch for an item with a name that `weights_only` forbids
 
 KeyPath = tuple[str | int, ...]
-"""Keys from the root of the state dict to a value; numbers are positions in lists."""
+"""Keys from the root of the state dict to a value; a number is a position in a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """Something that `torch.save` wrote, within a file."""
+    """Locates something that `torch.save` wrote within a file."""
 
     file: str
     start: int
@@ -51,7 +49,8 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
+    """Describes a part of a tensor: the elements from `offsets` on, `sizes` of them in each
+    dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,25 +60,25 @@ class Box:
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     dtype: str
-    """By its name in torch."""
+    """The dtype's name in torch."""
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    """Which make up the whole of it, each element once."""
+    """The parts of the tensor, which hold each of its elements once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A directory's tensors and other values, by their paths."""
+    """Lists a directory's tensors and other values by their paths."""
 
     tensors: Mapping[KeyPath, StoredTensor]
     values: Mapping[KeyPath, StoredItem]
 
 
 def read_contents(storage: Readable) -> Contents:
-    """Returns what the directory's `.metadata` says is in it.
+    """Returns the contents of the directory, as its `.metadata` lists them.
 
-    Raises `UserError` if there is none or if it asks for code to be run, and `CheckpointDamaged` if
-    it makes no sense.
+    Raises `UserError` if there is no `.metadata` or if it asks for code to be run, and
+    `CheckpointDamaged` if it cannot be parsed.
     """
     where = f"{storage.where}/{METADATA_NAME}"
     try:
@@ -115,7 +114,7 @@ def read_contents(storage: Readable) -> Contents:
 
 
 def _shown(value: object) -> str:
-    """Returns a value in few words, however much is in it."""
+    """Returns a short text of a value, however large the value is."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}({', '.join(map(_shown, value.args))})"
     short = reprlib.Repr()
@@ -159,7 +158,7 @@ _TABLE: Mapping[tuple[str, str], Stand] = {
     ("collections", "OrderedDict"): Mapped,
 }
 _DTYPE = re.compile(r"bool|(?:u?int|float|bfloat|complex)\d{1,3}(?:_e\dm\d\w{0,4})?")
-"""Names of dtypes in torch, those included that safetensors has not."""
+"""Matches the names of torch's dtypes, including those that safetensors lacks."""
 
 
 def _contents(metadata: Any) -> Contents:
@@ -208,7 +207,7 @@ def _tensor(name: str, about: Any, places: Mapping[Any, StoredItem]) -> StoredTe
 
 
 def _whole(numbers: Any) -> tuple[int, ...]:
-    """Returns a tuple of numbers from 0 on; `ValueError` for anything else."""
+    """Returns a tuple of non-negative integers; raises `ValueError` for anything else."""
     if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
         raise ValueError(f"{_shown(numbers)} is not a shape of up to {_MAX_DIMS} dimensions")
     if any(type(number) is not int or number < 0 for number in numbers):

@@ -56,25 +56,25 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfExportOptions:
-    """How to export."""
+    """Selects the size of the files, the dtype, and the model's config.json."""
 
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
-    """A file is larger only where one tensor is."""
+    """Maximum size of a file; only a file of one larger tensor exceeds it."""
     dtype: str | None = None
-    """Of floating-point tensors, as in `reshard.Shape`."""
+    """The dtype of floating-point tensors, as in `reshard.TargetShape`; None: as they are."""
     config: Path | None = None
-    """The model's config.json, to be put beside the weights."""
+    """Path of the model's config.json, which is copied beside the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What an export wrote."""
+    """Describes the files and tensors that an export wrote."""
 
     where: str
     files: tuple[str, ...]
     tensors: int
     bytes: int
-    """Of the tensors alone."""
+    """Size of the tensors alone."""
 
 
 def export_hf(
@@ -117,8 +117,7 @@ def export_hf(
 
 
 def what_else(where: str, *, has_config: bool) -> str:
-    """Returns what a Transformers model's `from_pretrained` needs besides the weights, in one
-    line."""
+    """Returns one line that names the files that `from_pretrained` of Transformers still needs."""
     config = "" if has_config else "config.json (model.config.save_pretrained, or --config FILE), "
     return (
         f"for from_pretrained({where!r}) put beside it what a checkpoint does not hold: {config}"
@@ -137,8 +136,8 @@ def _check_exported(names: Iterable[str], aliases: Mapping[str, str]) -> None:
 
 
 def check_export_target(target: str) -> None:
-    """Raises `UserError` for a directory that is, or would lie in, a step or a checkpoint
-    directory."""
+    """Raises `UserError` for a directory that is a step or a checkpoint directory, or lies in
+    one."""
     where = open_directory(target).where
     catalog.check_outside_steps(where)
     parent = where.rstrip("/").rpartition("/")[0] or "/"
@@ -150,8 +149,8 @@ def check_export_target(target: str) -> None:
 
 
 def model_specs(source: Readable, manifest: Manifest) -> dict[str, TensorSpec]:
-    """Returns the model's own tensors by their names in the checkpoint; `UserError` if there are
-    none."""
+    """Returns the model's own tensors by their names in the checkpoint; raises `UserError` if none
+    exist."""
     names = model_names(manifest.layout.tensors)
     if not names:
         raise UserError(f"{source.where} has no tensors named {MODEL_PREFIX}...: nothing to export")
@@ -175,8 +174,8 @@ def aliases_of(manifest: Manifest) -> dict[str, str]:
 def _file_job(
     storage: Storage, file: str, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
 ) -> CopyJob:
-    """Writes a safetensors file of whole tensors under their names in the model, wide dtypes
-    first."""
+    """Returns a job that writes a safetensors file of whole tensors under their names in the model,
+    wide dtypes first."""
     ordered = dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
     bare = {name.removeprefix(MODEL_PREFIX): spec for name, spec in ordered.items()}
     metadata = {alias: kept for alias, kept in aliases.items() if kept in bare}
@@ -194,7 +193,7 @@ def _file_job(
 
 
 def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[str, TensorSpec]]:
-    """Returns the tensors in their order, cut into parts of at most `max_shard_bytes`, none
+    """Cuts the tensors, in their order, into parts of at most `max_shard_bytes`, none of them
     empty."""
     parts: list[dict[str, TensorSpec]] = [{}]
     room = max_shard_bytes
@@ -208,7 +207,7 @@ def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[
 
 
 def _index(files: Mapping[str, Mapping[str, TensorSpec]], total_bytes: int) -> bytes:
-    """Returns which file holds which tensor."""
+    """Returns the index, which names the file of each tensor."""
     weight_map = {n.removeprefix(MODEL_PREFIX): file for file, part in files.items() for n in part}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"
@@ -226,9 +225,9 @@ def _config(path: Path) -> bytes:
 
 
 def open_hf(url: str) -> ForeignCheckpoint:
-    """Returns a model in Hugging Face safetensors: one file, or a directory of them.
+    """Opens a model in Hugging Face safetensors: one file, or a directory of them.
 
-    `url`: the file, or the directory. Raises `UserError` for what is no such model, and
+    `url`: the file, or the directory. Raises `UserError` if it is no such model, and
     `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
     """
     storage, files = _located(url)
@@ -259,7 +258,7 @@ def open_hf(url: str) -> ForeignCheckpoint:
 
 
 class _Files:
-    """Tensors in plain safetensors files, which have no checksums."""
+    """Reads tensors from plain safetensors files, which have no checksums."""
 
     def __init__(
         self, storage: Readable, places: Mapping[str, tuple[str, TensorEntry]], buffer_bytes: int
@@ -270,7 +269,7 @@ class _Files:
         self._buffer = memoryview(bytearray(min(8 << 20, buffer_bytes)))
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `TensorSource.chunks`."""
+        """Yields the bytes as `TensorSource.chunks` does."""
         file, entry = self._places[name]
         width = itemsize(entry.dtype)
         position, stop = entry.start + span.start * width, entry.start + span.stop * width
@@ -283,7 +282,7 @@ class _Files:
 
 
 def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
-    """Returns (where the files are, the tensors to take from each; None: all)."""
+    """Returns (the files' storage, the tensors to take from each file; None: all)."""
     parent, _, name = str(url).rstrip("/").rpartition("/")
     if name.endswith(".safetensors"):
         return open_storage(parent or "."), {name: None}
@@ -310,7 +309,7 @@ def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
 
 
 def check_foreign(url: str) -> None:
-    """Raises `UserError` for a directory that holds nothing, or what needs no import."""
+    """Raises `UserError` for a directory that is empty or that needs no import."""
     directory = open_directory(url)
     names = directory.names()
     if not names:
@@ -321,7 +320,7 @@ def check_foreign(url: str) -> None:
 
 
 def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
-    """Returns the tensors to take from each file, by the index."""
+    """Returns the tensors to take from each file, as the index lists them."""
     where = f"{storage.where}/{index}"
     try:
         weight_map: Any = strict_json(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]

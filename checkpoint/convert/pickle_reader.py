@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MOST_PARTS = 64
-"""Maximum number of arguments of a record, which are few in all that torch writes."""
+"""Maximum number of arguments of a record; torch writes few."""
 _MOST_OBJECTS = 20_000_000
 """Maximum number of containers and records in one file."""
 _MOST_BYTES_OF_AN_INT = 64
 _VISITS_A_BYTE = 16
-"""How many parts of tuples may be hashed for each byte of the file."""
+"""Maximum number of parts of tuples that may be hashed for each byte of the file."""
 
 (
     _PROTO, _FRAME, _STOP, _MARK, _POP, _POP_MARK, _EMPTY_DICT, _EMPTY_LIST, _EMPTY_TUPLE,
@@ -39,7 +39,7 @@ _GETS = {_BINGET: 1, _LONG_BINGET: 4}
 
 
 class InertRecord:
-    """Stands for an object: keeps what it was made of and does nothing."""
+    """Stands for an object: it keeps the arguments and state of the object and does nothing."""
 
     parts: tuple[Any, ...] = ()
 
@@ -51,28 +51,29 @@ class InertRecord:
 
 
 class Size:
-    """Stands for `torch.Size`: becomes the tuple that it is made of."""
+    """Stands for `torch.Size`; the value becomes its tuple of sizes."""
 
 
 class Mapped:
-    """Stands for a class of dicts: becomes a dict."""
+    """Stands for a class of dicts; the value becomes a dict."""
 
 
 Stand = type[InertRecord] | type[Size] | type[Mapped] | str
-"""What a name becomes."""
+"""The stand-in for a name in the pickle."""
 
 
 def read_pickle(data: bytes, find: Callable[[str, str], Stand]) -> Any:
     """Returns the value in a pickle.
 
-    `find`: gives the stand-in for a module's name, or raises. Raises `ValueError`, `IndexError`,
-    `KeyError`, `TypeError` or `struct.error` for what torch's metadata cannot be.
+    `find`: returns the stand-in for a module and a name, or raises. Raises `ValueError`,
+    `IndexError`, `KeyError`, `TypeError` or `struct.error` for a pickle that torch's metadata
+    cannot be.
     """
     return _Machine(data, find).run()
 
 
 class _Machine:
-    """A stack, a memo and a place in the program."""
+    """Runs a pickle with a stack, a memo and a position."""
 
     def __init__(self, data: bytes, find: Callable[[str, str], Stand]) -> None:
         self._data = data
@@ -80,10 +81,11 @@ class _Machine:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        """The stacks under each mark."""
+        """The stacks below each mark."""
         self._memo: dict[int, Any] = {}
         self._tuples: dict[int, tuple[int, Any]] = {}
-        """By identity: how many parts a tuple has with all that is in it, and the tuple, kept."""
+        """The number of parts of each tuple with all that is in it, by identity. The tuple is kept
+        so that its identity stays its own."""
         self._made = 0
         self._visits_left = _VISITS_A_BYTE * len(data) + 1000
         self._does: Mapping[int, Callable[[], None]] = {
@@ -169,14 +171,14 @@ class _Machine:
         self._stack.pop()
 
     def _discard(self, _: list[Any]) -> None:
-        """Drops what is above the last mark."""
+        """Drops the values above the last mark."""
 
     def _mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
 
     def _marked(self) -> list[Any]:
-        """Returns what is above the last mark."""
+        """Returns the values above the last mark."""
         found, self._stack = self._stack, self._below.pop()
         return found
 
@@ -222,7 +224,7 @@ class _Machine:
         self._push(self._find(module, name))
 
     def _call(self, stand: Any, given: Any) -> None:
-        """Makes what a stand-in becomes; nothing is called."""
+        """Makes the value that a stand-in becomes; nothing is called."""
         if type(given) is not tuple or len(given) > _MOST_PARTS:
             raise ValueError(f"a record of {len(given)} parts")
         if stand is Size:

@@ -23,11 +23,12 @@ from elasticzero.errors import CheckpointDamaged, StorageError
 
 BLOCK_BYTES = 256 << 10
 READ_BYTES = 8 << 20
-"""Read in one go and then checked, while the processor's cache still has it."""
+"""Bytes that are read in one go and then checked, while the processor's cache still has them."""
 _PASS_BYTES = 2 * BLOCK_BYTES
-"""Checksummed and handed on at a time: a core's own cache has it yet when it is written."""
+"""Bytes that are checksummed and handed on at a time: a core's own cache still has them when they
+are written."""
 MOST_VIEWS = 512
-"""Buffers that one read fills; Linux takes 1024."""
+"""Maximum number of buffers that one read fills; Linux takes 1024."""
 SUMS_LIMIT_BYTES = 1 << 28
 _MAX_BLOCK_BYTES = 1 << 26
 _SUMS_HEADER = struct.Struct("<8sIIQ16s")
@@ -36,7 +37,7 @@ _SUMS_VERSION = 1
 
 
 class BlockSums:
-    """Checksums of the blocks of a stream of bytes."""
+    """Computes the checksums of the blocks of a stream of bytes."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -44,7 +45,7 @@ class BlockSums:
         self._open = xxhash.xxh3_64()
 
     def watch(self, chunks: Iterable[Bytes]) -> Iterator[memoryview]:
-        """Yields the same bytes, each taken into the checksums just before it is handed on."""
+        """Yields the same bytes, each added to the checksums just before it is handed on."""
         for chunk in chunks:
             view = memoryview(chunk)
             for start in range(0, len(view), _PASS_BYTES):
@@ -53,7 +54,7 @@ class BlockSums:
                 yield part
 
     def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
-        """Returns (contents of the checksum file, what a manifest says) of the shard file
+        """Returns (contents of the checksum file, the manifest's entry) for the shard file
         `name`."""
         if self.size % BLOCK_BYTES:
             self._close_block()
@@ -75,22 +76,23 @@ class BlockSums:
 
 
 class SharedSums:
-    """Checksums of a file's blocks, each computed by the first of several threads to reach it."""
+    """Computes the checksums of a file's blocks, each by the first of several threads to reach
+    it."""
 
     def __init__(self, size: int) -> None:
-        """`size`: bytes of the file."""
+        """Prepares for a file of `size` bytes."""
         self.size = size
         self._blocks: list[int | None] = [None] * -(-size // BLOCK_BYTES)
 
     def add(self, start: int, view: memoryview) -> None:
-        """Takes in the bytes from `start` on: whole blocks, or up to the file's end."""
+        """Adds the bytes from `start` on: whole blocks, or up to the file's end."""
         for offset in range(0, len(view), BLOCK_BYTES):
             block = (start + offset) // BLOCK_BYTES
             if self._blocks[block] is None:
                 self._blocks[block] = _checksum(view[offset : offset + BLOCK_BYTES])
 
     def finish(self, name: str, layout_digest: str) -> tuple[bytes, ShardFile]:
-        """As `BlockSums.finish`, once all blocks are known."""
+        """Returns what `BlockSums.finish` does, once all blocks are known."""
         blocks = [block for block in self._blocks if block is not None]
         assert len(blocks) == len(self._blocks), f"{name}: some of its blocks are not read"
         return _finished(name, self.size, blocks, layout_digest)
@@ -99,7 +101,7 @@ class SharedSums:
 def _checksum(*views: memoryview) -> int:
     found = xxhash.xxh3_64()
     for view in views:
-        found.update(view)  # of all xxhash's ways the one that always lets other threads run
+        found.update(view)  # the one call of xxhash that always releases Python's lock
     return found.intdigest()
 
 
@@ -117,21 +119,20 @@ def _finished(
 
 @dataclass(frozen=True, slots=True)
 class BlockChecksums:
-    """The contents of a checksum file."""
+    """Holds the contents of a checksum file."""
 
     block_bytes: int
     size: int
-    """Bytes of the shard file."""
+    """Size of the shard file."""
     layout_digest: str
-    """Of the layout by which the shard was written."""
+    """Digest of the layout by which the shard was written."""
     blocks: array.array[int]
     digest: str
-    """Of the checksum file itself."""
+    """Digest of the checksum file itself."""
 
 
 def missing_file_error(storage: Readable, name: str) -> CheckpointDamaged:
-    """Returns the error for a file of a step that is not there: damage, unless the whole step has
-    gone."""
+    """Returns the error for a missing file of a step: damage, unless the whole step was removed."""
     where = f"{storage.where}/{name}"
     try:
         storage.size(MANIFEST_NAME)
@@ -146,8 +147,8 @@ def missing_file_error(storage: Readable, name: str) -> CheckpointDamaged:
 
 
 def read_sums(storage: Readable, shard_name: str) -> BlockChecksums:
-    """Returns the checksums of a shard; `CheckpointDamaged` if they are missing or make no
-    sense."""
+    """Returns the checksums of a shard; raises `CheckpointDamaged` if they are missing or
+    invalid."""
     name = shard_name + SUMS_SUFFIX
     where = f"{storage.where}/{name}"
     try:
@@ -158,8 +159,7 @@ def read_sums(storage: Readable, shard_name: str) -> BlockChecksums:
 
 
 def parse_sums(data: bytes, where: str) -> BlockChecksums:
-    """Returns the contents of a checksum file; raises `CheckpointDamaged` saying what is wrong with
-    it."""
+    """Returns the contents of a checksum file; raises `CheckpointDamaged` if they are invalid."""
     if len(data) < _SUMS_HEADER.size:
         raise CheckpointDamaged(f"{where} is cut off: it has {len(data)} bytes; use another step")
     magic, version, block_bytes, size, layout = _SUMS_HEADER.unpack_from(data)
@@ -183,8 +183,10 @@ class BlockReader:
     """Reads one file's bytes and returns none that does not match its checksum."""
 
     def __init__(self, storage: Readable, file: ShardFile) -> None:
-        """Reads the checksums; raises `CheckpointDamaged` if they are not those that `file` names
-        (its digest is checked if it is known)."""
+        """Reads the checksums; raises `CheckpointDamaged` unless they are those that `file` names.
+
+        The digest is compared if `file` has one.
+        """
         self._storage = storage
         self._name = file.name
         self._sums = read_sums(storage, file.name)
@@ -198,7 +200,7 @@ class BlockReader:
         self._kept_from = 0
 
     def twin(self) -> BlockReader:
-        """Returns another reader of the file, for another thread: it keeps blocks of its own."""
+        """Returns another reader of the file, with a buffer of its own, for another thread."""
         twin = copy.copy(self)
         twin._rooms = twin._kept = memoryview(b"")
         return twin
@@ -209,7 +211,7 @@ class BlockReader:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file."""
         return self._sums.size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -217,11 +219,12 @@ class BlockReader:
         self.fill([(start, buffer)])
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Fills each buffer from its byte of the file on; best in the file's order.
+        """Fills each buffer from its byte of the file on; ascending order is the fastest.
 
-        What follows without a gap is read in one go, straight into place, with the rest of its
-        first and last block beside it. The last block's rest is kept, and so is a block that a
-        stretch lies within: what comes next in it is not read again. Raises `CheckpointDamaged`.
+        Bytes that follow each other without a gap are read in one go, straight into place, together
+        with the rest of their first and last block. The rest of the last block is kept, and so is a
+        block that contains a whole stretch, so that the bytes that come next in it are not read
+        again. Raises `CheckpointDamaged`.
         """
         for start, views in _stretches(pieces):
             stop = start + sum(map(len, views))
@@ -236,7 +239,8 @@ class BlockReader:
                 self._take_kept(start, stop, rest)
 
     def _take_kept(self, start: int, stop: int, rest: Views) -> int:
-        """Fills from what is kept, as far as that goes; returns where."""
+        """Fills the buffers from the kept bytes, as far as these go; returns the position
+        reached."""
         within = start - self._kept_from
         if not 0 <= within < len(self._kept):
             return start
@@ -273,7 +277,7 @@ class BlockReader:
         self._kept_from, self._kept = start, view
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
-        """Reads every block and yields the byte range of each stretch of bad ones."""
+        """Reads every block and yields the byte range of each run of bad blocks."""
         bad: tuple[int, int] | None = None
         self._kept = memoryview(b"")
         for block in range(len(self._sums.blocks)):
@@ -298,7 +302,7 @@ class BlockReader:
         return start, self._room(1)[: min(self._sums.block_bytes, self.size - start)]
 
     def _room(self, number: int) -> memoryview:
-        """Returns room for a block: 0 for bytes to discard, 1 for bytes to keep."""
+        """Returns room for a block: number 0 for bytes to discard, 1 for bytes to keep."""
         size = min(self._sums.block_bytes, self.size)
         if not self._rooms:
             self._rooms = memoryview(bytearray(2 * size))
@@ -338,8 +342,7 @@ class BlockReader:
 def _stretches(
     pieces: Sequence[tuple[int, memoryview]],
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Yields pieces that follow each other without a gap, put together: (first byte, the
-    buffers)."""
+    """Joins pieces that follow each other without a gap; yields (first byte, the buffers)."""
     start, reached = 0, -1
     views: list[memoryview] = []
     for at, view in pieces:

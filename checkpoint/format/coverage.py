@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a part."""
+"""The (offsets, sizes) of a part."""
 _MOST_UNSORTED = 1000
 """Maximum number of parts that no straight cut divides, which are compared pair by pair."""
 _MOST_CUTS = 200
@@ -19,7 +19,7 @@ _MOST_CUTS = 200
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> None:
     """Raises `ValueError` unless the boxes make up the whole tensor, each element once.
 
-    Takes as long as sorting the boxes, for every division into rows, columns or tiles.
+    For every division into rows, columns or tiles the time is that of sorting the boxes.
     """
     for offsets, sizes in boxes:
         ends = zip(offsets, sizes, shape, strict=False)
@@ -28,7 +28,7 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> Non
     full = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
         raise ValueError(f"the parts of {name!r} are not the whole of it")
-    waiting = [(full, 0, 0)]  # (boxes, the dimension to cut along next, cuts in vain or made)
+    waiting = [(full, 0, 0)]  # (boxes, the dimension to cut along next, number of cuts so far)
     while waiting:
         group, cuts, in_vain = waiting.pop()
         if len(group) < 2:
@@ -42,7 +42,7 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> Non
 
 
 def _divided(boxes: list[_Box], dim: int) -> list[list[_Box]]:
-    """Returns the boxes in groups between which a cut along `dim` divides no box."""
+    """Groups the boxes so that a cut along `dim` between two groups divides no box."""
     groups: list[list[_Box]] = []
     reached = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):

@@ -34,20 +34,22 @@ _SPELLINGS = {dtype: spelling for spelling, dtype in _TORCH_DTYPES.items()}
 
 
 def torch_dtype(spelling: str) -> torch.dtype:
-    """Returns the dtype that safetensors spells so."""
+    """Returns the dtype of this safetensors name."""
     return _TORCH_DTYPES[spelling]
 
 
 def spelling_of(dtype: torch.dtype) -> str:
-    """Returns safetensors' spelling of a dtype; `UserError` where it has none."""
+    """Returns the safetensors name of a dtype; raises `UserError` if it has none."""
     if dtype not in _SPELLINGS:
         raise UserError(f"a checkpoint cannot hold tensors of {dtype}: safetensors has none")
     return _SPELLINGS[dtype]
 
 
 def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
-    """Returns a tensor's description (a DTensor's: of the whole); `UserError` that begins with
-    `name` for a dtype or a shape that no checkpoint can hold."""
+    """Returns the description of a tensor, or of the whole of a DTensor.
+
+    Raises `UserError`, with `name` in front, for a dtype or a shape that no checkpoint can hold.
+    """
     try:
         return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
     except (ValueError, UserError) as error:
@@ -55,8 +57,8 @@ def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raises `UserError` for a tensor whose elements cannot be copied: it has none yet, or they are
-    not laid out by strides."""
+    """Raises `UserError` for a tensor whose elements cannot be copied: it has none yet, or it has
+    no strides."""
     if torch.nn.parameter.is_lazy(tensor):
         raise UserError(
             f"{name} is a lazy parameter that is not initialized: run one forward pass first"
@@ -74,7 +76,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
-    """Raises `UserError` for a tensor of which several elements may lie in the same memory."""
+    """Raises `UserError` for a tensor of which several elements may share memory."""
     room = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < room:
@@ -87,12 +89,13 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory holds its elements as they are: in row-major order, and no
-    lazy conjugation or negation."""
+    """Returns whether a tensor's memory is in row-major order, without lazy conjugation or
+    negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor in host memory that is as it is stored, not copied."""
+    """Returns the bytes of a tensor in host memory for which `is_as_stored` holds, without a
+    copy."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().data

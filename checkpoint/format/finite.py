@@ -17,7 +17,8 @@ _EXPONENTS = {
     "F8_E5M2": ("u1", 0x7C),
     "F8_E4M3": ("u1", 0x7F),
 }
-"""How such numbers look as integers, and the bits that are all set in NaN and infinity alone."""
+"""The integer type of each float dtype, and the exponent bits, which are all set only in NaN and
+infinity."""
 CHECKED_DTYPES = frozenset(_SUMMED) | frozenset(_EXPONENTS)
 TENSORS_SHOWN = 3
 """Maximum number of tensors that a message names."""
@@ -25,7 +26,7 @@ TENSORS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of a shard's file that must hold finite numbers."""
+    """Names bytes of a shard's file that must hold finite numbers."""
 
     name: str
     dtype: str
@@ -34,21 +35,22 @@ class Range:
 
 
 def check_ranges(data: memoryview, ranges: Iterable[Range], where: str) -> None:
-    """Raises `NotFinite` where one of these ranges of `data` holds NaN or infinity."""
+    """Raises `NotFinite` if one of these ranges of `data` holds NaN or infinity."""
     bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
     if bad:
         raise not_finite_error(where, bad)
 
 
 def not_finite_error(where: str, names: list[str]) -> NotFinite:
-    """Returns the error for tensors of these names."""
+    """Returns the error for the tensors of these names."""
     more = f" and {len(names) - TENSORS_SHOWN} more" if len(names) > TENSORS_SHOWN else ""
     listed = ", ".join(map(repr, names[:TENSORS_SHOWN])) + more
     return NotFinite(f"the training state of {where} holds NaN or infinity in {listed}")
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Returns whether these numbers are; True for a dtype that is not in `CHECKED_DTYPES`."""
+    """Returns whether all these numbers are finite; True for a dtype that is not in
+    `CHECKED_DTYPES`."""
     kind, bits = _EXPONENTS.get(dtype, (_SUMMED.get(dtype), 0))
     if kind is None:
         return True
@@ -59,7 +61,7 @@ def is_finite(data: memoryview, dtype: str) -> bool:
                 return False
             continue
         with np.errstate(all="ignore"):
-            total = part.sum()  # NaN and infinity stay; finite numbers may overflow
+            total = part.sum()  # NaN and infinity stay what they are; finite numbers may overflow
         if not np.isfinite(total) and not bool(np.isfinite(part).all()):
             return False
     return True

@@ -39,16 +39,16 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes of one element, by safetensors' spelling of the dtype."""
+"""Size of one element, by the dtype's safetensors name."""
 _MAX_DIMS = 64
 """Maximum number of dimensions that torch computes with."""
 TOO_MANY_BYTES = 1 << 63
-"""More bytes than any file can have: a limit that its size must stay below."""
+"""Exclusive limit of a tensor's size: no file can have so many bytes."""
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def itemsize(dtype: str) -> int:
-    """Returns the bytes of one element; `ValueError` for a dtype that safetensors does not have."""
+    """Returns the size of one element; raises `ValueError` for a dtype that safetensors lacks."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -56,8 +56,10 @@ def itemsize(dtype: str) -> int:
 
 
 def check_tensor_names(names: Iterable[str]) -> None:
-    """Raises `ValueError` for a name that no safetensors file can hold: its header is strict JSON,
-    in which one key is taken."""
+    """Raises `ValueError` for a name that no safetensors file can hold.
+
+    The file's header is strict JSON, in which one key is reserved.
+    """
     for name in names:
         if name == "__metadata__":
             raise ValueError("no tensor can have the name '__metadata__' in safetensors")
@@ -67,10 +69,10 @@ def check_tensor_names(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its elements."""
+    """Describes a tensor without its elements."""
 
     dtype: str
-    """Safetensors' spelling: "F32", "BF16", "I64", "BOOL", ..."""
+    """The safetensors name: "F32", "BF16", "I64", "BOOL", ..."""
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -98,12 +100,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that are distributed over the ranks together, by one rule."""
+    """Lists tensors that are distributed over the ranks together, by one rule."""
 
     rule: Rule
     tensors: tuple[str, ...]
     ranks: tuple[int, ...] = ()
-    """Rule `whole` only: the rank of each tensor."""
+    """The rank of each tensor, under the rule `whole` only."""
 
     def __post_init__(self) -> None:
         expected = len(self.tensors) if self.rule == "whole" else 0
@@ -119,17 +121,17 @@ class _Place:
     group: int
     index: int
     offset: int
-    """Elements of the group before this tensor."""
+    """Number of elements of the group before this tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which rank holds which span of which tensor."""
+    """Maps each rank to the spans of the tensors that it holds."""
 
     world_size: int
     tensors: Mapping[str, TensorSpec]
     groups: tuple[Group, ...]
-    """Every tensor is in exactly one."""
+    """The groups; every tensor is in exactly one."""
     _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
     _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _known: dict[str, Any] = field(init=False, repr=False, compare=False)
@@ -160,7 +162,8 @@ class Layout:
         object.__setattr__(self, "_known", {})
 
     def digest(self) -> str:
-        """Returns xxh3_128 of the layout, in hexadecimal: equal exactly for equal layouts."""
+        """Returns the xxh3_128 of the layout in hexadecimal; only equal layouts have equal
+        digests."""
         if "digest" not in self._known:
             self._known["digest"] = self._digest()
         return str(self._known["digest"])
@@ -172,14 +175,14 @@ class Layout:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def json(self) -> Any:
-        """Returns the layout's own part of a manifest's JSON."""
+        """Returns the layout's part of a manifest's JSON."""
         if "json" not in self._known:
             self._known["json"] = encode(self)
         return self._known["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:
-        """Returns what `rank` holds, in the groups' order; a tensor without elements lies with one
-        rank."""
+        """Returns the spans that `rank` holds, in the groups' order; a tensor without elements has
+        one rank."""
         known = self._known.get("spans")
         if known is None or known[0] != rank:
             self._known["spans"] = known = (rank, self._spans(rank))
@@ -203,9 +206,9 @@ class Layout:
         return held
 
     def holders(self, name: str, within: Span | None = None) -> list[tuple[int, Span]]:
-        """Returns (rank, span) of every rank that `spans` gives a part of the tensor, by rank.
+        """Returns (rank, span) of every rank that holds a part of the tensor, by rank.
 
-        `within`: only of those that hold elements of this span.
+        `within`: return only ranks that hold elements of this span.
         """
         place, spec = self._places[name], self.tensors[name]
         group = self.groups[place.group]

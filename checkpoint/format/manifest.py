@@ -21,39 +21,39 @@ from elasticzero.serialization import RecordError, decode, encode
 
 FORMAT_VERSION = 1
 TREE = "$tree"
-"""The key of the state that has the nesting of what was saved by hand; absent where tensors are all
-there is."""
+"""Key of the state that holds the nesting of the values that `checkpoint.save` was given. It is
+absent where all of them are tensors in one dict."""
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _DIGEST_BYTES = len(b',"digest":""}\n') + 32
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One rank's safetensors file."""
+    """Describes one rank's safetensors file."""
 
     name: str
     bytes: int
-    """0 where `digest` is None."""
+    """Size of the file; 0 where `digest` is None."""
     digest: str | None
-    """xxh3_128 of its checksum file, in hexadecimal. None: not known (a snapshot's manifest knows
-    its own rank's file only)."""
+    """The xxh3_128 of its checksum file, in hexadecimal. None: not known; a snapshot's manifest
+    knows the file of its own rank only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything about a checkpoint or snapshot but the tensors' elements."""
+    """Describes a checkpoint or snapshot completely, except for its tensors' elements."""
 
     version: int = FORMAT_VERSION
     step: int
     generation: int
     token: str
-    """The generation's own; stands in every file's name."""
+    """The generation's own random token, which is part of every file's name."""
     strategy: str
     layout: Layout
     files: tuple[ShardFile, ...] = ()
-    """By rank. Empty in a draft: what is about to be written."""
+    """The files by rank; empty in a draft, before the files are written."""
     state: Mapping[str, Any]
-    """JSON: what is not a tensor."""
+    """JSON of all state that is not a tensor."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.generation < 0:
@@ -74,27 +74,28 @@ class Manifest:
 
 
 def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
-    """Returns a draft as one rank knows it: with that rank's file, and of the others the names."""
+    """Returns a draft as one rank knows it: with that rank's file, and the names alone of the
+    others."""
     world = range(draft.layout.world_size)
     others = tuple(ShardFile(draft.file_name(r), 0, None) for r in world)
     return replace(draft, files=(*others[:rank], file, *others[rank + 1 :]))
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Returns the bytes of the manifest's file."""
+    """Returns the contents of the manifest's file."""
     parts = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "layout"}
     return with_digest(encode(parts) | {"layout": manifest.layout.json()})
 
 
 def with_digest(value: Mapping[str, Any]) -> bytes:
-    """Returns a manifest's file from its JSON: an object whose last key is the digest of what is
-    before it."""
+    """Returns a manifest's file: a JSON object whose last key is the digest of the text before
+    it."""
     text = json.dumps(value, separators=(",", ":")).encode()[:-1]
     return text + b',"digest":"%s"}\n' % _digest(text)
 
 
 def from_json(data: bytes, where: str) -> Manifest:
-    """Returns the manifest in `data`; raises `CheckpointDamaged` saying what is wrong in `where`.
+    """Returns the manifest in `data`; raises `CheckpointDamaged` with the fault and `where`.
 
     The digest is compared before anything is parsed.
     """
@@ -124,7 +125,7 @@ def from_json(data: bytes, where: str) -> Manifest:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Raises `RecordError` where the files cannot hold what the layout promises."""
+    """Raises `RecordError` if the files cannot hold the tensors of the layout."""
     if not manifest.files:
         raise RecordError("it names no files")
     held = sum(file.bytes for file in manifest.files)

@@ -15,7 +15,7 @@ from elasticzero.errors import UserError
 MANIFEST_NAME = "manifest.json"
 SUMS_SUFFIX = ".sums"
 MAX_STEP = 10**18 - 1
-"""What the name of a step's directory has room for."""
+"""Largest step number that the name of a step's directory has room for."""
 _STEP_DIRECTORY = re.compile(r"step-(\d{12,18})")
 _GENERATION_DIRECTORY = re.compile(r"gen-(\d{1,18})")
 _TOKEN = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -42,8 +42,10 @@ def snapshot_manifest_name(rank: int, world_size: int) -> str:
 
 
 def checked_step(step: object) -> int:
-    """Returns a step's number as an int, given any kind of integer; `UserError` for a number that
-    no step can have."""
+    """Returns a step's number as an int, from any kind of integer.
+
+    Raises `UserError` for a number that no step can have.
+    """
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise UserError(f"step {step!r} must be a whole number")
     number = operator.index(step)
@@ -58,13 +60,13 @@ def step_directory(step: int) -> str:
 
 
 def step_of(directory: str) -> int | None:
-    """Returns the step that a directory's name says, or None for any other name."""
+    """Returns the step in a directory's name, or None for any other name."""
     match = _STEP_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match and step_directory(int(match[1])) == directory else None
 
 
 def snapshot_draft_name(rank: int, world_size: int) -> str:
-    """Returns the name of the draft that a worker leaves beside a shard that is not sealed yet."""
+    """Returns the name of the draft that a worker writes beside a shard that is not sealed yet."""
     return f"draft-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
@@ -98,13 +100,13 @@ def generation_directory(generation: int) -> str:
 
 
 def generation_of(directory: str) -> int | None:
-    """Returns the generation that a directory's name says, or None for any other name."""
+    """Returns the generation in a directory's name, or None for any other name."""
     match = _GENERATION_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match else None
 
 
 def is_token(text: str) -> bool:
-    """Returns whether a save may have this token: it becomes part of the names of its files."""
+    """Returns whether a save may have this token, which becomes part of its files' names."""
     return re.fullmatch(_TOKEN, text) is not None
 
 
@@ -115,19 +117,20 @@ def token_generation(token: str) -> int | None:
 
 
 def token_of_file(name: str) -> str | None:
-    """Returns the token in the name of a shard or checksum file, partial or whole; None for other
+    """Returns the token in the name of a complete or partial shard or checksum file; None for other
     names."""
     match = _FILE_OF_SAVE.fullmatch(name)
     return match[1] if match else None
 
 
 def is_partial(name: str) -> bool:
-    """Returns whether a writer gave the file this name until it would be whole."""
+    """Returns whether this is the name of a file that its writer has not completed."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 def is_own_partial(name: str) -> bool:
-    """Returns whether this is a name that our writers give, with process and random number.
+    """Returns whether this is a partial name of this package's writers, with process and random
+    number.
 
     A user's directory may hold other names that end in `.partial`.
     """

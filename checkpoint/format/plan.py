@@ -1,4 +1,4 @@
-"""Plans a load: finds from which byte ranges the wanted elements are read.
+"""Plans a load: it finds the byte ranges that hold the wanted elements.
 
 Pure.
 """
@@ -15,16 +15,16 @@ from elasticzero.spans import Span, covering
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Elements that one rank's file gives to one wanted span."""
+    """Describes elements that one rank's file gives to one wanted span."""
 
     name: str
     rank: int
-    """Of the world that wrote the checkpoint."""
+    """Rank in the world that wrote the checkpoint."""
     span_in_tensor: Span
     span_in_shard: Span
-    """The same elements, counted from the first that the file holds of this tensor."""
+    """The same elements, counted from the first element of the tensor that the file holds."""
     offset_in_wanted: int
-    """Elements of the wanted span before these."""
+    """Number of elements of the wanted span before these."""
 
 
 def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:

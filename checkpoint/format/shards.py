@@ -20,22 +20,22 @@ from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from elasticzero.spans import Span
 
 HEAD_GRAIN_BYTES = 4096
-"""A shard's head is padded to a multiple of this: its tensors begin on a page, and its size does
-not change with the number of digits of the step."""
+"""A shard's head is padded to a multiple of this, so that its tensors begin on a page and its size
+does not change with the number of digits of the step."""
 _DTYPE = re.compile(r"[A-Z]{1,2}\d{1,3}(_[A-Z0-9]{1,12})?")
-"""How safetensors spells dtypes, newer ones included."""
+"""Matches safetensors' names of dtypes, newer ones included."""
 HEADER_LIMIT_BYTES = 100_000_000
-"""What safetensors itself allows."""
+"""Maximum size of a header; safetensors has the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a shard file."""
+    """Describes one tensor in a shard file."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """Position of its first byte in the file."""
     stop: int
 
     @property
@@ -44,10 +44,9 @@ class TensorEntry:
 
 
 def shard_specs(manifest: Manifest, rank: int) -> dict[str, TensorSpec]:
-    """Returns what is in a rank's file, in its order: wide dtypes first, else as the layout
-    says.
+    """Returns the tensors of a rank's file in file order: wide dtypes first, then as in the layout.
 
-    A span that is the whole tensor has the tensor's shape, any other is 1-D.
+    A span that is the whole tensor has the tensor's shape, and any other is 1-D.
     """
     specs = {}
     for name, span in manifest.layout.spans(rank).items():
@@ -76,7 +75,7 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
 
 
 def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
-    """Returns (the first bytes of a rank's shard file, the bytes of the whole file)."""
+    """Returns (the first bytes of a rank's shard file, the size of the whole file)."""
     specs = shard_specs(manifest, rank)
     metadata = {
         "format": "pt",
@@ -92,10 +91,10 @@ def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
 def write_shard(
     storage: Storage, manifest: Manifest, rank: int, chunks: Iterable[Bytes]
 ) -> ShardFile:
-    """Writes a rank's shard file and then its checksum file, which says that the shard is whole.
+    """Writes a rank's shard file and then its checksum file, which marks the shard as whole.
 
-    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere; a chunk may
-    be reused once the next is asked for.
+    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere. The iterator
+    may reuse a chunk once the next is requested.
     """
     name = manifest.file_name(rank)
     head, expected = shard_header(manifest, rank)
@@ -110,10 +109,10 @@ def write_shard(
 
 
 class ShardReader:
-    """Verified reads of the tensors in one shard file."""
+    """Reads the tensors in one shard file and verifies every byte."""
 
     def __init__(self, storage: Readable, file: ShardFile) -> None:
-        """Reads checksums and header; raises `CheckpointDamaged`."""
+        """Reads checksums and header; raises `CheckpointDamaged` if they are invalid."""
         self._blocks = BlockReader(storage, file)
         self.metadata, self.entries = _read_header(self._blocks)
 
@@ -129,11 +128,11 @@ class ShardReader:
 
     @property
     def size(self) -> int:
-        """Bytes that the file should have."""
+        """Size that the file should have."""
         return self._blocks.size
 
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
-        """Fills `buffer` with elements `span` of what the file holds of a tensor.
+        """Fills `buffer` with the elements `span` of the file's part of a tensor.
 
         `buffer`: writable bytes, as many as the span has. Raises `CheckpointDamaged`.
         """
@@ -153,7 +152,8 @@ class ShardReader:
 
 
 def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
-    """Returns a rank's shard, found to hold what the manifest says; raises `CheckpointDamaged`."""
+    """Opens a rank's shard and checks that it holds what the manifest lists; raises
+    `CheckpointDamaged`."""
     file = manifest.files[rank]
     shard = ShardReader(storage, file)
     if (size := storage.size(file.name)) != shard.size:
@@ -185,8 +185,8 @@ def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, TensorE
 def parse_header(
     text: bytes, file_bytes: int, where: str
 ) -> tuple[dict[str, str], dict[str, TensorEntry]]:
-    """Returns (metadata, entries by name) of a safetensors header; `CheckpointDamaged` if it is not
-    one."""
+    """Returns (metadata, entries by name) of a safetensors header; raises `CheckpointDamaged` if it
+    is invalid."""
     base = 8 + len(text)
     try:
         table = strict_json(text)
@@ -212,7 +212,7 @@ def parse_header(
 
 
 def _check_dtype(name: str, dtype: object, where: str) -> None:
-    """Raises `UserError` for a dtype that safetensors may have but this format has not."""
+    """Raises `UserError` for a dtype that safetensors may have but this format does not support."""
     if isinstance(dtype, str) and dtype not in ITEM_BYTES and _DTYPE.fullmatch(dtype):
         raise UserError(
             f"{where}: tensor {name!r} has the dtype {dtype}, which no checkpoint here can hold "

@@ -17,20 +17,22 @@ MEMORY_LIMIT_BYTES = 1 << 30
 MAX_JSON_DEPTH = 200
 """Maximum number of arrays and objects within each other in a manifest's state."""
 _OBJECT_BYTES, _ARRAY_BYTES, _VALUE_BYTES = 240, 64, 48
-"""What Python takes for an object with its first key, an array, and each further value."""
+"""Memory that Python takes for an object with its first key, an array, and each further value."""
 _REASON_CHARACTERS = 300
 
 
 def strict_json(data: bytes) -> Any:
-    """Returns the value of a JSON text; `ValueError` or `RecursionError` if it is none, if a key
-    appears twice in one object, or if its values would take more memory than `MEMORY_LIMIT_BYTES`.
+    """Returns the value of a JSON text.
+
+    Raises `ValueError` or `RecursionError` if it is not JSON, if a key appears twice in one object,
+    or if its values would take more memory than `MEMORY_LIMIT_BYTES`.
     """
     check_memory(data)
     return json.loads(data.decode(), object_pairs_hook=_without_duplicates)
 
 
 def check_memory(data: bytes) -> None:
-    """Raises `RecordError` where the values of a JSON text could take too much memory."""
+    """Raises `RecordError` if the values of a JSON text could take too much memory."""
     needed = (
         len(data)
         + _OBJECT_BYTES * data.count(b"{")
@@ -45,7 +47,7 @@ def check_memory(data: bytes) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raises `RecordError` where arrays and objects are nested deeper than `MAX_JSON_DEPTH`."""
+    """Raises `RecordError` if arrays and objects are nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
@@ -61,8 +63,7 @@ def check_depth(value: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Returns what a parser's error says, in one line that can be printed, whatever stood in the
-    file."""
+    """Returns the message of a parser's error as one printable line, whatever the file contains."""
     text = re.sub(r"\s+", " ", str(error)[: 2 * _REASON_CHARACTERS]) or type(error).__name__
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _REASON_CHARACTERS else text[:_REASON_CHARACTERS] + "..."

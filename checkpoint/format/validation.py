@@ -1,4 +1,4 @@
-"""Checks what a manifest must satisfy, beyond its syntax, for its step to be usable.
+"""Checks that a manifest with valid syntax describes a usable step.
 
 Pure.
 """
@@ -15,8 +15,8 @@ _UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.sta
 
 
 def check_committed(manifest: Manifest) -> None:
-    """Raises `ValueError` where a committed step's manifest lacks the digest of a file, or where
-    what was saved by hand cannot be put together again."""
+    """Raises `ValueError` if a committed step's manifest lacks a digest, or if its nesting is
+    invalid."""
     for file in manifest.files:
         if file.digest is None:
             raise ValueError(f"it has no digest for {file.name}")
@@ -24,7 +24,7 @@ def check_committed(manifest: Manifest) -> None:
 
 
 def check_nesting(manifest: Manifest) -> None:
-    """Raises `ValueError` where the nesting of what was saved by hand makes no sense."""
+    """Raises `ValueError` if the nesting of values saved by hand is invalid."""
     if TREE not in manifest.state:
         return
     tensors = manifest.layout.tensors
@@ -40,7 +40,7 @@ def check_nesting(manifest: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """A tensor of which only the description is known."""
+    """Stands for a tensor of which only the description is known."""
 
     name: str
     spec: TensorSpec

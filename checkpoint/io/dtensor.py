@@ -18,8 +18,8 @@ from elasticzero.spans import EMPTY, Rule, Span
 def shard_dim(name: str, tensor: torch.Tensor) -> int | None:
     """Returns the mesh dimension that shards a DTensor's rows; None: every rank holds all of it.
 
-    Raises `UserError` for a DTensor placed in any way but by rows in one dimension of its mesh and
-    replicated in the others.
+    Raises `UserError` unless the DTensor is sharded by rows in at most one dimension of its mesh
+    and replicated in the others.
     """
     placements: Any = getattr(tensor, "placements", ())
     sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -35,8 +35,8 @@ def shard_dim(name: str, tensor: torch.Tensor) -> int | None:
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
-    """Returns the span and the elements of a tensor that this process holds: of a DTensor its own
-    rows."""
+    """Returns (span, elements) of the part of a tensor that this process holds: of a DTensor its
+    own rows."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Span(0, tensor.numel()), tensor
@@ -51,9 +51,10 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[Span, torch.Tensor]:
 
 
 def writing_ranks(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[int]:
-    """Returns the ranks that write, in the order of the rows they hold.
+    """Returns the ranks that write, in the order of their rows.
 
-    These are all ranks or, where DTensors are both replicated and sharded, those of the first copy.
+    These are all ranks or, if DTensors are both replicated and sharded, the ranks of the first
+    copy.
     """
     all_ranks = list(range(world_size))
     found: dict[str, list[int]] = {}
@@ -81,7 +82,8 @@ def writing_ranks(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
-    """Lays DTensors out by their own rows and all else evenly, with one group for each dtype."""
+    """Returns a layout with DTensors by their own rows and all else evenly, one group for each
+    dtype."""
     specs = {name: tensor_spec(tensor, name) for name, tensor in tensors.items()}
     by_kind: dict[tuple[Rule, str], list[str]] = {}
     for name, tensor in tensors.items():
@@ -95,7 +97,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
 def pieces_of(
     layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[TensorPiece]:
-    """Yields what a rank of the layout saves of each tensor."""
+    """Yields the parts of all tensors that a rank of the layout saves."""
     for name, span in layout.spans(rank).items():
         held, local = local_part(name, tensors[name])
         flat = local.detach().reshape(-1)

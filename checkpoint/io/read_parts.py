@@ -16,23 +16,23 @@ from elasticzero.checkpoint.format.shards import ShardReader
 from elasticzero.spans import Span
 
 READ_PART_BYTES = 16 << 20
-"""About what is read in one go."""
+"""Approximate number of bytes that are read in one go."""
 READ_STAGING_BYTES = 8 << 20
-"""Size of a thread's buffer, through which tensors that are not plain host memory are filled."""
+"""Size of a thread's buffer, which fills tensors that are not plain host memory."""
 
 Fill = tuple[Copy, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
-    """What is read in one go: bytes of one shard, front to back."""
+    """Lists bytes of one shard that are read in one go, front to back."""
 
     rank: int
     fills: list[Fill]
 
 
 class ReaderState:
-    """What one thread keeps from part to part."""
+    """Holds what one thread reuses from part to part."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -40,7 +40,7 @@ class ReaderState:
         self._twin: ShardReader | None = None
 
     def own(self, shard: ShardReader) -> ShardReader:
-        """Returns a reader of the shard that only this thread uses."""
+        """Returns this thread's own reader of the shard."""
         if self._twin is None or self._shard is not shard:
             self._shard, self._twin = shard, shard.twin()
         return self._twin
@@ -53,8 +53,8 @@ class ReaderState:
 
 
 def split_reads(shard: ShardReader, fills: list[Fill]) -> Iterator[list[Fill]]:
-    """Yields parts of about `READ_PART_BYTES` in the file's order, cut where a checksum block
-    ends."""
+    """Yields parts of about `READ_PART_BYTES` in the file's order, cut at the ends of checksum
+    blocks."""
     part: list[Fill] = []
     size = 0
     limit = sys.maxsize
@@ -96,7 +96,7 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
 
 
 def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
-    """Puts every copy's elements in their place; returns their bytes."""
+    """Reads every copy's elements into their tensors; returns the number of bytes."""
     straight = []
     size = 0
     for copy, tensor in fills:
@@ -134,7 +134,8 @@ def _first_byte(shard: ShardReader, copy: Copy) -> int:
 
 
 def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Puts values at row-major positions from `start` on of a tensor laid out in another order."""
+    """Writes values to row-major positions from `start` on of a tensor laid out in another
+    order."""
     positions = torch.arange(start, start + values.numel(), device=tensor.device)
     where = torch.unravel_index(positions, tensor.shape)
     tensor[where] = values.to(tensor.device)

@@ -1,4 +1,4 @@
-"""Reads parts by several threads: one for each spare core, and more while they wait for a disk or a
+"""Reads parts in several threads: one for each spare core, and more while they wait for a disk or a
 network."""
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 MAX_THREADS = 4
-"""Parts read at the same time at most, each by a thread."""
+"""Maximum number of parts that are read at the same time, each in a thread."""
 _WAITING = 0.5
-"""The part of its time that a thread waits for bytes, above which one more thread is started."""
+"""Share of its time that a thread waits for bytes, above which one more thread is started."""
 
 P = TypeVar("P")
 
 
 def spare_cores() -> int:
-    """Cores for each rank of this node (`LOCAL_WORLD_SIZE`, as launchers set it), at least one."""
+    """Returns the cores for each rank of this node (`LOCAL_WORLD_SIZE`, which launchers set), at
+    least one."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(said) if said.isdecimal() else 1
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
 
 def _busy_s() -> float:
-    """Seconds that this thread has had a core, or has queued for one."""
+    """Returns how many seconds this thread has run on a core, or has queued for one."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             ran_ns, queued_ns, _ = file.read().split()
@@ -38,8 +39,9 @@ def _busy_s() -> float:
 def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
     """Reads every part once.
 
-    `begin`: called once in each thread; returns the function that reads a part there. `most`:
-    maximum number of threads. The first error stops every thread at its next part, and is raised.
+    `begin`: a function that is called once in each thread and returns the function that reads a
+    part there. `most`: maximum number of threads. The first error stops every thread at its next
+    part, and is raised.
     """
     if most <= 1:
         read = begin()
@@ -51,7 +53,7 @@ def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], m
         try:
             for _ in range(min(most, spare_cores())):
                 readers.more()
-            for reader in readers.running:  # which grows meanwhile
+            for reader in readers.running:  # the list grows meanwhile
                 reader.result()
         finally:
             readers.stop()

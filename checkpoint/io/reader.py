@@ -30,26 +30,26 @@ from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageErr
 from elasticzero.spans import Span
 
 _OPEN_SHARDS = 16
-"""Shards kept open at once."""
+"""Maximum number of shards that are open at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A span of a checkpoint's tensor, and where to put it."""
+    """Names a span of a checkpoint's tensor, and the tensor to fill with it."""
 
     name: str
     span: Span
     tensor: torch.Tensor
-    """As many elements as the span, any shape, any device."""
+    """The tensor to fill: as many elements as the span, any shape, any device."""
 
 
 class Checkpoint:
-    """An open checkpoint or snapshot; shards are opened when they are first needed."""
+    """Reads an open checkpoint or snapshot; each shard is opened when it is first needed."""
 
     def __init__(
         self, manifest: Manifest, shards: Mapping[int, Sequence[Callable[[], ShardReader]]]
     ) -> None:
-        """`shards`: for each rank that wrote, the ways to open its shard, best first."""
+        """Takes, for each rank that wrote, the functions that may open its shard, best first."""
         self.manifest = manifest
         self.bytes_read = 0
         self._ways = {rank: list(ways) for rank, ways in shards.items()}
@@ -57,8 +57,11 @@ class Checkpoint:
         self._lock = threading.Lock()
 
     def check(self, expected: Mapping[str, TensorSpec], *, allow_more: bool = False) -> None:
-        """Raises `CheckpointMismatch` naming the first few tensors that are missing, not expected
-        (unless `allow_more`), or of another dtype or shape."""
+        """Raises `CheckpointMismatch` if the checkpoint's tensors are not the expected ones.
+
+        The error names the first few tensors that are missing, not expected (unless `allow_more`),
+        or of another dtype or shape.
+        """
         held = self.manifest.layout.tensors
         wrong = [f"{name} is missing" for name in expected if name not in held]
         if not allow_more:
@@ -81,12 +84,10 @@ class Checkpoint:
         self.load([Target(name, span, out)])
 
     def load(self, targets: Iterable[Target]) -> None:
-        """Fills every target: each shard front to back, up to `MAX_THREADS` parts of them at a
-        time.
+        """Fills every target: each shard front to back, in up to `MAX_THREADS` parts at a time.
 
-        A part that one source of its shard cannot give comes from the next source. Raises
-        `StorageError` or `CheckpointDamaged` when no source is left; the targets are then partly
-        filled.
+        If one source of a shard fails, the next one is read. Raises `StorageError` or
+        `CheckpointDamaged` when no source is left; the targets are then partly filled.
         """
         by_rank: dict[int, list[Fill]] = {}
         size = 0
@@ -121,7 +122,7 @@ class Checkpoint:
                 yield ReadPart(rank, fills)
 
     def _read_part(self, state: ReaderState, part: ReadPart) -> None:
-        """Reads a part of one rank's shard; when a source fails, from the next."""
+        """Reads a part of one rank's shard, from the next source if one fails."""
         while True:
             shard = self._shard(part.rank)
             try:
@@ -153,7 +154,7 @@ class Checkpoint:
             return self._open[rank]
 
     def _give_up(self, rank: int, shard: ShardReader) -> bool:
-        """Returns whether there is another source to try than the one that gave `shard`."""
+        """Returns whether there is a source other than the one that gave `shard`."""
         with self._lock:
             if self._open.get(rank) is not shard:
                 return True
@@ -164,8 +165,8 @@ class Checkpoint:
 
 
 def open_step(storage: Readable) -> Checkpoint:
-    """Returns the checkpoint in one step's directory; `CheckpointDamaged` if its manifest is not
-    there."""
+    """Opens the checkpoint in one step's directory; raises `CheckpointDamaged` if it has no
+    manifest."""
     manifest = catalog.read_manifest(storage)
     return Checkpoint(
         manifest,
@@ -176,10 +177,10 @@ def open_step(storage: Readable) -> Checkpoint:
 def open_snapshot(
     places: Mapping[int, Sequence[Readable]], generation: int, step: int
 ) -> Checkpoint:
-    """Returns the snapshot of a step whose shards are held by several nodes.
+    """Opens the snapshot of a step whose shards several nodes hold.
 
-    `places`: for every rank that wrote, the storages of that step's directory that may hold its
-    shard, best first. Raises `StorageError` or `CheckpointDamaged` when no source of a rank works.
+    `places`: for every rank that wrote, the storages of the step's directory that may hold its
+    shard, best first. Raises `StorageError` or `CheckpointDamaged` if no source of a rank works.
     """
     world = len(places)
     if sorted(places) != list(range(world)) or not world:
@@ -219,7 +220,8 @@ def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], Shard
 
 
 def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
-    """Opens a rank's shard by that rank's own manifest, which alone knows its digest."""
+    """Returns a function that opens a rank's shard by that rank's own manifest, which alone has its
+    digest."""
 
     def open_own() -> ShardReader:
         name = snapshot_manifest_name(rank, manifest.layout.world_size)

@@ -22,12 +22,12 @@ WRITE_STAGING_BYTES = 32 << 20
 """Size of the one host buffer through which a save takes tensors that are not plain host memory."""
 DEFAULT_WAIT_S = 600.0
 _GO, _COMMITTED, _REPLACE, _FAILED = range(4)
-"""What ranks report of a save; the greatest value of all ranks counts."""
+"""The states of a save that ranks report; the greatest value of all ranks counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """What this rank holds of one tensor."""
+    """Holds this rank's elements of one tensor."""
 
     name: str
     data: torch.Tensor
@@ -36,12 +36,13 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """What one rank wrote."""
+    """Describes what one rank wrote."""
 
     bytes: int
     seconds: float
     committed: bool
-    """This rank created the manifest. False on all others, and where the step stood already."""
+    """True if this rank created the manifest: False on all other ranks, and if the step existed
+    already."""
 
 
 def _own(number: int) -> int:
@@ -54,19 +55,20 @@ def _own_words(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCoordination:
-    """How the ranks save together."""
+    """Supplies the communication by which the ranks save together."""
 
     tell: Callable[[str], str] = _own_words
-    """Gives every rank the words of the first rank that calls it with any, together, and names that
-    rank. Called when a rank has failed."""
+    """Returns on every rank the text of the first rank that gives one, with that rank's number. All
+    ranks call it together after one of them has failed."""
 
     agree: Callable[[int], int] = _own
-    """Gives every rank the greatest of the numbers that all ranks call it with, together. By
-    default ranks do not talk: rank 0 waits for the others' files, and learns of no failure."""
+    """Returns on every rank the greatest of the numbers that all ranks give; they call it together.
+    By default the ranks do not communicate: rank 0 waits for the others' files, and learns of no
+    failure."""
     wait_s: float = DEFAULT_WAIT_S
-    """How long rank 0 waits for the others' files to appear."""
+    """Time in seconds that rank 0 waits for the others' files to appear."""
     replacing: bool = False
-    """On any rank: the committed step is known to be damaged, and is to be replaced."""
+    """True on any rank: the committed step is known to be damaged, and is to be replaced."""
 
 
 def write_checkpoint(
@@ -78,15 +80,15 @@ def write_checkpoint(
 ) -> WriteResult:
     """Writes this rank's part of a checkpoint; rank 0 then commits it.
 
-    `draft`: the same on every rank, with `files` left empty. `rank`: in
-    `draft.layout`; None: this process writes nothing, and only takes part in what the ranks agree
-    on. `pieces`: one for each of `draft.layout.spans(rank)`, in any order. A step that is
-    already committed is left alone (bytes 0).
-
     A save that fails on any rank fails on all and leaves nothing behind. A rank that failed raises
-    its own error, any other a `RetryError` with the words of `coordination.tell`. A save that fails
-    because another one of the same step came first is not committed, as if that one had been there
-    before.
+    its own error; the others raise a `RetryError` with the text of `coordination.tell`. A save is
+    not committed if another save of the same step came first.
+
+    `draft`: the manifest without `files`, the same on every rank. `rank`: this process's rank in
+    `draft.layout`; None: it writes nothing, and only takes part in the ranks' decisions. `pieces`:
+    one for each of `draft.layout.spans(rank)`, in any order.
+
+    Returns the bytes written: 0 if the step was committed already.
     """
     started = time.monotonic()
     save = _Save(directory, draft, rank, coordination or SaveCoordination())
@@ -106,7 +108,7 @@ def write_checkpoint(
 
 
 class _Save:
-    """One rank's part of a save, in three steps that all ranks take together.
+    """Carries out one rank's part of a save, in three steps that all ranks take together.
 
     Each step returns the greatest of the ranks' results. A step that fails on one rank fails on
     all, unless it fails because another save of this checkpoint step came first.
@@ -153,7 +155,7 @@ class _Save:
         return self._together(write, self._came_first)
 
     def commit(self) -> int:
-        """Commits the step on rank 0, once every rank's shard is there."""
+        """Commits the step on rank 0, once every rank's shard exists."""
 
         def finish() -> int:
             if self._rank != 0:
@@ -165,7 +167,7 @@ class _Save:
         return self._together(finish, self._came_first)
 
     def discard(self) -> None:
-        """Removes what this rank has written."""
+        """Removes the files that this rank has written."""
         if self._rank is not None:
             commit.discard(self._directory, self._draft, self._rank)
 
@@ -199,8 +201,8 @@ class _Save:
 def ordered_pieces(
     draft: Manifest, rank: int, pieces: Iterable[TensorPiece]
 ) -> list[tuple[TensorSpec, torch.Tensor]]:
-    """Returns a rank's pieces in the order of its shard file; `ValueError` if they are not the
-    layout's."""
+    """Returns a rank's pieces in the order of its shard file; raises `ValueError` if they do not
+    fit the layout."""
     by_name = {piece.name: piece.data for piece in pieces}
     specs = shard_specs(draft, rank)
     if by_name.keys() != specs.keys():

@@ -19,22 +19,22 @@ from elasticzero.checkpoint.storage.base import as_storage_error, explain
 from elasticzero.errors import StorageError
 
 SLOTS = "slots"
-"""The folder of the slots' files, beside the snapshots."""
+"""Name of the folder of the slots' files, beside the snapshots."""
 _GRAIN_BYTES = 2 << 20
-"""A mapping is this much larger than what it holds at most, so that a header that grows by some
-bytes needs no new one."""
+"""A mapping's size is a multiple of this, so that a header that grows by some bytes needs no new
+mapping."""
 
 
 HEADROOM_BYTES = 1 << 20
-"""Left free in shared memory for the small files beside the slots."""
+"""Bytes of shared memory that stay free for the small files beside the slots."""
 
 
 class SlotsInUse(StorageError):
-    """What both slots hold is still read, or must stay."""
+    """Both slots of a writer hold shards that are still read or must stay."""
 
 
 class MemorySlot:
-    """One file, mapped; the mapping stays while the file is resized within it."""
+    """Maps one file; the mapping stays while the file is resized within it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class MemorySlot:
 
     @property
     def root(self) -> Path:
-        """The directory of the node's snapshots in which it lies."""
+        """Returns the directory of the node's snapshots that contains the slot."""
         return self.path.parent.parent
 
     def free(self) -> bool:
@@ -57,7 +57,7 @@ class MemorySlot:
         return os.fstat(self._fd).st_size
 
     def resize(self, size: int) -> None:
-        """Gives the file `size` bytes, all of them allocated; raises `OSError`."""
+        """Resizes the file and allocates all of its `size` bytes; raises `OSError`."""
         if size > self._mapped_bytes:
             mapped = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
             os.posix_fallocate(self._fd, 0, mapped)
@@ -73,12 +73,12 @@ class MemorySlot:
                 raise
 
     def view(self) -> memoryview:
-        """Returns the bytes it holds, writable, in place; valid until it grows."""
+        """Returns the slot's bytes, writable, in place; the view is valid until the slot grows."""
         assert self._map is not None
         return memoryview(self._map)[: self.bytes]
 
     def link(self, path: Path) -> None:
-        """Makes what it holds visible under `path`, in place of what is there."""
+        """Makes the contents visible under `path`, in place of the file there."""
         path.unlink(missing_ok=True)
         os.link(self.path, path)
 
@@ -88,26 +88,31 @@ class MemorySlot:
         self.closed = True
 
     def give_back(self) -> None:
-        """Gives the memory of a free slot back; it is of no use any more."""
+        """Frees the memory of a free slot and closes it for good."""
         self.path.unlink(missing_ok=True)
         self._map = None
         self.close()
 
 
 class Slots:
-    """Two slots of one writer: one holds its last shard while the other takes the next."""
+    """Provides one writer with two slots: one holds its last shard while the other takes the
+    next."""
 
     def __init__(self, root: Path, name: str, overflow: Path | None = None) -> None:
-        """`root`: of the node's snapshots. `name`: the writer's own on this node. `overflow`: a
-        directory on a disk, for slots that find no room in `root`."""
+        """Takes the places of the slots' files.
+
+        `root`: the directory of the node's snapshots. `name`: unique for the writer on this node.
+        `overflow`: a directory on a disk, for slots that find no room in `root`.
+        """
         self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._name = name
         self._slots: list[MemorySlot] = []
 
     def reserve(self, size: int) -> list[MemorySlot]:
-        """Allocates and maps the free ones of both slots for shards of `size` bytes; returns them.
+        """Allocates and maps the free slots among the first two for shards of `size` bytes; returns
+        them.
 
-        Raises `StorageError` when the memory is not there.
+        Raises `StorageError` if there is no memory.
         """
         while len(self._slots) < 2:
             self._slots.append(self._open(len(self._slots)))
@@ -115,10 +120,10 @@ class Slots:
         return [self._resized(number, size) for number in free]
 
     def take(self, size: int, *, extra: bool = False) -> MemorySlot:
-        """Returns a free slot of `size` bytes. `extra`: a third one, if need be; it goes once it is
-        free.
+        """Returns a free slot of `size` bytes.
 
-        Raises `SlotsInUse` when none is free, and `StorageError` when there is no memory.
+        `extra`: allow a third slot, which is removed once it is free. Raises `SlotsInUse` if no
+        slot is free, and `StorageError` if there is no memory.
         """
         self._drop_extra()
         for number in range(3 if extra else 2):
@@ -129,7 +134,7 @@ class Slots:
         raise SlotsInUse(f"both slots of {self._name} in {self._roots[0] / SLOTS} are in use")
 
     def _drop_extra(self) -> None:
-        """Gives a third slot's memory back, of this process or of one before it."""
+        """Frees the memory of a third slot, whether this process made it or one before it."""
         while len(self._slots) > 2 and self._slots[2].free():
             self._slots.pop().close()
         for root in self._roots:
@@ -144,7 +149,7 @@ class Slots:
         self._slots.clear()
 
     def _open(self, number: int) -> MemorySlot:
-        """Opens a slot where it already is, or else in shared memory."""
+        """Opens a slot where its file exists, or else in shared memory."""
         there = [root for root in self._roots if self._path(number, root).exists()]
         return self._open_in(there[0] if there else self._roots[0], number)
 
@@ -157,7 +162,7 @@ class Slots:
         return root / SLOTS / f"{self._name}-{number}"
 
     def _resized(self, number: int, size: int) -> MemorySlot:
-        """Returns a free slot with `size` bytes: on the disk where shared memory has no room for
+        """Returns a free slot with `size` bytes, moved to the disk if shared memory has no room for
         it."""
         slot = self._slots[number]
         movable = len(self._roots) > 1 and slot.root == self._roots[0]
@@ -178,13 +183,13 @@ class Slots:
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the free room in a directory's file system."""
+    """Returns the free bytes of a directory's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def allocated_bytes(root: Path) -> int:
-    """Returns how much of its file system the slots in a directory of snapshots take."""
+    """Returns how many bytes the slots in a directory of snapshots take."""
     with suppress(FileNotFoundError):
         return sum(entry.stat().st_blocks * 512 for entry in os.scandir(root / SLOTS))
     return 0

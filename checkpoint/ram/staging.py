@@ -1,7 +1,8 @@
-"""Stages tensors in shared memory: the part of a save that training waits for.
+"""Stages tensors in shared memory, which is the part of a save that training waits for.
 
-A shard's header and its pieces are copied into a slot that is already allocated and mapped. Nothing
-is checksummed or written to storage here: the agent seals the shard and copies it to storage.
+The stager copies a shard's header and its pieces into a slot that is already allocated and mapped.
+It computes no checksums and writes nothing to storage: the agent seals the shard and copies it
+there.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _StagingOptions:
-    """How a shard is staged."""
+    """Options for staging one shard."""
 
     extra: bool
     trained: Collection[str]
 
 
 def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
-    """Returns where the trained tensors are in a shard's file whose tensors begin at `start`."""
+    """Returns the ranges of the trained tensors in a shard's file whose tensors begin at
+    `start`."""
     found = []
     for name, spec in shard_specs(draft, rank).items():
         if name in trained and spec.nbytes and spec.dtype in CHECKED_DTYPES:
@@ -45,19 +47,22 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
 
 
 class SharedMemoryStager:
-    """Writes the shards of one worker, each into a slot of its own; for one thread."""
+    """Writes the shards of one worker, each into its own slot; only one thread may use it."""
 
     def __init__(self, root: Path, local_rank: int, overflow: Path | None = None) -> None:
-        """`root`: of the node's snapshots. `overflow`: on a disk, for what does not fit there."""
+        """Takes the directory of the node's snapshots, and one on a disk for shards that do not fit
+        there."""
         self._store = SnapshotStore(root, overflow)
         self._slots = Slots(root, f"worker-{local_rank}", overflow)
         self._memory: dict[MemorySlot, torch.Tensor] = {}
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        """The worker's own; another thread's is the first of the machine until it says so."""
+        """The worker's own GPU. Another thread's current device is the machine's first until it
+        sets one."""
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, size: int) -> None:
-        """Allocates and maps memory for shards of `size` bytes, so that no write pays for it."""
+        """Allocates and maps memory for shards of `size` bytes in advance, so that no write pays
+        for it."""
         for slot in self._slots.reserve(size):
             self._bytes_of(slot)[::_PAGE_BYTES].zero_()
 
@@ -71,12 +76,14 @@ class SharedMemoryStager:
         extra: bool = False,
         trained: Collection[str] = (),
     ) -> int:
-        """Copies a rank's pieces into a slot and writes a draft; returns the shard's bytes.
+        """Copies a rank's pieces into a slot and writes a draft; returns the size of the shard in
+        bytes.
 
-        `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots, by generation
-        and step, that may not go; all others' slots are given back first. `extra`: take a third
-        slot if need be. `trained`: what is not sealed unless it is finite. When this returns the
-        pieces may change. Raises `StorageError`.
+        The pieces may change once this returns. Raises `StorageError`.
+
+        `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots to retain, by
+        generation and step; the slots of all others are freed first. `extra`: allow a third slot.
+        `trained`: names of the tensors that must be finite for the shard to be sealed.
         """
         with as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True):
             return self._write(draft, rank, pieces, keep, _StagingOptions(extra, trained))
@@ -95,7 +102,7 @@ class SharedMemoryStager:
         if self._store.has(shard):
             if (self._store.path_of(shard) / draft.file_name(rank)).exists():
                 return size
-            self._store.drop(shard)  # another run's, of the same number
+            self._store.drop(shard)  # the shard is of another run with the same numbers
         slot = self._slots.take(size, extra=options.extra)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -107,7 +114,7 @@ class SharedMemoryStager:
         try:
             self._store.write_draft(draft, rank, ranges, slot.root)
         except StorageError:
-            (path / draft.file_name(rank)).unlink(missing_ok=True)  # the slot is free again
+            (path / draft.file_name(rank)).unlink(missing_ok=True)  # frees the slot again
             raise
         return size
 
@@ -137,8 +144,8 @@ class SharedMemoryStager:
             self._side_stream().synchronize()
 
     def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
-        """Returns the slot's memory as a tensor; pinned where there is a GPU, and the system lets
-        it be."""
+        """Returns the slot's memory as a tensor, pinned if there is a GPU and the system permits
+        it."""
         known = self._memory.get(slot)
         if known is None or known.numel() != slot.bytes:
             if known is not None:
@@ -151,8 +158,8 @@ class SharedMemoryStager:
         return known
 
     def _side_stream(self) -> torch.cuda.Stream:
-        """Returns a stream on which copies wait for the training's work, and for nothing that
-        follows."""
+        """Returns a stream whose copies wait for the training's earlier work, and not for its later
+        work."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._gpu)
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
@@ -167,9 +174,11 @@ class SharedMemoryStager:
         self._apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
 
     def _apart(self, call: Callable[[], Any]) -> None:
-        """Where there is a GPU, and in a thread of its own: CUDA keeps the error of a call that
-        failed (of memory on a disk's file system, say), and gives it to the next kernel that this
-        thread starts."""
+        """Runs a CUDA call in a separate thread, if there is a GPU.
+
+        CUDA keeps the error of a failed call (for memory on a disk's file system, say), and reports
+        it at the next kernel that the same thread starts.
+        """
         gpu = self._gpu
         if gpu is None:
             return

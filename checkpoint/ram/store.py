@@ -44,62 +44,64 @@ from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import decode, encode
 
 HELD = "held"
-"""The folder of the links that readers hold while a snapshot may be removed."""
+"""Name of the folder of the links that readers hold while a snapshot may be removed."""
 _PART_BYTES = 16 << 20
-"""Copied at a time: what a disk takes past the page cache as fast as it can."""
+"""Number of bytes copied at a time, which a disk writes past the page cache at full speed."""
 _SHARD_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSnapshot:
-    """The part of one snapshot that lies on this node."""
+    """Describes the part of one snapshot that lies on this node."""
 
     generation: int
     step: int
     ranks: tuple[int, ...]
-    """Whose shards are here, whole; of the world that wrote the snapshot."""
+    """The ranks whose whole shards are here, in the world that wrote the snapshot."""
     world_size: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShardName:
-    """One rank's shard of one snapshot."""
+    """Identifies one rank's shard of one snapshot."""
 
     generation: int
     step: int
     rank: int
     world_size: int
-    """Of the snapshot: 1, with rank 0, for a complete one."""
+    """World size of the snapshot: 1, with rank 0, for a complete one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What makes a shard whole."""
+    """Holds the checksum file and the manifest, which make a shard whole."""
 
     sums: bytes
-    """The contents of its checksum file."""
+    """Contents of the shard's checksum file."""
     manifest: bytes
-    """The contents of its manifest."""
+    """Contents of the shard's manifest."""
 
 
 class HeldShard:
-    """A shard's file in memory that stays as it is while it is held."""
+    """Presents a shard's file in memory, which does not change while it is held."""
 
     def __init__(self, name: str, data: memoryview, sums: SharedSums) -> None:
-        """`data`: the file, mapped. `sums`: shared by all that hold it now."""
+        """Takes the mapped file, and the checksums, which all its holders share."""
         self.name = name
         self.data = data
         self.sums = sums
 
     def parts(self, *, sealed: bool) -> Iterator[memoryview]:
-        """Yields the file's bytes. Unless it is `sealed`, checksums are computed on the way."""
+        """Yields the file's bytes, and computes checksums on the way unless the shard is
+        `sealed`."""
         for start, part in self._passes():
             if not sealed:
                 self.sums.add(start, part)
             yield part
 
     def add_sums(self) -> None:
-        """Computes the checksums that are missing, from the end on: a copy comes from the front."""
+        """Computes the missing checksums from the end backwards, since a copy comes from the
+        front."""
         for start, part in reversed(list(self._passes())):
             self.sums.add(start, part)
 
@@ -109,31 +111,37 @@ class HeldShard:
 
 
 class SnapshotStore:
-    """This node's snapshots, in a directory of shared memory that the agent owns, and in another on
-    a disk for what does not fit there."""
+    """Manages this node's snapshots in a directory of shared memory, which the agent owns.
+
+    A second directory on a disk takes the shards that do not fit there.
+    """
 
     def __init__(self, root: Path, overflow: Path | None = None) -> None:
-        """`overflow`: the directory on a disk. A shard lies whole in one of the two, with all that
-        belongs to it."""
+        """Takes the directory in shared memory and the `overflow` on a disk.
+
+        A shard lies whole in one of the two, with all files that belong to it.
+        """
         self.root = root
         self.overflow = overflow
         self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._lock = threading.Lock()
         self._sums: WeakValueDictionary[tuple[ShardName, str], SharedSums] = WeakValueDictionary()
-        """Of the files that are held, by shard and by name, which has the generation's token: its
-        shards of other steps have the same name."""
+        """Checksums of the files that are held, by shard and by file name. The name has the
+        generation's token, and the shards of its other steps have the same name."""
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
-        """Of the slots, by device and inode: one that was read once is mapped, page by page, for
-        the next."""
+        """Mappings of the slots, by device and inode: a slot that was read once stays mapped, page
+        by page, for the next reading."""
 
     def path(self, generation: int, step: int, root: Path | None = None) -> Path:
-        """Returns the directory of one snapshot, there or not. `root`: one of the two directories;
-        None: the one in shared memory."""
+        """Returns the directory of one snapshot, which need not exist.
+
+        `root`: one of the two directories; None: the one in shared memory.
+        """
         return (root or self.root) / generation_directory(generation) / step_directory(step)
 
     def path_of(self, shard: ShardName) -> Path:
-        """Returns the directory of the snapshot's part that holds this shard; where none does, the
-        one in shared memory."""
+        """Returns the directory with this shard's part of the snapshot, by default the one in
+        shared memory."""
         return self.path(shard.generation, shard.step, self._root_of(shard))
 
     def _root_of(self, shard: ShardName) -> Path:
@@ -143,11 +151,11 @@ class SnapshotStore:
         return self.root
 
     def open(self, generation: int, step: int, root: Path | None = None) -> DiskStorage:
-        """Returns the files of one snapshot in one of the two directories."""
+        """Returns the storage of one snapshot in one of the two directories."""
         return DiskStorage(self.path(generation, step, root), durable=False)
 
     def held(self) -> list[HeldSnapshot]:
-        """Returns every snapshot of which some rank's shard is here whole, oldest first."""
+        """Returns every snapshot of which a rank's whole shard is here, oldest first."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for shard in self._shards(rank_of_snapshot_manifest):
             if self._whole(shard):
@@ -174,15 +182,15 @@ class SnapshotStore:
         return (self.path_of(shard) / name).exists()
 
     def read_seal(self, shard: ShardName) -> Seal:
-        """Returns the seal of a sealed shard; `FileNotFoundError` where there is none."""
+        """Returns the seal of a sealed shard; raises `FileNotFoundError` if it has none."""
         path = self.path_of(shard)
         name = snapshot_manifest_name(shard.rank, shard.world_size)
         sums = (path / (self.file_of(shard) + SUMS_SUFFIX)).read_bytes()
         return Seal(sums, (path / name).read_bytes())
 
     def file_of(self, shard: ShardName) -> str:
-        """Returns the name of a written shard's file, sealed or not; `FileNotFoundError` if it is
-        gone."""
+        """Returns the name of a written shard's file, sealed or not; raises `FileNotFoundError` if
+        it is gone."""
         path = self.path_of(shard)
         start = shard_file_name(shard.rank, shard.world_size, "")[: -len(_SHARD_SUFFIX)]
         for name in _names(path):
@@ -199,7 +207,7 @@ class SnapshotStore:
                 (path / name).unlink(missing_ok=True)
 
     def drop_draft(self, shard: ShardName) -> None:
-        """Gives up a shard that cannot be sealed."""
+        """Removes the draft of a shard that cannot be sealed."""
         path = self.path_of(shard)
         (path / snapshot_draft_name(shard.rank, shard.world_size)).unlink(missing_ok=True)
 
@@ -210,10 +218,10 @@ class SnapshotStore:
         must_be_finite: Collection[Range] = (),
         root: Path | None = None,
     ) -> None:
-        """Records that a rank's shard is written: the last thing its writer does.
+        """Records that a rank's shard is written; its writer calls this last.
 
-        must_be_finite: of its file, what must be for it to be sealed. root: which of the two
-        directories it is in.
+        must_be_finite: ranges of the file that must be finite for the shard to be sealed. root: the
+        one of the two directories that holds the shard.
         """
         storage = self.open(manifest.generation, manifest.step, root)
         text = b'{"layout_digest":"%s","finite":%s,"manifest":%s}\n' % (
@@ -224,18 +232,18 @@ class SnapshotStore:
         storage.write(snapshot_draft_name(rank, manifest.layout.world_size), [text])
 
     def seal(self, shard: ShardName) -> Seal | None:
-        """Adds the checksums and the manifest to a shard that its worker has written.
+        """Adds the checksums and the manifest to a shard that its worker has written; returns both.
 
-        Returns both; None where it is sealed already. Raises `FileNotFoundError` when the snapshot
-        is gone, and `NotFinite` where what is trained is not finite: such a state is never one to
-        go on from.
+        Returns None if the shard is sealed already. Raises `FileNotFoundError` if the snapshot is
+        gone, and `NotFinite` if trained tensors are not finite, because training must never resume
+        from such a state.
         """
         storage = DiskStorage(self.path_of(shard), durable=False)
         of = (shard.rank, shard.world_size)
         if self.sealed(shard):
             storage.remove(
                 snapshot_draft_name(*of)
-            )  # who sealed it may have been killed before this
+            )  # the process that sealed it may have been killed before this
             return None
         draft = json.loads((storage.path / snapshot_draft_name(*of)).read_bytes())
         value = draft["manifest"]
@@ -260,8 +268,8 @@ class SnapshotStore:
 
     @contextmanager
     def holding(self, shard: ShardName, name: str) -> Iterator[HeldShard]:
-        """Yields a shard's file through a link of its own: the slot stays unchanged while it is
-        read, although its snapshot may be removed."""
+        """Yields a shard's file through a separate link, so that removing its snapshot does not
+        free the slot meanwhile."""
         root = self._root_of(shard)
         folder = root / HELD
         folder.mkdir(exist_ok=True)
@@ -276,7 +284,7 @@ class SnapshotStore:
             own.unlink(missing_ok=True)
 
     def _mapped(self, path: Path) -> memoryview:
-        """Returns a slot's bytes. Its inode is its own for as long as it is mapped here."""
+        """Returns a slot's mapped bytes. While it is mapped here, no other file gets its inode."""
         living = {place for root in self._roots for place in _inodes(root / SLOTS)}
         self._maps = {place: known for place, known in self._maps.items() if place in living}
         with path.open("rb") as file:
@@ -289,7 +297,7 @@ class SnapshotStore:
         return memoryview(known)[: status.st_size]
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
-        """Removes every snapshot but those of these (generation, step)."""
+        """Removes every snapshot except those of these (generation, step) pairs."""
         kept = {generation for generation, _ in states}
         for root in self._roots:
             for generation in _generations(root):
@@ -297,19 +305,20 @@ class SnapshotStore:
                 for name in _names(folder):
                     if (generation, step_of(name)) not in states:
                         shutil.rmtree(folder / name, ignore_errors=True)
-                if generation not in kept:  # in another a worker may be about to make a step's
+                if generation not in kept:  # a worker may be about to write into a new one
                     with suppress(OSError):
                         folder.rmdir()
 
     def clear(self) -> None:
-        """Removes every snapshot and slot; the roots themselves stay."""
+        """Removes every snapshot and slot; the two directories themselves stay."""
         for root in self._roots:
             generations = [generation_directory(generation) for generation in _generations(root)]
             for name in (*generations, SLOTS, HELD):
                 shutil.rmtree(root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        """Opens one of a snapshot's files to read; `FileNotFoundError` for any other name."""
+        """Opens one of a snapshot's files to read; raises `FileNotFoundError` for any other
+        name."""
         if not is_snapshot_file(name) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
         paths = [self.path(generation, step, root) / name for root in self._roots]
@@ -319,8 +328,7 @@ class SnapshotStore:
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
     def _shards(self, rank_of: Callable[[str], tuple[int, int] | None]) -> list[ShardName]:
-        """Returns every shard of which there is a file with a name that `rank_of` reads, oldest
-        first."""
+        """Returns every shard with a file whose name `rank_of` parses, oldest first."""
         found = set()
         for root in self._roots:
             for generation in _generations(root):
@@ -353,9 +361,9 @@ def _generations(root: Path) -> list[int]:
 
 
 def _is_in(path: Path, shard: ShardName) -> bool:
-    """Returns whether a snapshot's directory has a shard, sealed or not."""
+    """Returns whether a snapshot's directory holds a shard, sealed or not."""
     of = (shard.rank, shard.world_size)
-    # Sealing adds the manifest before the draft goes, so one of them is seen in this order.
+    # Sealing adds the manifest before it removes the draft, so this order finds one of them.
     return (path / snapshot_draft_name(*of)).exists() or (
         path / snapshot_manifest_name(*of)
     ).exists()

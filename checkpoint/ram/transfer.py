@@ -1,5 +1,5 @@
 """Copies shards of snapshots: from this node's memory to storage, and from another node's memory to
-this one's."""
+this node's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticzero.errors import CheckpointDamaged, StorageError
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.5
 _PART_BYTES = 16 << 20
-"""Bytes pulled from another node at a time."""
+"""Number of bytes pulled from another node at a time."""
 
 
 def persist(
@@ -31,11 +31,13 @@ def persist(
 ) -> tuple[Manifest, int]:
     """Copies a shard and its checksums from memory to storage.
 
-    `seal`: gives the shard's seal, and waits for it if need be: the shard is copied meanwhile, and
-    its snapshot may go once the copy has begun. `again`: it may have been copied before, and is not
-    copied twice. Returns that one rank's manifest, and the bytes written: 0 where the step is
-    committed already, unless that one is to be replaced. Raises `StorageError`, and
-    `FileNotFoundError` where the snapshot is gone.
+    `seal`: a function that returns the shard's seal, and waits for it if necessary. The shard is
+    copied meanwhile, and its snapshot may be removed once the copy has begun. `replacing`: replace
+    the committed step. `again`: an earlier copy may exist, and is then not repeated.
+
+    Returns the rank's own manifest and the number of bytes written, which is 0 if the step is
+    committed already and not replaced. Raises `StorageError`, and `FileNotFoundError` if the
+    snapshot is gone.
     """
     name = store.file_of(shard)
     where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
@@ -49,7 +51,7 @@ def persist(
         size = len(held.data) if replacing or not commit.is_good(storage) else 0
         if size and again and not replacing:
             for own_file in (name + SUMS_SUFFIX, name):
-                storage.remove(own_file)  # not whole, and there may be no room for two
+                storage.remove(own_file)  # the copy is incomplete, and there may be no room for two
         if size:
             parts = held.parts(sealed=store.sealed(shard))
             storage.write(name, parts, size=size, cached=False)
@@ -60,7 +62,8 @@ def persist(
 
 
 def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
-    """Returns whether storage has this very shard, whole: its checksums are written last."""
+    """Returns whether storage holds exactly this shard, whole: its checksum file is written
+    last."""
     name = file.name + SUMS_SUFFIX
     try:
         return storage.size(file.name) == file.bytes and (
@@ -73,9 +76,9 @@ def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
 def await_commit(
     storage: Storage, token: str, give_up: Callable[[], str | None], *, wait_s: float
 ) -> None:
-    """Waits until the step is committed by the save of this token, or by another that came first.
+    """Waits until the step is committed, by the save of this token or by an earlier one.
 
-    Raises `StorageError` after `wait_s`, or with the reason of `give_up`.
+    Raises `StorageError` after `wait_s`, or with the reason that `give_up` returns.
     """
     deadline_s, poll_s = time.monotonic() + wait_s, _FIRST_POLL_S
     while not _stands(storage, token):
@@ -103,11 +106,10 @@ def pull(
     shard: ShardName,
     over: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Copies a sealed shard from another node, each block verified as it comes; False if it was
-    given up because `over()`.
+    """Copies a sealed shard from another node and verifies each block; False if `over()` ended it.
 
-    What has come stays out of sight until all of it is here: the manifest is written last. Raises
-    `FileNotFoundError` when the owner has not sealed it (yet), else `StorageError` or
+    The copy stays invisible until it is complete, because the manifest is written last. Raises
+    `FileNotFoundError` if the owner has not sealed the shard (yet), else `StorageError` or
     `CheckpointDamaged`.
     """
     name = snapshot_manifest_name(shard.rank, shard.world_size)

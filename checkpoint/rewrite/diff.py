@@ -1,4 +1,5 @@
-"""Compares the state in two checkpoints, whatever world and strategy wrote each."""
+"""Compares the state in two checkpoints, whichever world size and strategy each was written
+with."""
 
 from __future__ import annotations
 
@@ -17,27 +18,27 @@ from elasticzero.spans import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One tensor whose elements are not the same, bit for bit."""
+    """Describes one tensor whose elements differ in their bits."""
 
     name: str
     first: int
     """Index of the first element that differs, in row-major order."""
     count: int
-    """Elements that differ."""
+    """Number of elements that differ."""
     of: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDiff:
-    """What two checkpoints, A and B, do not have in common."""
+    """Lists the differences between two checkpoints, A and B."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     specs: tuple[tuple[str, str, str], ...]
-    """(name, dtype and shape in A, in B)."""
+    """The (name, dtype and shape in A, dtype and shape in B) of tensors that differ in these."""
     tensors: tuple[Difference, ...]
     state: tuple[str, ...]
-    """Paths of what is no tensor."""
+    """Paths of the values that differ and are not tensors."""
     equal_tensors: int
 
     @property
@@ -48,9 +49,9 @@ class CheckpointDiff:
 def compare(
     a: Readable, b: Readable, *, model_only: bool = False, copy_options: CopyOptions | None = None
 ) -> CheckpointDiff:
-    """Compares every tensor by its bits, both sides verified, and all other state.
+    """Compares every tensor by its bits, with both sides verified, and all other state.
 
-    `model_only`: nothing but the model's own tensors.
+    `model_only`: compare only the model's own tensors.
     """
     copy_options = copy_options or CopyOptions()
     manifests = catalog.read_manifest(a), catalog.read_manifest(b)
@@ -87,7 +88,7 @@ def _difference(
     first, count = -1, 0
     for position, left, right in _paired(a, b, name, spec):
         progress.add(len(left))
-        if bytearray(left) == right:  # compared as memory, not element by element
+        if bytearray(left) == right:  # compares memory at once, not element by element
             continue
         at, unlike = _unlike_elements(left, right, itemsize(spec.dtype))
         first = position + at if first < 0 else first
@@ -112,7 +113,7 @@ def _paired(
 
 
 def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[int, int]:
-    """Returns (index of the first element that differs, how many do)."""
+    """Returns (index of the first element that differs, number of elements that differ)."""
     import numpy as np
 
     kind = np.dtype(f"u{width}")
@@ -121,7 +122,7 @@ def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[i
 
 
 def _unlike(a: Any, b: Any, path: str) -> Iterator[str]:
-    """Yields the paths at which two JSON values are not the same."""
+    """Yields the paths at which two JSON values differ."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             here = f"{path}/{key}" if path else str(key)

@@ -14,12 +14,12 @@ _BAR_CELLS = 24
 
 
 class ProgressBar:
-    """Counts bytes from any thread and shows them; a context manager, which clears the line."""
+    """Counts bytes from any thread and shows the count; leaving its context clears the line."""
 
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`stream`: where to write; None: nowhere. `clock`: in seconds."""
+        """Writes to `stream` (None: nowhere), with a `clock` in seconds."""
         self.done_bytes = 0
         self._total_bytes = 0
         self._stream = stream
@@ -39,7 +39,7 @@ class ProgressBar:
             self._stream.flush()
 
     def expect(self, total_bytes: int) -> None:
-        """Adds to the total; from now on the time left is shown."""
+        """Adds to the total; from now on the remaining time is shown."""
         with self._lock:
             self._total_bytes += total_bytes
 

@@ -41,13 +41,13 @@ _TOKEN_VERSION = b"reshard 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetShape:
-    """What a checkpoint shall become."""
+    """Describes the world, strategy and dtype that a checkpoint is written for."""
 
     world_size: int
     strategy: str | None = None
-    """Deal the tensors as this strategy does; None: by the rules they have."""
+    """Distribute the tensors as this strategy does; None: by their present rules."""
     dtype: str | None = None
-    """Of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
+    """The dtype of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MOST_RANKS:
@@ -85,10 +85,10 @@ def reshard(
     shape: TargetShape,
     copy_options: CopyOptions | None = None,
 ) -> CopyResult:
-    """Writes the step in `source` again, into `directory`, as a world of another shape would have.
+    """Writes the step in `source` to `directory` as a world of another shape would have written it.
 
-    The same source and shape give the same file names, so a run that was interrupted goes on where
-    it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
+    The same source and shape give the same file names, so a run that was interrupted continues
+    where it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
     """
     catalog.check_outside_steps(directory.where)
     old = catalog.read_manifest(source)
@@ -112,20 +112,22 @@ def reshard(
 
 
 def _token(old: Manifest, layout: Layout, shape: TargetShape) -> str:
-    """Follows from all that the new files' bytes depend on: the old manifest vouches, through the
-    digests in it, for every byte of the old ones."""
+    """Returns a token that follows from everything the new files' bytes depend on.
+
+    The digests in the old manifest cover every byte of the old files.
+    """
     target = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
     return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), target]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint:
-    """What another program saved, ready to be read."""
+    """Presents the checkpoint of another program, ready to be read."""
 
     specs: Mapping[str, TensorSpec]
-    """By the names that the tensors shall have here."""
+    """The tensors by the names that they get here."""
     state: Mapping[str, Any]
-    """JSON: what is no tensor."""
+    """JSON of the values that are not tensors."""
     open_source: OpenSource
 
 
@@ -133,7 +135,7 @@ def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> Forei
     """Returns the same checkpoint with tensors that have two names stored under one.
 
     `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
-    that are not there, and for tensors that are not the same.
+    that do not exist, and for tensors that are not equal.
     """
     specs, source = dict(foreign.specs), foreign.open_source(LEAST_BUFFER_BYTES)
     for alias, kept in aliases.items():
@@ -162,7 +164,7 @@ def _renamed(json: Any, names: Mapping[str, str]) -> Any:
 
 
 def _sum(source: TensorSource, name: str) -> str:
-    """Returns xxh3_128 of a tensor's elements."""
+    """Returns the xxh3_128 of a tensor's elements."""
     found = xxhash.xxh3_128()
     for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
         found.update(chunk)
@@ -176,8 +178,8 @@ def import_foreign(
     shape: TargetShape,
     copy_options: CopyOptions | None = None,
 ) -> CopyResult:
-    """Writes what another program saved as a checkpoint; raises `UserError` if `directory` has one
-    of that step."""
+    """Writes another program's checkpoint as a step; raises `UserError` if `directory` has that
+    step."""
     step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
     try:

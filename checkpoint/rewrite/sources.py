@@ -1,4 +1,4 @@
-"""Reads named tensors in bounded memory, as every rewriting of a checkpoint does.
+"""Reads named tensors in bounded memory, for every rewriting of a checkpoint.
 
 A source can convert the model's floating-point tensors to another dtype as they are read. torch
 does the rounding; it is imported when the first tensor is converted.
@@ -19,45 +19,48 @@ from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.spans import Span
 
 MODEL_PREFIX = "model/"
-"""Names of the model's own tensors begin so, in what a session saves."""
+"""Prefix of the names of the model's own tensors in a session's checkpoint."""
 CAST_DTYPES: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""What a conversion can end in: safetensors' spelling by the usual one."""
+"""Target dtypes of a conversion: the safetensors name by the usual name."""
 _CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 _LARGEST_READ_BYTES = 8 << 20
 _MOST_OPEN_SHARDS = 256
 
 
 def model_names(names: Iterable[str]) -> set[str]:
-    """Returns which tensors are the model's own: those named `model/...`; where none is, as when a
-    model was saved by hand, those whose names have no "/"."""
+    """Returns the names of the model's own tensors, which begin with `model/`.
+
+    If none does, as when a model was saved by hand, they are the names without "/".
+    """
     given = list(names)
     prefixed = {name for name in given if name.startswith(MODEL_PREFIX)}
     return prefixed or {name for name in given if "/" not in name}
 
 
 class TensorSource(Protocol):
-    """Named tensors, read by one thread."""
+    """Reads named tensors in one thread."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor there is, by name."""
+        """Returns the description of every tensor by name."""
         ...
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """Yields the bytes of a span of a tensor, whole elements at a time; each chunk is valid
-        until the next is asked for."""
+        """Yields the bytes of a span of a tensor in whole elements; each chunk is valid until the
+        next is requested."""
         ...
 
 
 OpenSource = Callable[[int], TensorSource]
-"""Opens a source for one more thread; takes the bytes that its buffers may have."""
+"""Opens a source for one more thread; takes the number of bytes that its buffers may have."""
 
 
 class CheckpointSource:
-    """A checkpoint's tensors, every block verified by its checksum."""
+    """Reads a checkpoint's tensors and verifies every block by its checksum."""
 
     def __init__(self, storage: Readable, manifest: Manifest, buffer_bytes: int) -> None:
-        """`buffer_bytes`: for the data read at a time and for two blocks of each open shard."""
+        """Takes `buffer_bytes` for the data read at a time and for two blocks of each open
+        shard."""
         self._layout = manifest.layout
         self._buffer = memoryview(bytearray(max(8, min(_LARGEST_READ_BYTES, buffer_bytes // 2))))
         room = (buffer_bytes - len(self._buffer)) // (2 * BLOCK_BYTES)
@@ -84,10 +87,10 @@ class CheckpointSource:
 
 
 def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """Returns what the tensors are after conversion.
+    """Returns the descriptions of the tensors after conversion.
 
-    `dtype`: a key of `CAST_DTYPES`, or None for no change. Only tensors of the model are
-    converted: optimizer state and masters stay as they are.
+    `dtype`: a key of `CAST_DTYPES`, or None for no change. Only tensors of the model are converted:
+    optimizer state and master weights stay as they are.
     """
     if dtype is None:
         return dict(specs)
@@ -101,22 +104,24 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, 
 
 
 def unconverted(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Returns the model's tensors of float8, which no conversion changes: their values mean nothing
-    without the scales that the model keeps beside them."""
+    """Returns the model's float8 tensors, which no conversion changes.
+
+    Their values mean nothing without the scales that the model keeps beside them.
+    """
     models = model_names(specs)
     return [name for name in specs if name in models and specs[name].dtype.startswith("F8_")]
 
 
 class CastSource:
-    """Another source's tensors, some of them converted."""
+    """Reads another source's tensors and converts the model's."""
 
     def __init__(self, inner: TensorSource, dtype: str) -> None:
-        """`dtype`: a key of `CAST_DTYPES`."""
+        """Takes the source and a key of `CAST_DTYPES`."""
         self._inner = inner
         self.specs: Mapping[str, TensorSpec] = cast_specs(inner.specs, dtype)
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
-        """As `TensorSource.chunks`."""
+        """Yields the bytes as `TensorSource.chunks` does."""
         old, new = self._inner.specs[name].dtype, self.specs[name].dtype
         if old == new:
             yield from self._inner.chunks(name, span)

@@ -1,7 +1,7 @@
 """Writes a step from a source: ranks in parallel, in bounded memory, safe to interrupt.
 
-A step that is written again under the same token continues where it stopped: a rank's file that has
-its checksum file beside it is whole and durable, and is not written again.
+A step that is written again under the same token continues where it stopped: a rank's file with a
+checksum file beside it is whole and durable, and is not written again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from elasticzero.spans import Span
 
 DEFAULT_BUFFER_BYTES = 64 << 20
 LEAST_BUFFER_BYTES = 4 << 20
-"""What one worker needs."""
+"""Minimum size of the buffer of one worker."""
 _MOST_WORKERS = 8
 _WORKERS_PER_CORE = 2
-"""A rank's file is one job: with as many workers as cores, all but one core would often be idle
-while the last file is written; and on a disk a worker waits most of the time."""
+"""Number of workers for each core. A rank's file is one job: with as many workers as cores, all but
+one core would often be idle while the last file is written. On a disk, a worker waits most of the
+time."""
 
 CopyJob = Callable[[TensorSource], None]
-"""Reads what it needs from a source of its own."""
+"""Writes one file, and reads the tensors from the source that it is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """How much of this machine a copy may take."""
+    """Limits the memory and threads that a copy may use."""
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
-    """For all workers together."""
+    """Size of the buffers of all workers together."""
     workers: int | None = None
-    """Threads; None: two for each core, at most 8."""
+    """Number of threads; None: two for each core, at most 8."""
     progress: ProgressBar = field(default_factory=ProgressBar)
 
     def __post_init__(self) -> None:
@@ -59,18 +60,18 @@ class CopyOptions:
             raise UserError(f"{self.workers} workers: give 1 or more")
 
     def threads(self, jobs: int) -> int:
-        """Returns how many threads to use for so many jobs."""
+        """Returns the number of threads for this many jobs."""
         cores = len(os.sched_getaffinity(0))
         wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
         return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
 
 
 class _Stopped(Exception):
-    """Another job failed, or the user wants no more."""
+    """Another job failed, or the user interrupted the copy."""
 
 
 class _Watched:
-    """A source whose reading is counted and can be stopped."""
+    """Counts the bytes that are read from a source, and can stop the reading."""
 
     def __init__(self, inner: TensorSource, progress: ProgressBar, stop: threading.Event) -> None:
         self._inner = inner
@@ -90,8 +91,10 @@ class _Watched:
 
 
 def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: CopyOptions) -> None:
-    """Runs the jobs by several threads. When one fails, or on Ctrl-C, the others stop at their next
-    chunk and the failure is raised."""
+    """Runs the jobs in several threads.
+
+    When one fails, or at Ctrl-C, the others stop at their next chunk and the failure is raised.
+    """
     threads = copy_options.threads(len(jobs))
     stop = threading.Event()
 
@@ -118,9 +121,9 @@ def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: Cop
 
 @contextmanager
 def new_directory(url: str) -> Iterator[Storage]:
-    """Yields a new or empty directory to write files into; where that fails it is again as it was.
+    """Yields a new or empty directory to write files into, and restores it after a failure.
 
-    Half-written files of one that was killed do not count, and go.
+    Partial files of a process that was killed do not make a directory non-empty; they are removed.
     """
     storage = open_storage(url)
     names = storage.names()
@@ -147,17 +150,17 @@ def new_directory(url: str) -> Iterator[Storage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """What a copy wrote, or found already written."""
+    """Describes a step that a copy wrote, or found already written."""
 
     where: str
     step: int
     world_size: int
     bytes: int
-    """Of all rank files."""
+    """Size of all rank files."""
     kept: int = 0
-    """Rank files that an earlier, interrupted run had finished."""
+    """Number of rank files that an earlier, interrupted run had finished."""
     already: bool = False
-    """The whole step was committed before."""
+    """True if the whole step was committed before."""
 
 
 def write_step(
@@ -168,11 +171,13 @@ def write_step(
     *,
     resumable: bool = False,
 ) -> CopyResult:
-    """Writes every rank's file of a step from a source, then commits it.
+    """Writes every rank's file of a step from a source, then commits the step.
 
-    `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: its token
-    says all that the bytes depend on; then finished files stay when the user interrupts. A failure
-    leaves nothing. Raises `UserError` if the directory has another checkpoint of that step.
+    A failure leaves nothing behind. Raises `UserError` if the directory has another checkpoint of
+    that step.
+
+    `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: the token
+    determines all bytes, so finished files stay when the user interrupts the copy.
     """
     catalog.check_writable(directory)
     try:
@@ -202,7 +207,7 @@ def write_step(
         if not (resumable and isinstance(error, KeyboardInterrupt)):
             for rank in range(world):
                 if not commit.discard(directory, draft, rank):
-                    break  # storage that does not answer is not asked once for each rank
+                    break  # storage that does not answer is not tried once for each rank
         raise
     _remove_partials(storage, draft)
     clean_up_after_manual_save(directory, draft)
@@ -222,7 +227,7 @@ def _rank_job(storage: Storage, draft: Manifest, rank: int) -> CopyJob:
 def _finished(
     storage: Storage, names: set[str], draft: Manifest, rank: int, layout_digest: str
 ) -> bool:
-    """Returns whether an earlier run wrote this rank's file, all of it."""
+    """Returns whether an earlier run wrote the whole of this rank's file."""
     name = draft.file_name(rank)
     if not {name, name + SUMS_SUFFIX} <= names:
         return False
@@ -235,7 +240,7 @@ def _finished(
 
 
 def _standing(storage: Storage, draft: Manifest) -> CopyResult:
-    """Returns the committed step if it is the draft's; else raises `UserError`."""
+    """Returns the committed step if it has the draft's token; else raises `UserError`."""
     if catalog.read_manifest(storage).token != draft.token:
         raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
     return _copied(storage, already=True)
@@ -256,7 +261,7 @@ def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyRe
 
 
 def _remove_partials(storage: Storage, draft: Manifest) -> None:
-    """Removes what runs of this token that were killed left half-written, as far as possible."""
+    """Removes the partial files of killed runs with this token, as far as possible."""
     files = {draft.file_name(rank) for rank in range(draft.layout.world_size)}
     with suppress(ElasticZeroError, OSError):
         for name in storage.names():

@@ -1,4 +1,5 @@
-"""Finds which steps a checkpoint directory holds, which are good, and which one a path means."""
+"""Finds the steps in a checkpoint directory, which of them are good, and the one that a path
+means."""
 
 from __future__ import annotations
 
@@ -26,27 +27,28 @@ from elasticzero.text import complain, list_text
 
 MANIFEST_LIMIT_BYTES = 1 << 28
 FILES_AT_ONCE = 16
-"""Files looked at together."""
+"""Maximum number of files whose sizes are requested at the same time."""
 RESOLVABLE = "checkpoint directory (its newest good step), or one step's; a path or a URL"
-"""What `resolve` takes, as the commands that do say it."""
+"""Description of the argument of `resolve`, for the help of commands."""
 _NOT_OURS_TO_JUDGE = ("lost+found",)
-"""What a fresh volume may hold without being somebody's data."""
+"""Names that a new volume may contain, which do not make a directory foreign."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One committed step in a checkpoint directory."""
+    """Locates one step in a checkpoint directory."""
 
     step: int
     name: str
-    """Of the step's directory."""
+    """Name of the step's directory."""
     storage: Storage
 
 
 def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
-    """Returns the manifest in a step's storage; `CheckpointDamaged` if it is missing or wrong.
+    """Returns the manifest in a step's storage; raises `CheckpointDamaged` if it is missing or
+    wrong.
 
-    `name`: of a snapshot's manifest, which knows one rank's file only.
+    `name`: the file, such as a snapshot's manifest, which knows one rank's file only.
     """
     where = f"{storage.where}/{name}"
     try:
@@ -66,12 +68,12 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def step_error(storage: Readable) -> ElasticZeroError | None:
-    """Returns why a step is not good, or None: the manifest makes sense, and its files are there
-    and have exactly their size.
+    """Returns why a step is not good; None: its manifest is valid and all its files have their
+    sizes.
 
-    This alone says whether a step is good: every command, `load`, an agent's look for the newest
-    good step and retention ask it. It reads no tensor; `elasticzero checkpoint verify` does so
-    after it.
+    This alone decides whether a step is good: every command, `load`, the agent's probe for the
+    newest good step and retention call it. It reads no tensor; `elasticzero checkpoint verify` does
+    so after it.
     """
     try:
         manifest = read_manifest(storage)
@@ -85,13 +87,13 @@ def step_error(storage: Readable) -> ElasticZeroError | None:
 
 
 def step_error_text(storage: Readable) -> str | None:
-    """Returns `step_error` as text."""
+    """Returns the message of `step_error`."""
     error = step_error(storage)
     return None if error is None else str(error)
 
 
 def describe_step_error(error: ElasticZeroError) -> str:
-    """Says whether a step is damaged or only cannot be read, and why."""
+    """Describes whether a step is damaged or only cannot be read, and why."""
     return f"{'cannot be read' if out_of_reach(error) else 'is damaged'} ({error})"
 
 
@@ -112,8 +114,8 @@ def steps(directory: Directory) -> list[StepInfo]:
 
 
 def uncommitted(directory: Directory) -> list[StepInfo]:
-    """Returns steps' directories without a manifest, newest first: saves that failed or are still
-    running."""
+    """Returns steps' directories without a manifest, newest first: saves that failed or still
+    run."""
     return [info for info in every_step(directory) if not _has_manifest(info.storage)]
 
 
@@ -128,7 +130,7 @@ def every_step(directory: Directory) -> list[StepInfo]:
 
 
 def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
-    """Returns the newest committed step that is good at a cheap look, or None."""
+    """Returns the newest step that is good by its files' sizes, or None."""
     for info in every_step(directory):
         if info.step not in excluding and step_error_text(info.storage) is None:
             return info.step
@@ -140,12 +142,13 @@ def _tell(line: str) -> None:
 
 
 def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
-    """Returns the good step that a path or URL means: itself, or a checkpoint directory's newest
-    good one.
+    """Returns the good step that a path or URL means.
 
-    `tell`: gets one line about newer steps that are passed over. Raises `CheckpointDamaged` for
-    one step that is not good, `UserError` if there is none, and `StorageError` if one might be but
-    cannot be read.
+    The path is a step itself, or a checkpoint directory, of which the newest good step is returned.
+
+    `tell`: receives one line about newer steps that are skipped. Raises `CheckpointDamaged` for one
+    step that is not good, `UserError` if there is no good step, and `StorageError` if one might be
+    good but cannot be read.
     """
     storage, known_good = _find(url, tell)
     if not known_good and (error := step_error(storage)) is not None:
@@ -154,7 +157,7 @@ def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) 
 
 
 def find(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
-    """Resolves as `resolve` does, but takes the directory of one step as it is, good or not."""
+    """Resolves as `resolve` does, but returns one step's directory as it is, good or not."""
     return _find(url, tell)[0]
 
 
@@ -191,7 +194,7 @@ def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[S
 
 
 def check_writable(directory: Directory) -> None:
-    """Makes the directory if need be, and checks that it can be written.
+    """Makes the directory if it does not exist, and checks that it can be written.
 
     Raises `StorageError` if not, and `UserError` as `check_target` does.
     """
@@ -201,8 +204,10 @@ def check_writable(directory: Directory) -> None:
 
 
 def check_target(directory: Directory) -> None:
-    """Raises `UserError` for a directory that no checkpoint may be written into: one that lies in a
-    step's directory, or holds something that is not checkpoints."""
+    """Raises `UserError` for a directory that no checkpoint may be written into.
+
+    Such a directory lies in a step's directory, or holds other things and no checkpoint.
+    """
     check_outside_steps(directory.where)
     names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
     if names and not any(step_of(name) is not None for name in names):
@@ -214,7 +219,7 @@ def check_target(directory: Directory) -> None:
 
 
 def check_outside_steps(where: str) -> None:
-    """Raises `UserError` for a place in a step's directory, which is no place for anything else."""
+    """Raises `UserError` for a path inside a step's directory."""
     for part in where.split("/"):
         if step_of(part) is not None:
             raise UserError(
@@ -224,8 +229,10 @@ def check_outside_steps(where: str) -> None:
 
 
 def _has_manifest(storage: Storage) -> bool:
-    """Returns whether a step is committed; one that cannot be read counts as
-    committed, because it is then damaged."""
+    """Returns whether a step is committed.
+
+    A step that cannot be read counts as committed, because it is then damaged.
+    """
     try:
         storage.size(MANIFEST_NAME)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Commits a step by creating its manifest, or discards what a failed save has written.
+"""Commits a step by creating its manifest, or removes the files of a failed save.
 
 A step exists exactly when its manifest does, and the manifest is created last. Every rank writes
 its shard file and then its checksum file; each gets its name only when it is whole and durable. The
 manifest's writer waits for the checksum files of all ranks. Files of different saves have different
-tokens, so what a failed save leaves behind can never become part of another.
+tokens, so the leftovers of a failed save can never become part of another.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 
 
 def prepare(directory: Directory, step: int) -> Storage:
-    """Returns the storage of a step about to be written; its directory is made if it is not
-    there."""
+    """Returns the storage of a step that is about to be written; makes its directory if
+    necessary."""
     return directory.make(step_directory(step))
 
 
 def is_good(storage: Storage) -> bool:
-    """Returns whether the step is committed and its files have their sizes: then no save writes it
+    """Returns whether the step is committed and its files have their sizes; then no save writes it
     again."""
     return MANIFEST_NAME in storage.names() and step_error_text(storage) is None
 
@@ -58,12 +58,13 @@ def commit(
 ) -> bool:
     """Waits until every rank's shard is whole, then creates the manifest.
 
-    `replacing`: the committed step is known to be damaged; it stays until this one takes its place.
-    `give_up`: called repeatedly while waiting; a reason that it returns ends the wait as a
-    `StorageError`. Returns whether the step is now committed with these files; False when another
-    save was committed first.
-    Raises `StorageError` naming the ranks whose shards did not appear within `wait_s`, and
-    `CheckpointMismatch` where a rank's layout is not the draft's.
+    `wait_s`: time limit in seconds. `replacing`: the committed step is known to be damaged; it
+    stays until this one replaces it. `give_up`: called repeatedly while waiting; a reason that it
+    returns ends the wait with a `StorageError`.
+
+    Returns whether the step is now committed with these files; False if another save was committed
+    first. Raises `StorageError` with the ranks whose shards did not appear within `wait_s`, and
+    `CheckpointMismatch` if a rank's layout is not the draft's.
     """
     if not _await_shards(storage, draft, wait_s, replacing, give_up):
         return False
@@ -91,7 +92,7 @@ def _await_shards(
     replacing: bool,
     give_up: Callable[[], str | None],
 ) -> bool:
-    """Waits until every rank's shard is whole; False where another save was committed meanwhile."""
+    """Waits until every rank's shard is whole; False if another save was committed meanwhile."""
     world = draft.layout.world_size
     deadline = time.monotonic() + wait_s
     poll_s = _FIRST_POLL_S
@@ -130,7 +131,7 @@ def _check_readable(storage: Storage, data: bytes) -> None:
 
 
 def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
-    """Replaces a damaged manifest by ours, then removes the files that the old one named."""
+    """Replaces a damaged manifest by this one, then removes the files that the old one named."""
     old: tuple[ShardFile, ...] = ()
     with suppress(ElasticZeroError, FileNotFoundError):
         old = read_manifest(storage).files
@@ -143,8 +144,11 @@ def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
 
 
 def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
-    """Removes a rank's files of a save that failed, unless a manifest names them, and the step's
-    directory if nothing is left in it; returns whether that could be done."""
+    """Removes a rank's files of a failed save, unless a manifest names them, and an empty step
+    directory.
+
+    Returns whether that was possible.
+    """
     step, name = step_directory(draft.step), draft.file_name(rank)
     storage = directory.step(step)
     with suppress(ElasticZeroError, OSError):

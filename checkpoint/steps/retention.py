@@ -1,8 +1,8 @@
-"""Removes old checkpoints and what failed saves have left behind.
+"""Removes old checkpoints and the leftovers of failed saves.
 
-The process that commits a step applies retention after it. What another save may still be writing
-stays: files of a newer generation, of this generation's next steps, and files that were written
-lately. An age is the difference between two files of the same storage, by its clock alone.
+The process that commits a step applies retention after it. Files that another save may still write
+stay: files of a newer generation, of this generation's next steps, and recently written files. An
+age is the difference between two files of the same storage, by its clock alone.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DAY_S = 24 * HOUR_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """Which committed steps stay; by default all."""
+    """Selects the committed steps that stay; by default all."""
 
     last: int | None = None
-    """So many of the newest good ones; None: all."""
+    """Keep this many of the newest good steps; None: all."""
     every: int | None = None
-    """And each step that this number divides."""
+    """Also keep each step that is a multiple of this number."""
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
@@ -51,17 +51,17 @@ class RetentionPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class CleanupResult:
-    """What was removed, and what could not be."""
+    """Lists the files that were removed, and those that could not be."""
 
     steps: list[int] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """Left by saves that failed: the step's directory and the name."""
+    """Leftovers of failed saves: the step's directory and the file's name."""
     problems: list[str] = field(default_factory=list)
-    """Errors in words; the next call tries again."""
+    """Messages of errors; the next call tries again."""
 
 
 class SaveIdentity(Protocol):
-    """A save, as the names of its files tell it apart from others. A manifest is one."""
+    """Identifies a save by the names of its files; a manifest has these fields too."""
 
     @property
     def step(self) -> int: ...
@@ -75,7 +75,7 @@ class SaveIdentity(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSave:
-    """A save of which there is no manifest yet."""
+    """Identifies a save that has no manifest yet."""
 
     step: int
     generation: int
@@ -91,10 +91,10 @@ def apply_retention(
 ) -> CleanupResult:
     """Removes the steps that need not stay and the leftovers of failed saves; never raises.
 
-    `committed`: what the caller has just written, with checksums, and committed: the newest
-    checkpoint that is known to be right in every byte. Nothing is removed unless it is still
-    committed, and it stays. `bad_steps`: known to be damaged though their sizes are right; they do
-    not count as good.
+    `committed`: the manifest that the caller has just committed, with checksums: the newest
+    checkpoint whose bytes are known to be right. It stays, and nothing is removed unless it is
+    still committed. `bad_steps`: steps that are known to be damaged although their sizes are right;
+    they do not count as good.
     """
     cleaner = _Cleaner(directory, committed)
     with cleaner.noting():
@@ -114,19 +114,20 @@ def apply_retention(
 
 
 def clean_up_after_manual_save(directory: Directory, committed: Manifest) -> CleanupResult:
-    """Removes leftovers after a save that no job made; see `apply_retention`.
+    """Removes leftovers after a save that no job made, as `apply_retention` does.
 
     Every step stays, and so do a job's files until they are a day old. The generation in
-    `committed` is the one that was copied, so it is not compared.
+    `committed` is that of the copied step, so it is not compared.
     """
     return apply_retention(directory, replace(committed, generation=0), RetentionPolicy())
 
 
 def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
-    """Removes the leftovers of failed saves where `save`, not committed yet, finds no space.
+    """Removes the leftovers of failed saves if `save`, not committed yet, finds no space; never
+    raises.
 
-    What any running save may still need stays: all files of this one's step, and what is of a
-    newer generation, or was saved by hand within the hour. Never raises.
+    Files that a running save may still need stay: all files of this save's step, files of a newer
+    generation, and files of the last hour that were saved by hand.
     """
     cleaner = _Cleaner(directory, save, committed=False)
     with cleaner.noting():
@@ -141,19 +142,20 @@ def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
 
 
 class _Cleaner:
-    """Removes what one save may remove."""
+    """Removes the files that one save may remove."""
 
     def __init__(self, directory: Directory, save: SaveIdentity, *, committed: bool = True) -> None:
         self.result = CleanupResult()
         self.now_s = 0.0
-        """When the committed manifest was written; before there is one, when the newest file
-        was."""
+        """Time at which the committed manifest was written or, before it exists, the newest
+        file."""
         self._stands = committed
         self._directory = directory
         self._committed = save
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
-        """Removes a committed step, its manifest first: it is never committed without its files."""
+        """Removes a committed step, its manifest first, so that a committed step always has its
+        files."""
         storage = self._directory.step(name)
         with self.noting():
             named = _token_of_step(storage)
@@ -184,21 +186,20 @@ class _Cleaner:
                 return
             loose = [file for file in tokens if tokens[file] != named or is_partial(file)]
             dead = [file for file in loose if self._is_dead(step, tokens[file], times[file])]
-            # A manifest is staged after its shards: while those live it may be about to stand.
+            # A manifest is staged after its shards: while those exist it may be about to appear.
             alone = len(dead) == len(loose)
             dead += [file for file in times if is_partial(file) and file not in tokens and alone]
             for file in dead:
                 storage.remove(file)
                 self.result.files.append(f"{name}/{file}")
-            # By hand, several steps may be begun at once: an empty directory may be such a one.
+            # Saves by hand may begin several steps at once: an empty directory may be one of them.
             begun_before = self._committed.generation > 0 and step < self._committed.step
             if len(dead) == len(times) and (dead or begun_before):
                 self._directory.remove(name)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Turns an error into a problem in the result: the removal is tried again after the next
-        save."""
+        """Turns an error into a problem in the result; the next save tries the removal again."""
         try:
             yield
         except ElasticZeroError as error:
@@ -207,18 +208,20 @@ class _Cleaner:
             self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
     def _is_dead(self, step: int, token: str, written_s: float) -> bool:
-        """Returns whether a file of this token belongs to a save that is over."""
+        """Returns whether a file of this token belongs to a save that has ended."""
         if token == self._committed.token:
             return step < self._committed.step
         generation = token_generation(token)
-        if generation is None:  # by hand: it never replaces a committed step
+        if generation is None:  # a save by hand never replaces a committed step
             beaten = self._stands and step == self._committed.step
             return beaten or self.now_s - written_s > HOUR_S
         return generation < self._committed.generation or self.now_s - written_s > DAY_S
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:
-        """Returns whether a newer generation of this job wrote it; what is a day old is another
-        job's."""
+        """Returns whether a newer generation of this job wrote a file.
+
+        A file that is a day old belongs to another job.
+        """
         generation = token_generation(token) if token is not None else None
         newer = generation is not None and generation > self._committed.generation
         return newer and self.now_s - written_s <= DAY_S
@@ -236,10 +239,10 @@ def _staying(
     files: Mapping[str, Mapping[str, float]],
     bad_steps: Collection[int],
 ) -> set[int]:
-    """Returns the committed steps that are not to be removed.
+    """Returns the committed steps that are not removed.
 
-    Only what is older than the last of the newest good ones goes: a damaged step that is newer
-    stays for a person to look at.
+    Only steps older than the last of the newest good ones are removed: a damaged step that is newer
+    stays for a person to examine.
     """
     names = {
         step: n for n in files if MANIFEST_NAME in files[n] and (step := step_of(n)) is not None
@@ -257,7 +260,7 @@ def _staying(
 
 
 def _token_of_step(storage: Storage) -> str | None:
-    """Returns the token in a step's manifest; none where it cannot be read."""
+    """Returns the token in a step's manifest, or None if it cannot be read."""
     try:
         return read_manifest(storage).token
     except CheckpointDamaged:

@@ -1,4 +1,4 @@
-"""Reads every byte of a step to find what is not as it was written."""
+"""Reads every byte of a step to find the bytes that differ from what was written."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from elasticzero.errors import ElasticZeroError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corruption:
-    """One thing wrong with a step."""
+    """Describes one fault of a step."""
 
     file: str
     start: int | None = None
-    """The first bad byte; None: the file as a whole."""
+    """Position of the first bad byte; None: the file as a whole is bad."""
     stop: int | None = None
     reason: str
 
 
 def find_corruption(storage: Readable) -> Iterator[Corruption]:
-    """Yields everything wrong with a step: its manifest, and every block of every file it names.
+    """Yields every fault of a step: in its manifest, and in every block of every file it names.
 
-    Of a file that says itself that it is another, the reason tells which. Raises `StorageError`
-    where nothing can be said of the bytes: no permission, or no answer.
+    The reason tells if a file is, by its own header, another one. Raises `StorageError` if nothing
+    can be determined about the bytes: permission is missing, or storage gives no answer.
     """
     try:
         manifest = read_manifest(storage)
@@ -65,7 +65,7 @@ def _content_faults(storage: Readable, manifest: Manifest, rank: int) -> Iterato
 
 
 def _fault(name: str, error: ElasticZeroError) -> Corruption:
-    """Returns an error as corruption of a file; raises it where it says nothing about the file's
+    """Returns an error as corruption of a file; raises it if it says nothing about the file's
     bytes."""
     if out_of_reach(error):
         raise error
@@ -73,8 +73,10 @@ def _fault(name: str, error: ElasticZeroError) -> Corruption:
 
 
 def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:
-    """Returns which file is in the place of a rank's, as its header says without proof; None if
-    that cannot be read, or says that it is the right one."""
+    """Returns which other file is in the place of a rank's, by its unverified header.
+
+    Returns None if that cannot be read, or names the right file.
+    """
     name = manifest.files[rank].name
     try:
         size = storage.size(name)

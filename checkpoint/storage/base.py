@@ -1,7 +1,7 @@
 """Defines the interface to the files of a step, and opens the storage that a path or URL means.
 
-Names are relative to one step's directory. A file that does not exist raises `FileNotFoundError`;
-anything else that goes wrong raises `StorageError`.
+Names are relative to one step's directory. A missing file raises `FileNotFoundError`, and every
+other fault raises `StorageError`.
 """
 
 from __future__ import annotations
@@ -23,105 +23,112 @@ _T = TypeVar("_T")
 Bytes = bytes | bytearray | memoryview
 
 _URL_OF_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|$)")
-"""A URL that lost a slash, as `pathlib.Path("s3://bucket")` has it."""
+"""Matches a URL that lost a slash, as `pathlib.Path("s3://bucket")` does."""
 _WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 
 class Readable(Protocol):
-    """The files of one step, to read."""
+    """Reads the files of one step."""
 
     @property
     def where(self) -> str:
-        """The place in messages: a directory or a URL."""
+        """Returns the place for messages: a directory or a URL."""
         ...
 
     def size(self, name: str) -> int:
-        """Returns the bytes of the file."""
+        """Returns the size of the file in bytes."""
         ...
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        """Fills the buffers, one after the other, from byte `start` on; returns how many bytes
-        came: fewer than they hold only at the file's end."""
+        """Fills the buffers, one after the other, from byte `start` on; returns the number of
+        bytes.
+
+        That is less than the size of the buffers only at the file's end.
+        """
         ...
 
 
 class Storage(Readable, Protocol):
-    """The files of one step, to read and write."""
+    """Reads and writes the files of one step."""
 
     def write(
         self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
     ) -> None:
-        """Creates or replaces the file; it has its name only once it is whole and durable.
+        """Creates or replaces the file, which gets its name only once it is whole and durable.
 
-        `size`: how many bytes `chunks` will give, where that is known. A chunk may be reused once
-        the next is asked for. `cached=False`: the file is not read soon, and need not go through
-        the page cache.
+        `size`: number of bytes of `chunks`, if it is known. The iterator may reuse a chunk once the
+        next is requested. `cached=False`: the file is not read soon, and need not go through the
+        page cache.
         """
         ...
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """Creates the file whole and durable; False if one of that name with other bytes exists.
+        """Creates the file whole and durable; False if a file of that name with other bytes exists.
 
-        Where one with these very bytes exists this is a success: an answer was lost.
+        A file of that name with the same bytes is a success: the answer to an earlier try was lost.
         """
         ...
 
     def names(self) -> list[str]:
-        """Returns the names of all files, sorted; none where the step is not there at all."""
+        """Returns the names of all files, sorted; none if the step does not exist."""
         ...
 
     def remove(self, name: str) -> None:
-        """Removes the file if it is there."""
+        """Removes the file if it exists."""
         ...
 
 
 class Directory(Protocol):
-    """A checkpoint directory: the steps in it."""
+    """Lists and makes the steps of a checkpoint directory."""
 
     @property
     def where(self) -> str:
-        """The place in messages: a path or a URL."""
+        """Returns the place for messages: a path or a URL."""
         ...
 
     def names(self) -> list[str]:
-        """Returns the names of all steps and of whatever else is there, sorted; none if it is not
-        there."""
+        """Returns the names of all steps and other entries, sorted; none if the directory does not
+        exist."""
         ...
 
     def files(self) -> dict[str, dict[str, float]]:
-        """Returns when each file of each step was last written, in seconds by the storage's own
-        clock: by the step's name, then the file's."""
+        """Returns the time of the last write of each file, by the step's name, then the file's.
+
+        The times are in seconds by the storage's own clock.
+        """
         ...
 
     def step(self, name: str) -> Storage:
-        """Returns the files of one step, there or not."""
+        """Returns the storage of one step, which need not exist."""
         ...
 
     def make(self, name: str) -> Storage:
-        """Returns the files of a step about to be written; what that needs is made, durably."""
+        """Returns the storage of a step that is about to be written; makes its directory durably if
+        necessary."""
         ...
 
     def remove(self, name: str) -> None:
-        """Removes a step that holds no file; nothing to do where it holds some or is not there."""
+        """Removes a step without files; does nothing if it holds files or does not exist."""
         ...
 
     def check_writable(self) -> None:
-        """Makes the directory if need be and checks that it can be written; else `StorageError`."""
+        """Makes the directory if necessary and checks that it can be written; else raises
+        `StorageError`."""
         ...
 
 
 class Views:
-    """Buffers, filled from front to back as if they were one."""
+    """Fills several buffers from front to back as if they were one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._rest = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def rest(self) -> list[memoryview]:
-        """Returns what is not taken yet."""
+        """Returns the buffers that are not filled yet."""
         return self._rest[::-1]
 
     def take(self, size: int) -> list[memoryview]:
-        """Returns the next `size` bytes."""
+        """Returns the buffers of the next `size` bytes."""
         taken = []
         while size:
             view = self._rest.pop()
@@ -134,7 +141,7 @@ class Views:
 
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:
-    """Returns whether there is a file with exactly these bytes."""
+    """Returns whether a file with exactly these bytes exists."""
     found = bytearray(len(data) + 1)
     try:
         return found[: storage.read_into(name, 0, memoryview(found))] == data
@@ -147,9 +154,9 @@ def holds(storage: Readable, name: str, data: bytes) -> bool:
 
 
 def open_directory(url: str | os.PathLike[str]) -> Directory:
-    """Returns the checkpoint directory at a path, a `file://` URL or any URL that fsspec knows.
+    """Returns the checkpoint directory at a path, a `file://` URL or any URL that fsspec supports.
 
-    Raises `UserError` for a URL that means none, or whose package is not installed.
+    Raises `UserError` for an invalid URL, or if its package is not installed.
     """
     path = _disk_path(url)
     if path is not None:
@@ -163,7 +170,7 @@ def open_directory(url: str | os.PathLike[str]) -> Directory:
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """Returns the files that lie directly at a path or URL; as `open_directory` otherwise."""
+    """Returns the files directly at a path or URL, which is as for `open_directory`."""
     path = _disk_path(url)
     if path is not None:
         from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -199,7 +206,8 @@ def _disk_path(url: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote_url(text: str) -> str:
-    """Returns the URL without slashes at its end; `UserError` for one that names no place."""
+    """Returns the URL without slashes at its end; raises `UserError` for one that names no
+    place."""
     scheme, _, rest = text.partition("://")
     if not rest.strip("/") or (scheme.lower() in _WITH_BUCKETS and rest.startswith("/")):
         example = "BUCKET/DIRECTORY" if scheme.lower() in _WITH_BUCKETS else "DIRECTORY"
@@ -208,7 +216,8 @@ def _remote_url(text: str) -> str:
 
 
 def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
-    """Returns the whole of a small file; `StorageError` for one larger than `limit_bytes`."""
+    """Returns the whole of a small file; raises `StorageError` if it is larger than
+    `limit_bytes`."""
     size = storage.size(name)
     if size > limit_bytes:
         raise StorageError(
@@ -232,8 +241,10 @@ def out_of_reach(error: BaseException) -> bool:
 
 
 def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
-    """Returns what `work` returns; `StorageError` where storage has not answered within `limit_s`:
-    an open on a network's file system may block for good. The thread that waits there is then left.
+    """Returns the result of `work`; raises `StorageError` if it takes longer than `limit_s`.
+
+    Opening a file on a network's file system may block for good. The thread that waits there is
+    then abandoned.
     """
     results: list[_T] = []
     errors: list[BaseException] = []
@@ -255,7 +266,7 @@ def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
 
 
 def out_of_space(error: BaseException) -> bool:
-    """Returns whether a `StorageError` came of a file system without room, or of a quota."""
+    """Returns whether a `StorageError` was caused by a full file system or a quota."""
     cause = error.__cause__
     if isinstance(cause, StorageError):
         return out_of_space(cause)
@@ -264,7 +275,7 @@ def out_of_space(error: BaseException) -> bool:
 
 
 def partial_name(name: str) -> str:
-    """Returns a new name for a file until it is whole, of this writer alone."""
+    """Returns a new name for a partial file, which no other writer uses."""
     return f".{name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
 
 
@@ -272,7 +283,7 @@ def partial_name(name: str) -> str:
 def as_storage_error(
     what: str, *, or_missing: bool = False, foreign: bool = False
 ) -> Iterator[None]:
-    """Raises the system's errors anew as `StorageError`, with `what` failed in front.
+    """Raises the system's errors as `StorageError`, with `what` failed in front.
 
     `or_missing`: also `FileNotFoundError`. `foreign`: also the exceptions that packages define;
     Python's own, except `OSError`, come from mistakes in code and stay as they are.
@@ -294,7 +305,7 @@ def as_storage_error(
 
 
 def explain(error: BaseException) -> str:
-    """Returns an error's cause in words, without its number and file name."""
+    """Returns the text of an error's cause, without its number and file name."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 _SMALL_BYTES = 256 << 10
-"""Chunks below this are put together before they are written."""
+"""Chunks below this size are joined before they are written."""
 _PAGE_BYTES = 4096
-"""What direct writes are multiples of; no device has larger sectors."""
+"""Direct writes are multiples of this size; no device has larger sectors."""
 _DIRECT_BYTES, _DIRECT_WRITES = 4 << 20, 4
-"""Parts of a chunk that go past the page cache at the same time: one alone leaves a disk idle."""
+"""Size and number of the parts of a chunk that are written directly at the same time: one alone
+leaves a disk idle."""
 _WRITEBACK_BYTES = 8 << 20
-"""The disk begins with each so many bytes at once, not only at the fsync: of 512 MiB on one NVMe
+"""Number of bytes after which the disk begins to write, before the fsync: of 512 MiB on one NVMe
 disk that took 0.15 s instead of 0.26 s."""
 
 
@@ -52,14 +53,14 @@ _KINDS = (
 
 
 class DiskStorage:
-    """One step's directory on a file system.
+    """Stores one step's directory on a file system.
 
-    A file is opened anew for each range: that takes microseconds beside the reading, and a file
-    that was replaced meanwhile is seen.
+    A file is opened for each range: that takes microseconds beside the reading, and a file that was
+    replaced meanwhile is noticed.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
-        """`durable=False`, for shared memory, leaves out every fsync."""
+        """Takes the directory; `durable=False`, for shared memory, omits every fsync."""
         self.path = path
         self._durable = durable
 
@@ -96,9 +97,11 @@ class DiskStorage:
             self._sync_directory()
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """As the protocol says, by a hard link; else by Linux's exclusive rename; and on a file
-        system that has neither, by a look and a rename under a lock file. A process killed while
-        it has that lock leaves it behind: the error then names it.
+        """Creates the file as the protocol says, by a hard link, or by Linux's exclusive rename.
+
+        A file system that has neither gets an existence check and a rename under a lock file. A
+        process that is killed while it holds that lock leaves it behind, and the error then names
+        it.
         """
         with self._as_storage_error("create", name), self._staged(name) as staged:
             self._write_file(staged, [data], len(data))
@@ -119,7 +122,7 @@ class DiskStorage:
 
     @contextmanager
     def _staged(self, name: str) -> Iterator[Path]:
-        """Yields a name of this writer alone, gone afterwards."""
+        """Yields a name that no other writer uses; the file is removed afterwards."""
         staged = self.path / partial_name(name)
         try:
             yield staged
@@ -162,7 +165,7 @@ class DiskStorage:
 
 
 class DiskDirectory:
-    """A checkpoint directory on a file system."""
+    """Manages a checkpoint directory on a file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -208,7 +211,7 @@ class DiskDirectory:
 
 
 def read_regular(path: Path) -> bytes:
-    """Returns the whole of a regular file, links followed; raises `OSError` or `StorageError`."""
+    """Returns the whole of a regular file, following links; raises `OSError` or `StorageError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         _regular(os.fstat(fd), path)
@@ -216,8 +219,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def _regular(status: os.stat_result, path: Path) -> os.stat_result:
-    """Returns the status of a regular file; `StorageError` for another kind, which may have no end,
-    or block for ever whatever opens it."""
+    """Returns the status of a regular file; raises `StorageError` for another kind.
+
+    Such a file may have no end, or block its reader for ever.
+    """
     for is_kind, kind in _KINDS:
         if is_kind(status.st_mode):
             raise StorageError(f"{path} is {kind}, and a regular file is expected")
@@ -225,7 +230,7 @@ def _regular(status: os.stat_result, path: Path) -> os.stat_result:
 
 
 def _joined(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
-    """Yields the same bytes, small chunks put together and large ones as they are."""
+    """Yields the same bytes with small chunks joined and large ones as they are."""
     small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
@@ -248,14 +253,15 @@ def _write_all(fd: int, view: memoryview) -> int:
 
 
 def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
-    """Writes chunks past the page cache, up to the first that is not whole pages or that the file
-    system does not take so; that one is written all the same. Returns how many bytes.
+    """Writes chunks past the page cache and returns the number of bytes.
 
-    The file gets its `size` first: writes that lengthen it would wait for each other.
+    It stops after the first chunk that is not whole pages or that the file system refuses to write
+    directly; that chunk is still written. The file gets its `size` first, because writes that
+    lengthen it would wait for each other.
     """
     if not set_direct(fd, True):
         return 0
-    from concurrent.futures import ThreadPoolExecutor  # a command that only reads does without
+    from concurrent.futures import ThreadPoolExecutor  # not needed by commands that only read
 
     os.ftruncate(fd, size)
     done, rest = 0, memoryview(b"")
@@ -274,7 +280,7 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
 
 
 def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -> bool:
-    """Writes whole pages from byte `at` on, several parts at a time; False where that is
+    """Writes whole pages from byte `at` on, several parts at a time; False if direct writes are
     refused."""
 
     def write(start: int) -> None:
@@ -296,7 +302,7 @@ def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -
 
 
 def _name_new(staged: Path, target: Path) -> bool:
-    """Gives a file its name unless that is taken: then False."""
+    """Gives a file its name; False if the name is taken."""
     try:
         os.link(staged, target)
         return True
@@ -337,7 +343,8 @@ def _rename_locked(staged: Path, target: Path) -> bool:
 
 
 def _times(path: Path) -> dict[str, float] | None:
-    """Returns when each file in a directory was last written; None where it is none."""
+    """Returns the time of the last write of each file in a directory; None if it is no
+    directory."""
     found = {}
     with as_storage_error(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
@@ -350,7 +357,7 @@ def _times(path: Path) -> dict[str, float] | None:
 
 
 def _make_directories(path: Path) -> None:
-    """Makes a directory and those above it, each with a durable name."""
+    """Makes a directory and its missing parents, each with a durable name."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     for place in reversed(missing):
         place.mkdir(exist_ok=True)
@@ -363,7 +370,10 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a directory that has no fsync
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # it has no fsync of directories
             raise
     finally:
         os.close(fd)

@@ -20,11 +20,13 @@ _GIVEN_UP = "the server was abandoned"
 
 
 class HttpStorage:
-    """One step's files behind an agent's HTTP server; read only. Each thread that reads has a
-    connection to itself meanwhile."""
+    """Reads one step's files from an agent's HTTP server.
+
+    Each thread that reads uses a connection of its own meanwhile.
+    """
 
     def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
-        """`base_url`: the address of the step, `http://host:port/snapshots/<generation>/<step>`."""
+        """Takes the URL of the step, `http://host:port/snapshots/<generation>/<step>`."""
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
             raise UserError(f"{base_url!r} is not an http:// address")
@@ -67,13 +69,15 @@ class HttpStorage:
                 raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
 
     def close(self) -> None:
-        """Hangs up; the next read connects again."""
+        """Closes the connections; the next read connects again."""
         while self._idle:
             self._idle.pop().close()
 
     def abandon(self) -> None:
-        """Abandons the server for good; callable from any thread. Reads under way raise at once,
-        whatever they wait for, and so does every later one."""
+        """Abandons the server for good; any thread may call it.
+
+        Reads in progress raise at once, whatever they wait for, and so does every later one.
+        """
         with self._lock:
             self._abandoned = True
             busy = list(self._busy)
@@ -82,7 +86,7 @@ class HttpStorage:
 
     @contextmanager
     def _connected(self) -> Iterator[_CancellableConnection]:
-        """Yields a connection for one request; kept for the next if all goes well."""
+        """Yields a connection for one request, which is kept for the next one after a success."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -148,7 +152,7 @@ class HttpStorage:
 
 
 class _CancellableConnection(http.client.HTTPConnection):
-    """A connection that another thread can cancel at any moment, also while it is being set up."""
+    """Connects so that another thread can cancel it at any moment, also during the set-up."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
@@ -156,11 +160,11 @@ class _CancellableConnection(http.client.HTTPConnection):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._end: socket.socket | None = None
-        """A descriptor for `cancel` alone: the connection's own may be closed at any moment, and
+        """A descriptor for `cancel` alone. The connection's own may be closed at any moment, and
         its number may then belong to another file."""
 
     def cancel(self) -> None:
-        """Makes every wait for this connection fail at once, and every later connect."""
+        """Makes every wait for this connection, and every later connect, fail at once."""
         with self._lock:
             self._is_cancelled = True
             if self._end is not None:
@@ -181,11 +185,11 @@ class _CancellableConnection(http.client.HTTPConnection):
             else:
                 self.sock = sock
                 return
-        assert lost is not None  # a name without any address is an error of its own
+        assert lost is not None  # a name without an address raises an error of its own
         raise lost
 
     def _dial(self, sock: socket.socket, address: Any) -> None:
-        """Connects; `cancel` ends it from the moment on that it may wait."""
+        """Connects the socket; `cancel` can end that from the first wait on."""
         sock.setblocking(False)
         with self._lock:
             if self._is_cancelled:
@@ -194,7 +198,7 @@ class _CancellableConnection(http.client.HTTPConnection):
             self._end = sock.dup()
             code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
-            poll = select.poll()  # not select: a training process may have thousands of files open
+            poll = select.poll()  # select fails beyond 1024 open files, which training may have
             poll.register(sock, select.POLLOUT)
             if not poll.poll(1000 * self._timeout_s):
                 raise TimeoutError("timed out")

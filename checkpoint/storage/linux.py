@@ -1,4 +1,4 @@
-"""Calls Linux functions that Python's `os` lacks, where the kernel and file system have them."""
+"""Calls Linux functions that Python's `os` lacks, if the kernel and file system have them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FALLOC_KEEP_SIZE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _TMPFS_MAGIC = 0x01021994
 _STATFS_BYTES = 256
-"""More than the structure has; its first word is the kind of file system."""
+"""Size of a buffer that exceeds the structure; its first word is the kind of file system."""
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What a kernel or a file system says of a call that it does not have."""
+"""Error numbers by which a kernel or a file system says that it lacks a call."""
 
 
 @cache
@@ -28,7 +28,7 @@ def _libc() -> Any:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Renames a file, atomically, unless `target` exists: then `FileExistsError`."""
+    """Renames a file atomically; raises `FileExistsError` if `target` exists."""
     _call(
         "renameat2",
         ctypes.c_int(_AT_FDCWD),
@@ -40,9 +40,10 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Takes a file's space on the disk now, so that a full one is noticed before the writing.
+    """Reserves a file's space on the disk, so that a full disk is noticed before the writing.
 
-    Not in memory: there its pages would be cleared first, which takes a quarter of the writing.
+    It does nothing in memory, where its pages would be cleared first, which takes a quarter of the
+    writing.
     """
     if _is_memory(fd):
         return
@@ -58,8 +59,8 @@ def start_writeback(fd: int, start: int, size: int) -> None:
 
 
 def set_direct(fd: int, direct: bool) -> bool:
-    """Makes a file's writes go past the page cache, or through it again; False where that is not to
-    be had."""
+    """Switches a file's writes past the page cache, or through it again; False if that is not
+    supported."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

@@ -1,4 +1,5 @@
-"""Uploads a file to S3 in parts: several at a time, in bounded memory, all of it or nothing."""
+"""Uploads a file to S3 in parts, several at a time, in bounded memory; it appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from elasticzero.errors import StorageError
 UPLOAD_PART_BYTES = 16 << 20
 PARTS_IN_FLIGHT = 4
 PART_S = 60.0
-"""How long sending one part may take."""
+"""Time limit for sending one part, in seconds."""
 _ABORT_S = 5.0
 _MOST_PARTS = 10_000
-"""What S3 allows."""
+"""Maximum number of parts of an upload, which S3 sets."""
 
 
 def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry: Retrying) -> None:
-    """Puts the bytes of `chunks` at `path` (bucket/key) of an s3fs file system.
+    """Uploads the bytes of `chunks` to `path` (bucket/key) of an s3fs file system.
 
-    `size`: theirs, if known: above 160 GB it must be. The object appears whole or not at all; an
-    upload that fails is aborted. That of a killed process stays in the bucket, unseen, until the
-    bucket's own rule removes it (`AbortIncompleteMultipartUpload`).
+    `size`: the number of bytes, if known; it must be known above 160 GB. The object appears whole
+    or not at all, and an upload that fails is aborted. The upload of a killed process stays in the
+    bucket, invisible, until the bucket's own rule removes it (`AbortIncompleteMultipartUpload`).
     """
     part_bytes = max(UPLOAD_PART_BYTES, -(-(size or 0) // _MOST_PARTS))
     parts = _cut(chunks, part_bytes)
@@ -46,7 +47,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
             done = {"Parts": sent}
             retry(fs.call_s3, "complete_multipart_upload", MultipartUpload=done, **target)
         except FileNotFoundError:
-            # Where only the answer was lost, the second try finds no upload but the object.
+            # If only the answer was lost, the second try finds no upload but the object.
             if retry(fs.info, path)["size"] != total:
                 raise
     except BaseException:
@@ -59,7 +60,7 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
 def _send(
     fs: Any, target: dict[str, Any], parts: Iterable[bytes], retry: Retrying
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns (what S3 needs to know of the parts, their bytes)."""
+    """Sends the parts; returns (the parts' numbers and ETags for S3, their number of bytes)."""
 
     def send(number: int, part: bytes) -> dict[str, Any]:
         named = target | {"PartNumber": number}

@@ -1,7 +1,7 @@
 """Stores checkpoints in object stores and other places that fsspec reaches by URL.
 
-Each package behind fsspec finds its credentials and its server as it always does: for S3 in the
-environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), AWS's own files or fsspec's.
+Each package behind fsspec finds its credentials and its server as usual: for S3 in the environment
+(`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), AWS's own files or fsspec's.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from elasticzero.errors import UserError
 
 _READ_BYTES = 16 << 20
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
-"""Where directories are only parts of names."""
+"""Protocols in which directories are only parts of names."""
 _WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
-"""Where a file that is opened to be written appears whole, when it is closed."""
+"""Protocols in which a file that is being written appears whole when it is closed."""
 _TRANSIENT_NAMES = frozenset(
     {"HTTPClientError", "ConnectionError", "ClientError", "ResponseParserError", "IncompleteRead"}
 )
-"""Of botocore's, aiohttp's and http.client's exceptions, which are no `OSError`."""
+"""Names of exceptions of botocore, aiohttp and http.client that are transient and no `OSError`."""
 _UNANSWERED_NAMES = frozenset({"ReadTimeoutError", "ConnectTimeoutError"})
-"""Of botocore's."""
+"""Names of botocore's exceptions for a request without an answer."""
 _ANSWER_S = 10.0
-"""How long S3 may take to accept a connection, and to say anything."""
+"""Time limit in seconds for connecting to S3, and for each wait for its answer."""
 _REQUEST_S = 30.0
 _SILENT_S = 1.5 * _ANSWER_S
-"""A server that has not answered for so long is asked no more."""
+"""Time in seconds without an answer after which a server gets no further request."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether the same request may succeed a moment later: throttled, timed out, broken
+    """Returns whether the same request may succeed later: it was throttled, timed out or broken
     off."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
@@ -68,7 +68,7 @@ def _is_unanswered(error: BaseException | None) -> bool:
 
 
 class _StopWhereSilent(stop_base):
-    """Stops once the server has had its time and the last request got no answer either."""
+    """Stops after the time limit if the last request got no answer either."""
 
     def __call__(self, retry_state: RetryCallState) -> bool:
         outcome = retry_state.outcome
@@ -87,7 +87,8 @@ RETRY = Retrying(
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """One of fsspec's file systems, asked again where that may help."""
+    """Calls one of fsspec's file systems, and repeats a request that failed for a transient
+    reason."""
 
     fs: Any
     retry: Retrying = RETRY
@@ -96,8 +97,11 @@ class Remote:
         return self.retry(getattr(self.fs, method), *arguments, **self.limit(method), **options)
 
     def limit(self, method: str) -> dict[str, float]:
-        """Returns how long one request to S3 may take as a whole: what is sent to a server that
-        reads nothing has no other limit, and what is received has its own."""
+        """Returns the time limit of one whole request to S3.
+
+        Data sent to a server that reads nothing has no other limit. Data that is received has its
+        own.
+        """
         limited = method != "cat_file" and self.speaks(frozenset({"s3", "s3a"}))
         return {"timeout": _REQUEST_S} if limited else {}
 
@@ -107,10 +111,10 @@ class Remote:
 
 
 class ObjectStorage:
-    """One step's files under a URL."""
+    """Stores one step's files under a URL."""
 
     def __init__(self, remote: Remote, root: str, where: str) -> None:
-        """`root`: the step's path in `remote`."""
+        """Takes the step's path in `remote`, and its URL for messages."""
         self.where = where
         self._remote = remote
         self._root = root
@@ -155,11 +159,11 @@ class ObjectStorage:
                         remote.fs.rm_file(staged)
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """As the protocol says where the store has a conditional put: S3 by `If-None-Match`, Google
-        by generation, `memory://` within its one process.
+        """Creates the file as the protocol says if the store has a conditional put.
 
-        Elsewhere it is a look and then a write: of two that create the same file within that
-        moment the later wins, and both believe they did.
+        S3 has one by `If-None-Match`, Google by generation, and `memory://` within its one process.
+        Elsewhere this is an existence check and then a write: of two writers that create the same
+        file within that moment the later wins, and both get True.
         """
         path = self._path(name)
 
@@ -209,7 +213,7 @@ class ObjectStorage:
         except BaseException:
             with suppress(Exception):
                 file.discard()
-                file.closed = True  # or else fsspec sends what it has when the object goes
+                file.closed = True  # or else fsspec uploads the buffer when the object is destroyed
             raise
         file.close()
 
@@ -224,10 +228,10 @@ class ObjectStorage:
 
 
 class ObjectDirectory:
-    """A checkpoint directory under a URL."""
+    """Manages a checkpoint directory under a URL."""
 
     def __init__(self, remote: Remote, root: str, where: str) -> None:
-        """`root`: the directory's path in `remote`."""
+        """Takes the directory's path in `remote`, and its URL for messages."""
         self.where = where
         self._remote = remote
         self._root = root
@@ -273,7 +277,8 @@ class ObjectDirectory:
 
 
 def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
-    """Returns (fsspec's file system, the path in it) of a URL; raises `UserError`."""
+    """Returns (fsspec's file system, the path in it) of a URL; raises `UserError` for an invalid
+    one."""
     scheme = url.split("://")[0]
     try:
         import fsspec  # type: ignore[import-untyped]
@@ -294,7 +299,7 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
 
 
 def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what we want of a file system; it also keeps our instance apart from the script's
+    """Returns the options of a file system, which also separate this instance from the script's
     own."""
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
@@ -314,9 +319,9 @@ def _listed(remote: Remote, root: str, kinds: Iterable[str]) -> list[str]:
 
 
 def _written_s(entry: Mapping[str, Any]) -> float:
-    """Returns when a file was last written, in seconds; packages spell it in several ways.
+    """Returns the time of a file's last write, in seconds; packages store it under several names.
 
-    0 where none is known: then no file is older than another.
+    Returns 0 if none is known: then no file is older than another.
     """
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
@@ -330,7 +335,7 @@ def _written_s(entry: Mapping[str, Any]) -> float:
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the HTTP status behind an error, or None; packages keep it in several places."""
+    """Returns the HTTP status of an error, or None; packages store it in several attributes."""
     for link in (error, error.__cause__):
         response = getattr(link, "response", None)
         if isinstance(response, Mapping):
