@@ -36,7 +36,7 @@ from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.protocol.view import View, WorkerGroupState
+from elasticzero.launcher.protocol.view import GroupStage, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
@@ -91,8 +91,7 @@ class PretendedWorkers:
         self._workers = WorkerGroupState(
             generation=generation,
             running=1,
-            attached=True,
-            restored=True,
+            stage=GroupStage.RESTORED,
             stepped_s=now_s,
             step=STEP,
         )
@@ -100,7 +99,7 @@ class PretendedWorkers:
     def lose_a_peer(self, rank: int, now_s: float) -> None:
         """What happens to every worker when one of its group dies."""
         failure = Failure(rank=rank, blame="peer", message="connection closed by peer", step=STEP)
-        self._workers = replace(self._workers, failed=True, failure=failure)
+        self._workers = replace(self._workers, failure=failure)
         self._ends_s = min(self._ends_s, now_s + STOP_S)
 
     def stop(self, reason: str, now_s: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Literal
 
 from elasticzero.launcher.protocol.documents import (
@@ -41,6 +42,50 @@ class DamagedCheckpoint:
     """Which file, and which of its bytes."""
 
 
+class GroupStage(Enum):
+    """How far the workers of a node have come into their generation."""
+
+    STARTING = auto()
+    """None has called `elasticzero.run`."""
+    PLAIN = auto()
+    """None has called it for so long that the script is taken for a plain one."""
+    ATTACHING = auto()
+    """Some have called it."""
+    ATTACHING_LATE = auto()
+    """Some have called it; those that have not are slow."""
+    ATTACHED = auto()
+    """All have called it."""
+    ATTACHED_LATE = auto()
+    """All have called it; the state of some should be in place by now, and is not."""
+    RESTORED = auto()
+    """The state of all is in place."""
+
+
+class GroupOutcome(Enum):
+    """How the training of a node's workers has ended in their generation."""
+
+    OPEN = auto()
+    AT_BOUNDARY = auto()
+    """All have left the loop together at a boundary."""
+    INTERRUPTED = auto()
+    """One has failed, or they were told to stop where they are: they leave at no boundary."""
+    FINISHED = auto()
+    """All have ended well, with their training done."""
+
+
+class GroupOrder(Enum):
+    """What an agent has told its workers to do."""
+
+    TRAIN = auto()
+    STOP_AT_BOUNDARY = auto()
+    STOP = auto()
+    """They are to stop where they are."""
+    KILL_UNSAVED = auto()
+    """Those that did not write a snapshot were killed."""
+    KILL = auto()
+    """All were killed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGroupState:
     """This node's workers, all of one generation."""
@@ -50,29 +95,18 @@ class WorkerGroupState:
     """Of that generation; empty: not told."""
     running: int = 0
     """Processes alive."""
-    attached: bool = False
-    """All called `elasticzero.run`: they can be asked to stop at a boundary."""
-    restored: bool = False
-    """All said that their state is in place."""
-    plain: bool = False
-    """None called `elasticzero.run` for so long that the script is taken for a plain one."""
-    late: bool = False
-    """Not all said that their state is in place, so long after they were started."""
+    stage: GroupStage = GroupStage.STARTING
+    outcome: GroupOutcome = GroupOutcome.OPEN
+    order: GroupOrder = GroupOrder.TRAIN
     saving: int = 0
     """Processes alive that are out of the loop, and may be writing their snapshot."""
-    finished: bool = False
-    """All ended well, the training function done."""
     end_reason: str = ""
     """Why the script ended training early, where it did."""
-    at_boundary: bool = False
-    """They left the loop together, as asked by some node."""
-    failed: bool = False
     failure: Failure | None = None
     asked: int = 0
     """Flags already asked of them."""
     aborted_s: float | None = None
     """When they were told to stop where they are."""
-    killed: bool = False
     sealing: bool = False
     """A shard of theirs in memory is not sealed yet."""
     stepped_s: float = 0.0
@@ -93,6 +127,47 @@ class WorkerGroupState:
     """Whether those that make no step were looked at since."""
     stalled: Failure | None = None
     """After a look that found nobody to blame here: what the workers wait for."""
+
+    @property
+    def attached(self) -> bool:
+        """All have called `elasticzero.run`: they can be asked to stop at a boundary."""
+        return self.stage in (GroupStage.ATTACHED, GroupStage.ATTACHED_LATE, GroupStage.RESTORED)
+
+    @property
+    def restored(self) -> bool:
+        """The state of all is in place."""
+        return self.stage is GroupStage.RESTORED
+
+    @property
+    def plain(self) -> bool:
+        """The script is taken for a plain one."""
+        return self.stage is GroupStage.PLAIN
+
+    @property
+    def late(self) -> bool:
+        """The state of some should be in place by now, and is not."""
+        late = (GroupStage.PLAIN, GroupStage.ATTACHING_LATE, GroupStage.ATTACHED_LATE)
+        return self.stage in late
+
+    @property
+    def finished(self) -> bool:
+        """All have ended well, with their training done."""
+        return self.outcome is GroupOutcome.FINISHED
+
+    @property
+    def at_boundary(self) -> bool:
+        """They have left the loop together, as some node has asked."""
+        return self.outcome is GroupOutcome.AT_BOUNDARY
+
+    @property
+    def failed(self) -> bool:
+        """A failure of this node's is known."""
+        return self.failure is not None
+
+    @property
+    def killed(self) -> bool:
+        """All have been killed."""
+        return self.order is GroupOrder.KILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import Console
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance, group_events
 from elasticzero.launcher.workers.lifecycle import Event
 from elasticzero.launcher.workers.process import (
     Logs,
@@ -134,24 +135,14 @@ class WorkerGroup:
 
     def view(self, now_s: float) -> WorkerGroupState:
         """What `decide` sees."""
-        workers = self.workers
-        late = now_s - self.started_s >= LATE_AFTER_S
-        restored = all(worker.state.restored for worker in workers)
-        running = sum(worker.at_work for worker in workers)
-        left = all(w.state.stopping and not w.state.failed for w in workers)
         state = replace(
             self._view,
-            running=running,
-            attached=all(worker.state.attached for worker in workers),
-            restored=restored,
-            plain=late and not any(worker.state.attached for worker in workers),
-            late=late and not restored,
-            saving=sum(w.at_work and w.state.stopping for w in workers),
-            finished=running == 0 and all(worker.state.finished for worker in workers),
-            at_boundary=bool(workers) and left and self._view.aborted_s is None,
-            failed=self.failure is not None,
+            running=sum(worker.at_work for worker in self.workers),
+            saving=sum(worker.at_work and worker.state.stopping for worker in self.workers),
             failure=self.failure,
         )
+        if now_s - self.started_s >= LATE_AFTER_S:
+            state = advance(state, GroupEvent.LATE)
         return self.progress_monitor.with_progress(state, now_s)
 
     def poll_stalls(self, now_s: float) -> list[Failure]:
@@ -169,6 +160,7 @@ class WorkerGroup:
     def ask(self, flags: int) -> None:
         """Have the workers raise `flags` in the control word."""
         self._view = replace(self._view, asked=self._view.asked | flags)
+        self._view = advance(self._view, GroupEvent.REQUEST)
         self._send_all(Request(flags=self._view.asked))
 
     def stop(self, reason: str, now_s: float) -> None:
@@ -180,7 +172,7 @@ class WorkerGroup:
             if worker.running:
                 worker.ending = is_ending(worker.pid)
                 self._early += self._receive(worker, now_s)
-        self._view = replace(self._view, aborted_s=now_s)
+        self._view = advance(replace(self._view, aborted_s=now_s), GroupEvent.STOP)
         self._send_all(Abort(reason=reason))
         for worker in self.workers:
             if worker.state.needs_signal:
@@ -189,7 +181,8 @@ class WorkerGroup:
     def kill(self, *, spare_saving: bool = False) -> None:
         """SIGKILL, to each worker's whole process group; perhaps not to those that write their
         snapshot."""
-        self._view = replace(self._view, killed=not spare_saving)
+        event = GroupEvent.KILL_UNSAVED if spare_saving else GroupEvent.KILL
+        self._view = advance(self._view, event)
         for worker in self.workers:
             if worker.at_work and not (spare_saving and worker.state.stopping):
                 worker.send_signal(signal.SIGKILL)
@@ -274,30 +267,30 @@ class WorkerGroup:
             self.progress_monitor.note(worker.rank, message, now_s)
         match message:
             case Attached():
-                worker.record(Event.ATTACHED)
+                self._record(worker, Event.ATTACHED)
                 if self._view.asked:
                     worker.send(Request(flags=self._view.asked))
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
             case Restored():
-                worker.record(Event.RESTORED)
+                self._record(worker, Event.RESTORED)
             case Stepped():
                 step = max(self._view.step, message.step)
                 at_s = max(self._view.stepped_s, message.at_s)
                 self._view = replace(self._view, step=step, stepped_s=at_s)
             case Waiting():
-                worker.record(Event.WAITING)
+                self._record(worker, Event.WAITING)
             case Finished():
-                worker.record(Event.FINISHED)
+                self._record(worker, Event.FINISHED)
                 step, reason = max(self._view.step, message.step), message.reason
                 self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
-                worker.record(Event.STOPPING)
+                self._record(worker, Event.STOPPING)
                 wanted = message.clean and not (message.complete and self._complete_given)
                 self._complete_given |= wanted and message.complete
                 worker.send(SaveState(wanted=wanted))
             case Failed():
-                worker.record(Event.FAILED)
+                self._record(worker, Event.FAILED)
                 self._blame(worker, message)
             case ScriptEnded():
                 worker.script_ended_s = now_s
@@ -306,11 +299,16 @@ class WorkerGroup:
                 said = worker.script_exit_code
                 worker.exit_code = message.exit_code if said is None else said
                 worker.ended_s = now_s
-                worker.record(Event.EXITED)
+                self._record(worker, Event.EXITED)
                 worker.channel.close()
                 self._judge_exit(worker)
             case _:
                 pass
+
+    def _record(self, worker: Worker, event: Event) -> None:
+        """Moves the states of the worker and of the group on."""
+        worker.record(event)
+        self._view = advance(self._view, *group_events([w.state for w in self.workers]))
 
     def _judge_exit(self, worker: Worker) -> None:
         """An exit that no message explains is a failure of its own, with status 0 too (`os._exit`);
@@ -319,7 +317,7 @@ class WorkerGroup:
         if worker.state.failed or worker.state.stopping:
             return
         if code == 0 and (worker.state.finished or not worker.state.attached):
-            worker.record(Event.FINISHED)
+            self._record(worker, Event.FINISHED)
             return
         asked = self._view.aborted_s is not None
         step = self._view.step

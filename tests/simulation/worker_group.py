@@ -14,6 +14,7 @@ from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.group import LATE_AFTER_S
+from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance
 from tests.simulation.hanging import Hanging
 from tests.simulation.training import Group, Worker
 
@@ -103,25 +104,29 @@ class WorkerGroup:
         self, known: tuple[int, int, bool, bool, bool, int, int, int, bool]
     ) -> WorkerGroupState:
         running, saving, restored, finished, left, heard, attached, asked, late = known
-        return WorkerGroupState(
+        happened = {
+            GroupEvent.FIRST_ATTACHED: attached > 0,
+            GroupEvent.ALL_ATTACHED: attached == len(self.workers),
+            GroupEvent.ALL_RESTORED: restored,
+            GroupEvent.LATE: late,
+            GroupEvent.REQUEST: asked != 0,
+            GroupEvent.STOP: self.aborted_s is not None,
+            GroupEvent.KILL: self.killed,
+            GroupEvent.ALL_STOPPED: left,
+            GroupEvent.ALL_FINISHED: running == 0 and finished,
+        }
+        state = WorkerGroupState(
             generation=self.generation,
             token=self.group.world.token,
             running=running,
-            attached=attached == len(self.workers),
-            plain=late and not attached,
-            late=late and not restored,
-            restored=restored,
             saving=saving,
-            finished=running == 0 and finished,
-            at_boundary=left and self.aborted_s is None,
-            failed=self.failure is not None,
             failure=self.failure,
             asked=asked,
             aborted_s=self.aborted_s,
-            killed=self.killed,
             stepped_s=self._heard_s,
             step=heard,
         )
+        return advance(state, *(event for event, did in happened.items() if did))
 
     def _hear_steps(self) -> None:
         """A step is heard of when it ends, or when the agent next listens."""

@@ -33,7 +33,14 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.drain import boundary_deadline_s, merge_notices
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.protocol.view import PreemptionNotice, StoreHealth, View, WorkerGroupState
+from elasticzero.launcher.protocol.view import (
+    GroupOutcome,
+    GroupStage,
+    PreemptionNotice,
+    StoreHealth,
+    View,
+    WorkerGroupState,
+)
 
 NOW = 100.0
 LIMITS = JobPolicy(min_nodes=1, max_nodes=3)
@@ -51,8 +58,9 @@ def by(deadline_s: float | None, heard_s: float = 80.0) -> PreemptionNotice:
     return PreemptionNotice(reason=AWS, heard_s=heard_s, by_s=deadline_s)
 
 
+FAILURE = Failure(rank=0, blame="user", message="ValueError: no")
 TRAINS = WorkerGroupState(
-    generation=3, running=1, attached=True, restored=True, stepped_s=99.0, step=20
+    generation=3, running=1, stage=GroupStage.RESTORED, stepped_s=99.0, step=20
 )
 STOPPING = replace(TRAINS, aborted_s=98.0)
 GONE = replace(STOPPING, running=0)
@@ -101,7 +109,7 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("no time, not asked yet", v(TRAINING, notice=by(105.0)), [RaiseAlarm(FALLEN)]),
     ("no time, asked", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, asked=FLAG_LEAVE)), [RaiseAlarm(FALLEN)]),
     ("past the deadline", v(TRAINING, notice=by(90.0)), [RaiseAlarm(FALLEN)]),
-    ("no time, and a plain script", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, attached=False)), [RaiseAlarm(FALLEN)]),
+    ("no time, and a plain script", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, stage=GroupStage.PLAIN)), [RaiseAlarm(FALLEN)]),
     ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, asked=FLAG_LEAVE)), []),
     ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("a short notice, nearly over", v(TRAINING, notice=by(100.5, heard_s=97.5)), [RaiseAlarm(FALLEN)]),
@@ -115,7 +123,7 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("etcd is away", AWAY, []),
     ("etcd is away, there is time left", v(AWAY, notice=by(106.0)), []),
     ("etcd is away, the end is near", v(AWAY, notice=by(101.0)), [StopWorkers(ALONE)]),
-    ("the same after a failure", v(AWAY, notice=by(101.0), workers=replace(TRAINS, failed=True)), [StopWorkers(ALONE)]),
+    ("the same after a failure", v(AWAY, notice=by(101.0), workers=replace(TRAINS, failure=FAILURE)), [StopWorkers(ALONE)]),
     ("the workers stop", v(AWAY, notice=by(101.0), workers=replace(STOPPING, aborted_s=99.9)), []),
     ("the workers do not stop", v(AWAY, notice=by(101.0), workers=STOPPING), [KillWorkers(ALONE, spare_saving=True)]),
     ("they are gone", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
@@ -246,7 +254,9 @@ def test_leaving_ends_no_job_that_is_out_of_restarts() -> None:
 
 
 def test_why_a_script_ended_training_is_reported() -> None:
-    ended = replace(TRAINS, running=0, finished=True, end_reason="the validation loss rises")
+    ended = replace(
+        TRAINS, running=0, outcome=GroupOutcome.FINISHED, end_reason="the validation loss rises"
+    )
     (put,) = decide(v(TRAINING, workers=ended), NOW, LIMITS).actions
     assert isinstance(put, PutReport)
     assert (put.report.phase, put.report.end_reason) == ("finished", "the validation loss rises")
