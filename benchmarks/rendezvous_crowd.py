@@ -161,10 +161,10 @@ class Client:
     def __init__(self, number: int, crowd: Crowd) -> None:
         options = crowd.options
         self.name = f"n{number:04d}"
-        self.limits = JobPolicy(
+        self.policy = JobPolicy(
             min_nodes=options.nodes, max_nodes=options.nodes, lease_ttl_s=options.ttl_s
         )
-        self._after = replace(self.limits, min_nodes=options.least)
+        self._after = replace(self.policy, min_nodes=options.least)
         self._crowd = crowd
         channels = crowd.channels if options.share else None
         self.store = EtcdStore([options.endpoint], job_prefix(options.job), channels=channels)
@@ -192,7 +192,7 @@ class Client:
             observer=cluster,
             writer=StoreWriter(self.store, self.observer, self.membership, cluster),
         )
-        self.core = AgentCore(self.limits, self, self, side, self, time.monotonic)
+        self.core = AgentCore(self.policy, self, self, side, self, time.monotonic)
         self._trouble = False
         self.due_s = 0.0
         self._tries = 0
@@ -235,7 +235,7 @@ class Client:
                 self._tries += 1
                 return
         world, _ = self.observer.world()
-        self.core.limits = self.limits if world is None else self._after
+        self.core.policy = self.policy if world is None else self._after
         self._trouble = False
         view, decision = self.core.cycle()
         rest_s = REST_S

@@ -28,13 +28,13 @@ REST_S = 10.0
 
 def measure(nodes: int) -> dict[str, float]:
     """The figures for one number of nodes; all come at once."""
-    limits = JobPolicy(
+    policy = JobPolicy(
         min_nodes=1, max_nodes=nodes, strategy="zero1", settle_s=3.0, lease_ttl_s=5.0
     )
     plan = Plan(
         seed=nodes,
         nodes=nodes,
-        limits=limits,
+        policy=policy,
         ttl_s=5,
         total_steps=10**6,
         step_s=1.0,

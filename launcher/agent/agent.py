@@ -117,7 +117,7 @@ class Agent:
             observer=self._cluster,
             writer=self._writer,
         )
-        self._core = AgentCore(options.limits, self, self, side, self.reporter, time.monotonic)
+        self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
         self._recovery = StoreRecovery(
             store,
             self._observer,

@@ -60,7 +60,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
             start_timeout_s=start_s,
-            save_timeout_s=options.limits.save_timeout_s,
+            save_timeout_s=options.policy.save_timeout_s,
             keep=options.keep_workers,
             known_errors=known,
             nodes=len(world.members),

@@ -42,7 +42,7 @@ class AgentOptions:
 
     job: str
     node: str
-    limits: JobPolicy
+    policy: JobPolicy
     nproc: int
     launch: Launch
     log_dir: Path
@@ -90,7 +90,7 @@ def agent_options(
     options = AgentOptions(
         job=job,
         node=node,
-        limits=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **given.limits),
+        policy=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **given.policy),
         nproc=nproc,
         launch=launch,
         log_dir=make_log_directory(args.log_dir, job) / node,

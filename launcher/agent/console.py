@@ -15,7 +15,11 @@ from elasticzero.launcher.observability.console import (
     worth_telling,
 )
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
-from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, term_s, why_aside
+from elasticzero.launcher.protocol.failure_policy import (
+    QUARANTINE_STRIKES,
+    quarantine_reason,
+    quarantine_s,
+)
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed
@@ -67,7 +71,7 @@ class AgentConsole:
 
     def world(self, world: World, *, session: bool) -> None:
         """Tells of a new generation."""
-        mine = self._options.limits.strategy
+        mine = self._options.policy.strategy
         if mine != world.strategy:
             text = (
                 f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
@@ -94,15 +98,15 @@ class AgentConsole:
     def aside(self, world: World) -> None:
         """That the world does without this node, and why."""
         me = self._options.node
-        struck = [s for s in world.strikes if s.node == me and s.count >= ASIDE_AFTER]
+        struck = [s for s in world.strikes if s.node == me and s.count >= QUARANTINE_STRIKES]
         if not struck or me in [member.node for member in world.members]:
             self._aside = None
         elif struck[0] != self._aside:
             self._aside = struck[0]
-            why = why_aside(struck, me)
+            why = quarantine_reason(struck, me)
             self.say(
-                f"this node is set aside for {term_s(struck[0].count):g} s: {why}; the others go "
-                f"on without it, and it is tried again then; its workers' logs are in "
+                f"this node is set aside for {quarantine_s(struck[0].count):g} s: {why}; the "
+                f"others go on without it, and it is tried again then; its workers' logs are in "
                 f"{self._options.log_dir}",
             )
 
@@ -126,7 +130,7 @@ class AgentConsole:
             return
         self._waiting_since_s = now_s
         here = sorted(look())
-        least = with_operator_overrides(self._options.limits, control).min_nodes
+        least = with_operator_overrides(self._options.policy, control).min_nodes
         if len(here) < least:
             self.say(
                 f"waiting: {len(here)} of at least {least} nodes are here ({', '.join(here)}); "
@@ -172,7 +176,7 @@ class AgentConsole:
         self.say(
             f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
             f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
-            f"for up to {self._options.limits.save_timeout_s:g} s (--save-timeout)",
+            f"for up to {self._options.policy.save_timeout_s:g} s (--save-timeout)",
             level=logging.WARNING,
         )
 

@@ -31,10 +31,10 @@ from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,
     DumpStacks,
+    ExitAgent,
     KillSuspended,
     KillUnresponsive,
     KillWorkers,
-    Leave,
     PutReport,
     RaiseAlarm,
     RequestBoundaryStop,
@@ -144,14 +144,14 @@ class AgentCore:
 
     def __init__(
         self,
-        limits: JobPolicy,
+        policy: JobPolicy,
         node: Node,
         memory: NodeMemory,
         store: StoreSide,
         listener: Listener,
         clock: Callable[[], float],
     ) -> None:
-        self.limits = limits
+        self.policy = policy
         self.recovery: StoreRecovery | None = None
         """Restores what the store has lost; set once the job's token is agreed on."""
         self.exit_code: ExitCode | None = None
@@ -209,8 +209,8 @@ class AgentCore:
         saving = self._memory.saving()  # before the message of its end is taken in
         self._maintain(now_s)
         view = self._observe(now_s, saving=saving)
-        self._store.subscriptions.update(view, now_s, self.limits)
-        return view, decide(view, now_s, self.limits)
+        self._store.subscriptions.update(view, now_s, self.policy)
+        return view, decide(view, now_s, self.policy)
 
     def _maintain(self, now_s: float) -> None:
         """Keeps in the store what belongs there whatever is decided."""
@@ -231,7 +231,7 @@ class AgentCore:
         if not workers.running and self._memory.unsealed():
             workers = replace(workers, sealing=True)
         notice = self.notice
-        view = store.observer.view(workers, notice is not None, now_s, self.limits)
+        view = store.observer.view(workers, notice is not None, now_s, self.policy)
         if notice is not None or saving:
             view = replace(view, notice=notice, saving=saving)
         if (held := self._saved_held) is not None:
@@ -247,7 +247,7 @@ class AgentCore:
                 case SaveHeldSnapshot():
                     self._saved_held = action
                     self._memory.save_held(action)
-                case Leave(code):
+                case ExitAgent(code):
                     self._listener.leaves(decision.reason)
                     self.exit_code = code
                 case WriteWorld() | WriteDone():
@@ -269,7 +269,7 @@ class AgentCore:
         ends = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
         basis = writer.reread(view, ends=ends)
         asked_s = self._clock()
-        if ends and asked_s - now_s > self.limits.alive_s / 2:
+        if ends and asked_s - now_s > self.policy.alive_s / 2:
             self._store.membership.well_since_s = asked_s
         view, decision = self._observe_and_decide(asked_s)
         for action in decision.actions:

@@ -162,7 +162,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             store_port=store_socket.getsockname()[1],
             nproc=options.nproc,
         )
-        membership = Membership(store, me, int(options.limits.lease_ttl_s), store_socket)
+        membership = Membership(store, me, int(options.policy.lease_ttl_s), store_socket)
         agent = Agent(options, store, membership, metrics, agreed)
         agent.claim = claim
         agent.adopted = server.use_token
@@ -173,7 +173,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, tell))
             agent.prepare()
             if coordination.node_rank:
-                wait_for_lower_ranks(store, coordination.node_rank, options.limits.join_timeout_s)
+                wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
             leaving = _join(membership, agent)
         except BaseException:
             agent.close()
@@ -215,7 +215,7 @@ class _Snapshots:
 
 def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
     """What `work` returns, tried for as long as the store may take to answer."""
-    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    deadline_s = time.monotonic() + options.policy.join_timeout_s
     for tries in itertools.count():
         try:
             return work()
@@ -266,7 +266,7 @@ def _wait_for_store(
 ) -> None:
     """Wait until etcd answers, and see that the job is not over; raises after `--join-timeout`."""
     names = ",".join(endpoints)
-    deadline_s = time.monotonic() + options.limits.join_timeout_s
+    deadline_s = time.monotonic() + options.policy.join_timeout_s
     told = False
     for tries in itertools.count():
         try:
@@ -278,7 +278,7 @@ def _wait_for_store(
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(
-                    f"etcd at {names} did not answer within {options.limits.join_timeout_s:g} s "
+                    f"etcd at {names} did not answer within {options.policy.join_timeout_s:g} s "
                     "(--join-timeout); check the address, and that etcd runs"
                 ) from None
             if not told:

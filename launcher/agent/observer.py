@@ -134,7 +134,7 @@ class ClusterObserver:
         self._storage_look.invalidate()
 
     def view(
-        self, workers: WorkerGroupState, leaving: bool, now_s: float, limits: JobPolicy
+        self, workers: WorkerGroupState, leaving: bool, now_s: float, policy: JobPolicy
     ) -> View:
         """Returns all that this agent knows now; asks nothing of the store."""
         world, _ = self._observer.world()
@@ -171,7 +171,7 @@ class ClusterObserver:
             my_report=self._my_reports.get(generation),
             done=observer.done(),
             control=observer.control(),
-            remnants=self._restored and now_s - self._lost_s < 2 * limits.lease_ttl_s + 1.0,
+            remnants=self._restored and now_s - self._lost_s < 2 * policy.lease_ttl_s + 1.0,
             leaving=leaving,
             workers=workers,
             holdings=self._holdings(generation, now_s) if told_of and stopped else (),
@@ -186,8 +186,8 @@ class ClusterObserver:
             bad_steps=tuple(sorted(self.bad_steps)),
             token=self._next_token(generation + 1),
         )
-        if outside and limits.spares is not None:
-            view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, limits))
+        if outside and policy.spares is not None:
+            view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, policy))
         if leads(view) and (world is None or opened or outside):
             seen = self._storage(view)
             view = replace(

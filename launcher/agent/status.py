@@ -40,7 +40,7 @@ def agent_status(
     """Plain values for `/status`."""
     world = view.world if view is not None else None
     workers = view.workers if view is not None else WorkerGroupState()
-    limits = with_operator_overrides(options.limits, latest.control)
+    policy = with_operator_overrides(options.policy, latest.control)
     now_s = time.monotonic()
     aside = (
         quarantined(world.strikes, world.strikes, view.struck_s, now_s)
@@ -54,7 +54,7 @@ def agent_status(
         "generation": world.generation if world is not None else 0,
         "world_size": world.world_size if world is not None else 0,
         "members": [member.node for member in world.members] if world is not None else [],
-        "nnodes": [limits.min_nodes, limits.max_nodes],
+        "nnodes": [policy.min_nodes, policy.max_nodes],
         "set_aside_s": aside,
         "up_s": now_s - latest.began_s,
         "generation_age_s": latest.goodput.generation_age_s(now_s),

@@ -76,22 +76,22 @@ class Subscriptions:
         """The store has lost its data: which node came first is unknown."""
         self._oldest = self._look_for_oldest_s = self._surplus = None
 
-    def update(self, view: View, now_s: float, limits: JobPolicy) -> None:
+    def update(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Follows what `view` shows to be needed next, and reads what is due."""
-        if view.outside_s is not None and limits.spares is not None:
-            self._look_for_room(view, now_s, limits)
+        if view.outside_s is not None and policy.spares is not None:
+            self._look_for_room(view, now_s, policy)
         self._read_own_report(view, now_s)
-        self._follow(view, now_s, limits)
+        self._follow(view, now_s, policy)
 
     def is_oldest(self, node: str) -> bool:
         """Whether the registration of `node` is the oldest, as far as is known."""
         return self._oldest is not None and self._oldest.key == f"{MEMBERS}{node}"
 
-    def is_surplus(self, view: View, now_s: float, limits: JobPolicy) -> bool:
+    def is_surplus(self, view: View, now_s: float, policy: JobPolicy) -> bool:
         """Whether MAX nodes and all spares that may wait are here, of those who came before."""
-        room = _room(view, limits)
+        room = _room(view, policy)
         case = (room, self._membership.revision)
-        return _has_waited(view, now_s, limits) and self._surplus == (case, True)
+        return _has_waited(view, now_s, policy) and self._surplus == (case, True)
 
     def own_report(self, key: str) -> PrefixState | None:
         """What was read at `key`, that of this agent's report, the last time; None: nothing was."""
@@ -115,7 +115,7 @@ class Subscriptions:
             with suppress(StoreUnavailable):
                 self._own_report = (key, self._store.read(key))
 
-    def _follow(self, view: View, now_s: float, limits: JobPolicy) -> None:
+    def _follow(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Watch what this agent's role needs, and no more: a thousand agents share one store."""
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
@@ -125,11 +125,11 @@ class Subscriptions:
             index = world.find(view.me.node, view.me.incarnation)
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
-            wait_s = 0.0 if view.control.stop else 4 * limits.alive_s
+            wait_s = 0.0 if view.control.stop else 4 * policy.alive_s
             late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
             if index is None and not view.leaving:
                 prefixes.add(self._look_for_oldest(view.me.node, now_s))
-            if stands_by or late or (index is not None and _is_quiet(view, index, now_s, limits)):
+            if stands_by or late or (index is not None and _is_quiet(view, index, now_s, policy)):
                 prefixes.add(MEMBERS)
             leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
             if leads(view) or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
@@ -156,14 +156,14 @@ class Subscriptions:
                 self._oldest = next(iter(entries.values()), None)
         return self._prefix_of_oldest(node)
 
-    def _look_for_room(self, view: View, now_s: float, limits: JobPolicy) -> None:
+    def _look_for_room(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Reads who came first, to find whether this node is one too many.
 
         The store is asked once for each MAX, when a node lost before this one came is gone.
         """
-        if not _has_waited(view, now_s, limits):
+        if not _has_waited(view, now_s, policy):
             return
-        room = _room(view, limits)
+        room = _room(view, policy)
         case = (room, self._membership.revision)
         known = self._surplus is not None and self._surplus[0] == case
         if not known and now_s >= self._look_for_room_s:
@@ -205,16 +205,16 @@ def leads(view: View) -> bool:
     return is_leader(view) or (outside and view.oldest)
 
 
-def _room(view: View, limits: JobPolicy) -> int:
+def _room(view: View, policy: JobPolicy) -> int:
     """How many nodes may be here: those of a full world, and the spares."""
-    limits = with_operator_overrides(limits, view.control)
-    return limits.max_nodes + (limits.spares or 0)
+    policy = with_operator_overrides(policy, view.control)
+    return policy.max_nodes + (policy.spares or 0)
 
 
-def _has_waited(view: View, now_s: float, limits: JobPolicy) -> bool:
+def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Whether this node has been outside the world for so long that a lost one is told of."""
     since_s = max(view.outside_s or now_s, view.store.well_since_s)
-    return now_s - since_s >= SURPLUS_TTLS * limits.lease_ttl_s
+    return now_s - since_s >= SURPLUS_TTLS * policy.lease_ttl_s
 
 
 def _stagger_s(world: World, index: int) -> float:
@@ -224,11 +224,11 @@ def _stagger_s(world: World, index: int) -> float:
     return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
-def _is_quiet(view: View, index: int, now_s: float, limits: JobPolicy) -> bool:
+def _is_quiet(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
     """Whether the workers of a world that is known for long have made no step for so long that the
     member at `index` looks at the others too."""
     workers = view.workers
     known_s = view.world_s if view.world_s is not None else now_s
-    turn_s = max(limits.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
+    turn_s = max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
     turn_s += QUIET_STAGGER_S * index
     return now_s - max(workers.stepped_s, known_s) > min(QUIET_S, turn_s)

@@ -29,7 +29,7 @@ from elasticzero.launcher.protocol.documents import (
     to_bytes,
     world_from_bytes,
 )
-from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER
+from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
@@ -188,7 +188,8 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
     def fits(now: Job) -> str | None:
         count = len(now.placed)
-        aside = {s.node for s in now.world.strikes if s.count >= ASIDE_AFTER} if now.world else ()
+        struck = now.world.strikes if now.world else ()
+        aside = {s.node for s in struck if s.count >= QUARANTINE_STRIKES}
         free = [node for node in now.waiting if node not in aside]
         room = count < most and free and now.world is not None
         return None if count > most or room else _who_trains(now)

@@ -14,7 +14,11 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.cli.control import Job, open_job_store, read_job, standing_drains
 from elasticzero.launcher.protocol.documents import Member
-from elasticzero.launcher.protocol.failure_policy import AGAIN, ASIDE_AFTER, why_aside
+from elasticzero.launcher.protocol.failure_policy import (
+    AGAIN,
+    QUARANTINE_STRIKES,
+    quarantine_reason,
+)
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, token_for_operator
@@ -104,7 +108,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
     given = job.control.nnodes
     struck = {s.node: s.count for s in world.strikes} if world is not None else {}
     row = world.strikes if world is not None else ()
-    aside = {s.node: why_aside(row, s.node) for s in row if s.count >= ASIDE_AFTER}
+    aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
     nodes = []
     for node, member in job.nodes.items():
         own, index = statuses.get(node, {}), placed.get(node)
@@ -175,7 +179,7 @@ def _state(
     if job.control.drains(member) or own.get("leaving"):
         return "leaving"
     if job.world is None or job.world.find(member.node, member.incarnation) is None:
-        return "set aside" if strikes >= ASIDE_AFTER else "waiting"
+        return "set aside" if strikes >= QUARANTINE_STRIKES else "waiting"
     if job.control.stop:
         return "stopping"
     return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))

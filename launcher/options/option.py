@@ -41,7 +41,7 @@ class Option:
     parse: Parse | None = None
     """Checks and converts the value once all options have one; None: it is used as it is."""
     field: str = ""
-    """The field of `AgentOptions` that the value fills, such as `grace_s`, `limits.spares` or
+    """The field of `AgentOptions` that the value fills, such as `grace_s`, `policy.spares` or
     `keep.last`; empty: `agent_options` works it out."""
     in_local: InLocal = "passed on"
 

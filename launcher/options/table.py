@@ -86,7 +86,7 @@ RUN_OPTIONS = (
         "how state lies on the ranks",
         "ddp",
         choices=STRATEGIES,
-        field="limits.strategy",
+        field="policy.strategy",
     ),
     Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
     Option(
@@ -105,7 +105,7 @@ RUN_OPTIONS = (
         float,
         metavar="S",
         parse=at_least_zero("0 or more seconds are expected", finite=True),
-        field="limits.save_timeout_s",
+        field="policy.save_timeout_s",
     ),
     Option(
         ("--keep",),
@@ -151,7 +151,7 @@ RUN_OPTIONS = (
         "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
         metavar="N",
         parse=whole_number("a number of nodes, 0 or more, is expected"),
-        field="limits.spares",
+        field="policy.spares",
     ),
     Option(
         ("--max-restarts",),
@@ -161,7 +161,7 @@ RUN_OPTIONS = (
         metavar="N",
         pet=True,
         parse=at_least_zero("0 or more is expected"),
-        field="limits.max_restarts",
+        field="policy.max_restarts",
     ),
     Option(
         ("--hang-timeout",),
@@ -170,7 +170,7 @@ RUN_OPTIONS = (
         "auto",
         metavar="S",
         parse=seconds_or_auto,
-        field="limits.hang_timeout_s",
+        field="policy.hang_timeout_s",
     ),
     Option(
         ("--exit-timeout",),
@@ -193,7 +193,7 @@ RUN_OPTIONS = (
         "end the job when a checkpoint is damaged, instead of going on from the one before",
         False,
         is_switch=True,
-        field="limits.strict_checkpoint",
+        field="policy.strict_checkpoint",
     ),
     Option(
         ("--log-dir",),
@@ -258,7 +258,7 @@ RUN_OPTIONS = (
         3.0,
         float,
         metavar="S",
-        field="limits.settle_s",
+        field="policy.settle_s",
     ),
     Option(
         ("--lease-ttl",),
@@ -267,7 +267,7 @@ RUN_OPTIONS = (
         int,
         metavar="S",
         parse=lease_seconds,
-        field="limits.lease_ttl_s",
+        field="policy.lease_ttl_s",
     ),
     Option(
         ("--preemption",),
@@ -292,7 +292,7 @@ RUN_OPTIONS = (
         600.0,
         float,
         metavar="S",
-        field="limits.join_timeout_s",
+        field="policy.join_timeout_s",
     ),
     Option(("--restart",), "run a job again that is already done", False, is_switch=True),
     Option(

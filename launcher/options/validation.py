@@ -180,13 +180,13 @@ class ParsedOptions:
 
     agent: Mapping[str, Any]
     """Fields of `AgentOptions` itself."""
-    limits: Mapping[str, Any]
+    policy: Mapping[str, Any]
     keep: RetentionPolicy
 
 
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
     """Check and convert what needs nothing but the words themselves; raises `UserError`."""
-    fields: dict[str, dict[str, Any]] = {"agent": {}, "limits": {}, "keep": {}}
+    fields: dict[str, dict[str, Any]] = {"agent": {}, "policy": {}, "keep": {}}
     for option in RUN_OPTIONS:
         if not hasattr(args, option.name):  # an option that `local` does not take
             continue
@@ -208,4 +208,4 @@ def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
                 raise UserError(
                     f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
                 )
-    return ParsedOptions(agent=fields["agent"], limits=fields["limits"], keep=keep)
+    return ParsedOptions(agent=fields["agent"], policy=fields["policy"], keep=keep)

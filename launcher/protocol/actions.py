@@ -82,7 +82,7 @@ class SaveHeldSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class ExitAgent:
     code: ExitCode
 
 
@@ -99,7 +99,7 @@ Action = (
     | WriteWorld
     | WriteDone
     | SaveHeldSnapshot
-    | Leave
+    | ExitAgent
 )
 
 

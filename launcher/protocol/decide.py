@@ -1,6 +1,6 @@
 """Maps an agent's view of the cluster and the current time to its next actions, and says why.
 
-Pure: `decide(view, now_s, limits)` reads no clock, file or socket. The agent calls it after every
+Pure: `decide(view, now_s, policy)` reads no clock, file or socket. The agent calls it after every
 event and performs the actions. A decision depends on the present state and not on what happened
 before, so a repeated event changes nothing, and a restart of the loop loses nothing.
 
@@ -50,10 +50,10 @@ from elasticzero.errors import ExitCode
 from elasticzero.launcher.protocol.actions import (
     Decision,
     DumpStacks,
+    ExitAgent,
     KillSuspended,
     KillUnresponsive,
     KillWorkers,
-    Leave,
     PutReport,
     RaiseAlarm,
     Start,
@@ -96,27 +96,27 @@ READ = ("restored", "stalled", "finished")
 """Phases of a node that has the state it starts from."""
 
 
-def decide(view: View, now_s: float, limits: JobPolicy) -> Decision:
+def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """The next actions of this agent, and why."""
-    limits = with_operator_overrides(limits, view.control)
+    policy = with_operator_overrides(policy, view.control)
     workers, world = view.workers, view.world
     if view.done is not None:
         return _wind_up(view, view.done)
-    if must_drain_without_store(view, now_s, limits):
-        return drain_without_store(view, now_s, limits)
-    if must_exit_unrecorded(view, now_s, limits):
-        return exit_unrecorded(view, limits)
+    if must_drain_without_store(view, now_s, policy):
+        return drain_without_store(view, now_s, policy)
+    if must_exit_unrecorded(view, now_s, policy):
+        return exit_unrecorded(view, policy)
     if world is None:
-        return form_first_world(view, now_s, limits)
+        return form_first_world(view, now_s, policy)
     index = world.find(view.me.node, view.me.incarnation)
     if index is None:
-        return _outside(view, world, now_s, limits)
+        return _outside(view, world, now_s, policy)
     another = workers.token not in ("", world.token)  # of the same number: see `outranks`
     if workers.generation < world.generation or another:
         return Decision((Start(world, index),), f"generation {world.generation}: {world.reason}")
     if view.round_s is not None:
-        return _round(view, world, now_s, limits)
-    return _training(view, world, now_s, limits)
+        return _round(view, world, now_s, policy)
+    return _training(view, world, now_s, policy)
 
 
 def _wind_up(view: View, done: Done) -> Decision:
@@ -133,31 +133,31 @@ def _wind_up(view: View, done: Done) -> Decision:
         "stopped": f"the job is stopped: {done.reason}",
         "finished": f"the job is done: {done.reason}",
     }
-    return Decision((Leave(code),), last[done.outcome])
+    return Decision((ExitAgent(code),), last[done.outcome])
 
 
-def _outside(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
+def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """This registration has no place in the world."""
     workers = view.workers
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
         return Decision((KillWorkers(reason),), reason)
     if not (view.leaving or view.surplus):
-        return spare_take_over(view, world, now_s, limits)
+        return spare_take_over(view, world, now_s, policy)
     needed = world.resume.tier == "ram" and any(
         source.node == view.me.node for source in world.resume.sources
     )
     read = [n for n, r in (view.reports or {}).items() if r.phase in READ]
     unread = any(m.node not in read for m in world.members)
-    if needed and unread and _waited_s(view, view.outside_s, now_s) < limits.handover_s:
+    if needed and unread and _waited_s(view, view.outside_s, now_s) < policy.handover_s:
         return wait("serving this node's snapshots until the others have read them")
     if view.surplus and not view.leaving:
-        reason = f"left: there are {limits.max_nodes} nodes, and {limits.spares} wait (--spares)"
-        return Decision((Leave(ExitCode.LEFT),), reason)
-    return Decision((Leave(ExitCode.LEFT),), "left: the others have what this node held")
+        reason = f"left: there are {policy.max_nodes} nodes, and {policy.spares} wait (--spares)"
+        return Decision((ExitAgent(ExitCode.LEFT),), reason)
+    return Decision((ExitAgent(ExitCode.LEFT),), "left: the others have what this node held")
 
 
-def _training(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
+def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """No round is open."""
     workers = view.workers
     if workers.failed:
@@ -167,9 +167,9 @@ def _training(view: View, world: World, now_s: float, limits: JobPolicy) -> Deci
         kind: Literal["hang", "failure"] = "hang" if hung else "failure"
         alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
         return Decision((RaiseAlarm(alarm),), reason)
-    late = overdue(workers, limits)
+    late = overdue(workers, policy)
     if late is not None and workers.look == "none":
-        look = DumpStacks(step_limit_s(workers, limits))
+        look = DumpStacks(step_limit_s(workers, policy))
         return Decision((look,), f"{late}: looking where the workers are")
     nobody_waits = world.resume.tier != "ram"
     said = view.my_report.phase if view.my_report is not None else None
@@ -180,13 +180,13 @@ def _training(view: View, world: World, now_s: float, limits: JobPolicy) -> Deci
     elif (workers.restored or (workers.plain and nobody_waits)) and said in (None, "stalled"):
         return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
-        decision = lead(view, world, now_s, limits)
+        decision = lead(view, world, now_s, policy)
         if decision is not None and (decision.actions or not view.leaving):
             return decision  # while a leader that leaves waits for others' ends, it still leaves
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
-        return drain(view, now_s, limits)
+        return drain(view, now_s, policy)
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
@@ -226,34 +226,35 @@ def _has_run(view: View, phase: Phase) -> bool:
     return view.workers.plain and (known or phase == "restored")
 
 
-def _round(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
+def _round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """A regroup round is open: by an alarm, or because workers left at a boundary."""
     workers, opened_s = view.workers, view.round_s or now_s
-    if view.alarm is None and now_s - opened_s >= limits.alive_s:
+    if view.alarm is None and now_s - opened_s >= policy.alive_s:
         alarm = Alarm(node=view.me.node, kind="silence", reason="not every node has answered")
         return Decision((RaiseAlarm(alarm),), "asking who is alive")
     if workers.running or workers.sealing:
-        return _stopping(view, now_s, limits)
+        return _stopping(view, now_s, policy)
     stopped = _report(view, "stopped", "stopped, and said what memory holds")
     if stopped.actions:
         return stopped
     decision = wait("stopped; waiting for the next generation")
-    if _time_is_up(view, now_s, limits):
+    if _time_is_up(view, now_s, policy):
         text = "left: its time is up, and what the round waits for did not come"
         if view.saving and view.saved_held is not None:
             text = f"left: its time is up; step {view.saved_held[1]}, held in memory, is not saved"
-        return Decision((Leave(ExitCode.LEFT),), text)
-    if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, limits):
-        if others_may_save(view, now_s, limits):
+        return Decision((ExitAgent(ExitCode.LEFT),), text)
+    if view.leaving and not view.control.stop and _nobody_goes_on(view, world, now_s, policy):
+        if others_may_save(view, now_s, policy):
             return wait("leaving; first the others are to say what they hold")
-        decision = Decision((Leave(ExitCode.LEFT),), "left: too few nodes remain to go on at once")
+        reason = "left: too few nodes remain to go on at once"
+        decision = Decision((ExitAgent(ExitCode.LEFT),), reason)
     elif is_leader(view) and view.members is not None:
-        decision = close_round(view, world, now_s, limits)
+        decision = close_round(view, world, now_s, policy)
     going = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
-    return decision if going else save_held(view, world, now_s, limits) or decision
+    return decision if going else save_held(view, world, now_s, policy) or decision
 
 
-def _stopping(view: View, now_s: float, limits: JobPolicy) -> Decision:
+def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """Workers run while a round is open.
 
     An alarm that only asks who is alive disturbs nobody on the way to a boundary that all agreed
@@ -269,22 +270,22 @@ def _stopping(view: View, now_s: float, limits: JobPolicy) -> Decision:
     if hang and told_s is None:
         waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
         if workers.look == "none" and waited_s < PATIENCE_S / 2:
-            actions.append(DumpStacks(step_limit_s(workers, limits)))
+            actions.append(DumpStacks(step_limit_s(workers, policy)))
         if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
     if _may_fail_alike(view, alarm, now_s):
         return Decision(tuple(actions), f"{alarm.reason}: the workers here may fail alike")
     frozen = workers.stopped_s >= STOPPED_S
-    patient = alarm.kind == "silence" and now_s - opened_s < limits.stop_s and not frozen
-    stop_s = stop_limit_s(view, now_s if told_s is None else told_s, limits)
+    patient = alarm.kind == "silence" and now_s - opened_s < policy.stop_s and not frozen
+    stop_s = stop_limit_s(view, now_s if told_s is None else told_s, policy)
     stop_s = min(stop_s, HANG_STOP_S) if hung else stop_s
     if told_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
         if hung:
             actions.append(KillUnresponsive())
     if told_s is not None and not workers.killed:
-        if now_s - told_s >= limits.save_s:
-            actions.append(KillWorkers(f"not saved within {limits.save_s:g} s"))
+        if now_s - told_s >= policy.save_s:
+            actions.append(KillWorkers(f"not saved within {policy.save_s:g} s"))
         elif workers.saving < workers.running and now_s - told_s >= stop_s:
             actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
     if not frozen or workers.killed:
@@ -302,17 +303,17 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
     return alarm.final and fresh and not asked and now_s - alarm_s < ALIKE_S
 
 
-def _time_is_up(view: View, now_s: float, limits: JobPolicy) -> bool:
+def _time_is_up(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Whether a leaving node's deadline is here in a round that waits for more than workers."""
-    waits = view.saving or _waited_s(view, view.round_s, now_s) >= limits.stop_s
+    waits = view.saving or _waited_s(view, view.round_s, now_s) >= policy.stop_s
     return view.notice is not None and waits and now_s >= exit_deadline_s(view.notice)
 
 
-def _nobody_goes_on(view: View, world: World, now_s: float, limits: JobPolicy) -> bool:
+def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -> bool:
     """Whether a leaving node waits in vain for a world without it."""
     waited_s = _waited_s(view, view.round_s, now_s)
-    few = len(world.members) - 1 < limits.min_nodes or _all_leave(view, world)
-    return waited_s >= (2 * limits.alive_s if few else limits.handover_s)
+    few = len(world.members) - 1 < policy.min_nodes or _all_leave(view, world)
+    return waited_s >= (2 * policy.alive_s if few else policy.handover_s)
 
 
 def _waited_s(view: View, since_s: float | None, now_s: float) -> float:

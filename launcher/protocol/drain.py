@@ -13,8 +13,8 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Decision,
+    ExitAgent,
     KillWorkers,
-    Leave,
     RaiseAlarm,
     SaveHeldSnapshot,
     StopWorkers,
@@ -47,12 +47,12 @@ def _deadline_s(notice: PreemptionNotice) -> float:
     return float("inf") if notice.by_s is None else notice.by_s
 
 
-def boundary_deadline_s(notice: PreemptionNotice | None, limits: JobPolicy) -> float:
+def boundary_deadline_s(notice: PreemptionNotice | None, policy: JobPolicy) -> float:
     """Until when the node waits for a boundary; the rest of the time is for handing over state."""
     if notice is None or notice.by_s is None:
         return float("inf")
     whole_s = max(0.0, notice.by_s - notice.heard_s)
-    return notice.by_s - min(limits.leave_margin_s, MARGIN_SHARE * whole_s)
+    return notice.by_s - min(policy.leave_margin_s, MARGIN_SHARE * whole_s)
 
 
 def exit_deadline_s(notice: PreemptionNotice) -> float:
@@ -71,65 +71,65 @@ def leave_reason(view: View) -> str:
     return f"{view.me.node} leaves: {view.notice.reason}"
 
 
-def drain(view: View, now_s: float, limits: JobPolicy) -> Decision:
+def drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """What a leaving node does while no round is open."""
     reason, workers, notice = leave_reason(view), view.workers, view.notice
     if not view.store.reachable:
         return wait(f"{reason}; etcd is away, so it trains on until etcd is back")
-    if now_s >= boundary_deadline_s(notice, limits) and workers.running > workers.saving:
+    if now_s >= boundary_deadline_s(notice, policy) and workers.running > workers.saving:
         text = f"{reason}; no time to end the running step, so back to the newest snapshot"
         alarm = Alarm(node=view.me.node, kind="leave", reason=text)
         return Decision((RaiseAlarm(alarm),), text)
     return request_graceful_stop(view, FLAG_LEAVE, "leave", reason)
 
 
-def must_drain_without_store(view: View, now_s: float, limits: JobPolicy) -> bool:
+def must_drain_without_store(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Whether a node's time to leave is nearly up while etcd is away, so that no other node can be
     told: A11."""
     return (
         view.leaving
         and not view.store.reachable
-        and now_s >= boundary_deadline_s(view.notice, limits)
+        and now_s >= boundary_deadline_s(view.notice, policy)
     )
 
 
-def drain_without_store(view: View, now_s: float, limits: JobPolicy) -> Decision:
+def drain_without_store(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """Stops this node's workers, saves the snapshot that it holds whole, and exits in time."""
     reason, workers, notice = f"{leave_reason(view)}; etcd is still away", view.workers, view.notice
     if notice is None or notice.by_s is None or now_s >= notice.by_s:
-        return Decision((Leave(ExitCode.LEFT),), f"{reason}, and the time is up")
+        return Decision((ExitAgent(ExitCode.LEFT),), f"{reason}, and the time is up")
     if workers.running and workers.aborted_s is None:
         return Decision((StopWorkers(reason),), f"{reason}: stopping the workers")
     if workers.running:
-        late = now_s - (workers.aborted_s or now_s) >= stop_limit_s(view, now_s, limits)
+        late = now_s - (workers.aborted_s or now_s) >= stop_limit_s(view, now_s, policy)
         kill = (KillWorkers(reason, spare_saving=True),) if late and not workers.killed else ()
         return Decision(kill, f"{reason}: waiting for the workers to stop")
     if workers.sealing or view.saving:
         return wait(f"{reason}: saving what memory holds")
     held = _held_alone(view)
     if held is None or view.saved_held == (held.generation, held.step):
-        return Decision((Leave(ExitCode.LEFT),), reason)
-    if now_s < _saves_from_s(view, notice.by_s, limits):
+        return Decision((ExitAgent(ExitCode.LEFT),), reason)
+    if now_s < _saves_from_s(view, notice.by_s, policy):
         return wait(f"{reason}: a node before this one may save what it holds too")
     save = SaveHeldSnapshot(held.generation, held.step, 1, (0,))
     return Decision((save,), f"{reason}: saving step {held.step} from memory")
 
 
-def must_exit_unrecorded(view: View, now_s: float, limits: JobPolicy) -> bool:
+def must_exit_unrecorded(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Whether this node has waited long enough for an etcd that is away to write that the job is
     done: A12."""
     away_s = now_s - view.store.confirmed_s
-    return view.workers.finished and not view.store.reachable and away_s >= limits.join_timeout_s
+    return view.workers.finished and not view.store.reachable and away_s >= policy.join_timeout_s
 
 
-def exit_unrecorded(view: View, limits: JobPolicy) -> Decision:
+def exit_unrecorded(view: View, policy: JobPolicy) -> Decision:
     """Exits from a job whose training is over, though etcd does not record so."""
     reason = (
         f"every worker has finished, after step {view.workers.step}, but etcd has not answered for "
-        f"{limits.join_timeout_s:g} s (--join-timeout), so the job is not marked as done; the same "
+        f"{policy.join_timeout_s:g} s (--join-timeout), so the job is not marked as done; the same "
         "command marks it once etcd is back, and finds the checkpoints as they are"
     )
-    return Decision((Leave(ExitCode.UNAVAILABLE),), reason)
+    return Decision((ExitAgent(ExitCode.UNAVAILABLE),), reason)
 
 
 def _held_alone(view: View) -> Resume | None:
@@ -143,13 +143,13 @@ def _held_alone(view: View) -> Resume | None:
     return held if whole and world.names(me) else None
 
 
-def _saves_from_s(view: View, by_s: float, limits: JobPolicy) -> float:
+def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
     """When this node is to save a snapshot that others may hold too, without a word to them.
 
     Members save in their order: the first at once, the second when half of the time until `by_s`
     is over, the third after two thirds of it. A save of what storage has by then writes nothing.
     """
-    world, begins_s = view.world, boundary_deadline_s(view.notice, limits)
+    world, begins_s = view.world, boundary_deadline_s(view.notice, policy)
     before = 0
     if world is not None:
         here = [m.node for m in world.members if m.node not in view.missing_since_s]
@@ -157,11 +157,11 @@ def _saves_from_s(view: View, by_s: float, limits: JobPolicy) -> float:
     return begins_s + (by_s - begins_s) * before / (before + 1)
 
 
-def stop_limit_s(view: View, told_s: float, limits: JobPolicy) -> float:
+def stop_limit_s(view: View, told_s: float, policy: JobPolicy) -> float:
     """How long this node's workers, told to stop at `told_s`, may take before they are killed: less
     where the node itself is about to be gone."""
     notice = view.notice
     if notice is None or notice.by_s is None:
-        return limits.stop_s
-    half_s = (notice.by_s - boundary_deadline_s(notice, limits)) / 2
-    return min(limits.stop_s, max(limits.alive_s, notice.by_s - half_s - told_s))
+        return policy.stop_s
+    half_s = (notice.by_s - boundary_deadline_s(notice, policy)) / 2
+    return min(policy.stop_s, max(policy.alive_s, notice.by_s - half_s - told_s))

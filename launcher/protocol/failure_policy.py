@@ -19,22 +19,22 @@ Pure. Rules:
      are, apart from numbers. Errors of files and connections may be transient, and only count (B1).
  B4  A node gets a strike if its workers fail and no other node's do. A failure of another node
      takes the strikes back of those that trained with it, and so does a generation that lasted for
-     FORGIVEN_S. From ASIDE_AFTER strikes on, the node is quarantined: it waits for ASIDE_S, for
-     twice that at the next strike, and for MOST_ASIDE_S at most. The same exception at the same
-     step, twice on one node and on no other, is worth ASIDE_AFTER strikes: the other nodes show
-     whose fault it is.
+     FORGIVEN_S. From QUARANTINE_STRIKES strikes on, the node is quarantined: it waits for
+     QUARANTINE_S, for twice that at the next strike, and for MAX_QUARANTINE_S at most. The same
+     exception at the same step, twice on one node and on no other, is worth QUARANTINE_STRIKES
+     strikes: the other nodes show whose fault it is.
  B5  If the other nodes are fewer than MIN, quarantined nodes are taken in: as many as are missing,
      and no more. Those with the fewest strikes come first, for their time is shortest; of these the
      one with the least time left.
  B6  A newcomer is a member that has made no step with this job, where others have. Three kinds of
-     node are quarantined at once, as by ASIDE_AFTER strikes, if MIN nodes are present without them:
-     a newcomer whose workers fail before the first step of the generation, a node whose workers
-     fail by bad input (a final failure), and a node with a rank whose state differs from that of a
-     majority. The failure does not count (B1), and is not remembered (B2) if the node has not
-     trained; the job goes on from the state it has. If the ranks of such a generation only lose
-     each other, though no node is lost and none leaves, its newcomers are quarantined. If fewer
-     than MIN nodes would be present, a final failure ends the job, and any other is judged by B1 to
-     B5.
+     node are quarantined at once, as by QUARANTINE_STRIKES strikes, if MIN nodes are present
+     without them: a newcomer whose workers fail before the first step of the generation, a node
+     whose workers fail by bad input (a final failure), and a node with a rank whose state differs
+     from that of a majority. The failure does not count (B1), and is not remembered (B2) if the
+     node has not trained; the job goes on from the state it has. If the ranks of such a generation
+     only lose each other, though no node is lost and none leaves, its newcomers are quarantined. If
+     fewer than MIN nodes would be present, a final failure ends the job, and any other is judged by
+     B1 to B5.
  B7  A worker that exits without a message, and not with success, has failed by itself if its exit
      had begun when it was told to stop, however late its agent sees it. One that exits after that
      was stopped.
@@ -57,9 +57,9 @@ from elasticzero.launcher.protocol.documents import (
 KEPT_SETBACKS = 8
 KEPT_STRIKES = 64
 MAX_MESSAGE = 300
-ASIDE_AFTER = 3
-ASIDE_S = 30.0
-MOST_ASIDE_S = 3600.0
+QUARANTINE_STRIKES = 3
+QUARANTINE_S = 30.0
+MAX_QUARANTINE_S = 3600.0
 FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
 """What can be a node's own fault; not a lost peer, storage that cannot be written, nor a
@@ -286,7 +286,7 @@ def strikes(
     before = () if lasted_s >= FORGIVEN_S else here
     if odd:
         others = tuple(struck for struck in before if struck.node not in odd)
-        new = [_struck(node, failure, before, ASIDE_AFTER) for node, failure in odd.items()]
+        new = [_struck(node, failure, before, QUARANTINE_STRIKES) for node, failure in odd.items()]
         return (*away, *others, *new)[-KEPT_STRIKES:]
     if not own:
         return (*away, *before)
@@ -296,7 +296,8 @@ def strikes(
     last = _setback(world, (node, failure))
     again = [setback for setback in world.setbacks if setback.node == node]
     twice = failure.blame == "user" and any(_same(setback, last) for setback in again)
-    return (*away, _struck(node, failure, before, ASIDE_AFTER if twice else 1))[-KEPT_STRIKES:]
+    least = QUARANTINE_STRIKES if twice else 1
+    return (*away, _struck(node, failure, before, least))[-KEPT_STRIKES:]
 
 
 def _struck(
@@ -309,7 +310,7 @@ def _struck(
     return NodeStrikes(node=node, count=count, why=why if least > 1 else AGAIN)
 
 
-def why_aside(row: Collection[NodeStrikes], node: str) -> str:
+def quarantine_reason(row: Collection[NodeStrikes], node: str) -> str:
     """Why a node is set aside, in words."""
     return next((struck.why for struck in row if struck.node == node and struck.why), AGAIN)
 
@@ -326,18 +327,18 @@ def quarantined(
     """
     left: dict[str, float] = {}
     for struck in after:
-        if struck.count >= ASIDE_AFTER:
+        if struck.count >= QUARANTINE_STRIKES:
             since_s = struck_s.get(struck.node, now_s) if struck in before else now_s
-            left_s = since_s + term_s(struck.count) - now_s
+            left_s = since_s + quarantine_s(struck.count) - now_s
             if left_s > 0:
                 left[struck.node] = left_s
     return left
 
 
-def term_s(count: int) -> float:
+def quarantine_s(count: int) -> float:
     """How long a node with so many strikes waits."""
-    doublings = min(count - ASIDE_AFTER, 20)
-    return float(min(MOST_ASIDE_S, ASIDE_S * 2**doublings))
+    doublings = min(count - QUARANTINE_STRIKES, 20)
+    return float(min(MAX_QUARANTINE_S, QUARANTINE_S * 2**doublings))
 
 
 def still_quarantined(

@@ -46,9 +46,9 @@ STOPPED_S = 0.5
 RANKS_SHOWN = 4
 
 
-def step_limit_s(workers: WorkerGroupState, limits: JobPolicy) -> float | None:
+def step_limit_s(workers: WorkerGroupState, policy: JobPolicy) -> float | None:
     """Seconds without a step that are too many in the loop; None: none are."""
-    given = limits.hang_timeout_s
+    given = policy.hang_timeout_s
     if given == 0:
         return None
     return given if given is not None else max(FLOOR_S, STEPS_LONG * workers.longest_step_s)
@@ -61,9 +61,9 @@ def due_s(limit_s: float | None, *, in_loop: bool) -> float:
     return limit_s if in_loop else max(FIRST_STEP_S, limit_s)
 
 
-def overdue(workers: WorkerGroupState, limits: JobPolicy) -> str | None:
+def overdue(workers: WorkerGroupState, policy: JobPolicy) -> str | None:
     """Why the workers should be looked at: H1, H2 and H4; None: they need not be."""
-    limit_s = step_limit_s(workers, limits)
+    limit_s = step_limit_s(workers, policy)
     if limit_s is None:
         return None
     if workers.frozen_s >= limit_s:

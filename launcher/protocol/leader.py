@@ -42,7 +42,7 @@ from elasticzero.errors import ExitCode
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
     Decision,
-    Leave,
+    ExitAgent,
     RaiseAlarm,
     RequestBoundaryStop,
     WriteDone,
@@ -50,7 +50,11 @@ from elasticzero.launcher.protocol.actions import (
     wait,
 )
 from elasticzero.launcher.protocol.documents import Alarm, Done, Member, Report, World
-from elasticzero.launcher.protocol.failure_policy import quarantined, still_quarantined, why_aside
+from elasticzero.launcher.protocol.failure_policy import (
+    quarantine_reason,
+    quarantined,
+    still_quarantined,
+)
 from elasticzero.launcher.protocol.hang_rules import deadlock
 from elasticzero.launcher.protocol.placement import order_members
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -112,16 +116,16 @@ def candidates_of(view: View) -> list[Member]:
     return [member for member in members if not view.control.drains(member)]
 
 
-def form_first_world(view: View, now_s: float, limits: JobPolicy) -> Decision:
+def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if view.leaving:
-        return Decision((Leave(ExitCode.LEFT),), "leaving before the job began")
-    if now_s - view.began_s >= limits.join_timeout_s:
+        return Decision((ExitAgent(ExitCode.LEFT),), "leaving before the job began")
+    if now_s - view.began_s >= policy.join_timeout_s:
         count = "" if view.members is None else f"; {len(view.members)} here"
         reason = (
-            f"error: fewer than {limits.min_nodes} nodes came together within "
-            f"{limits.join_timeout_s:g} s (--join-timeout){count}"
+            f"error: fewer than {policy.min_nodes} nodes came together within "
+            f"{policy.join_timeout_s:g} s (--join-timeout){count}"
         )
-        return Decision((Leave(ExitCode.UNAVAILABLE),), reason)
+        return Decision((ExitAgent(ExitCode.UNAVAILABLE),), reason)
     if not is_leader(view) or view.members is None:
         return wait("waiting for the oldest node to write the first world")
     if view.control.stop:
@@ -130,23 +134,23 @@ def form_first_world(view: View, now_s: float, limits: JobPolicy) -> Decision:
         return wait(REMNANTS)
     candidates = candidates_of(view)
     here = len(candidates)
-    if here < limits.min_nodes:
-        return wait(f"{here} of at least {limits.min_nodes} nodes are here")
-    settling_s = view.last_join_s + limits.settle_s - now_s
-    if here < limits.max_nodes and settling_s > 0:
-        return wait(f"{here} nodes are here; waiting {limits.settle_s:g} s for more")
+    if here < policy.min_nodes:
+        return wait(f"{here} of at least {policy.min_nodes} nodes are here")
+    settling_s = view.last_join_s + policy.settle_s - now_s
+    if here < policy.max_nodes and settling_s > 0:
+        return wait(f"{here} nodes are here; waiting {policy.settle_s:g} s for more")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
-    members = order_members(None, candidates, (), limits.max_nodes)
+    members = order_members(None, candidates, (), policy.max_nodes)
     resume = choose_resume(None, {}, view.storage_step)
-    if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
+    if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
     cause = f"{len(members)} node{'s' * (len(members) > 1)} came together"
     first = World(
         generation=1,
         token=view.token,
         members=members,
-        strategy=limits.strategy,
+        strategy=policy.strategy,
         resume=resume,
         reason=cause + skipped_checkpoint_note(view, resume),
         bad_steps=view.bad_steps,
@@ -155,21 +159,21 @@ def form_first_world(view: View, now_s: float, limits: JobPolicy) -> Decision:
     return Decision((WriteWorld(first),), first.reason)
 
 
-def spare_take_over(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
+def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """A spare's part: nothing, unless the whole world is gone."""
     gone = view.members is not None and all(
         member.node in view.missing_since_s
-        and member_is_lost(view, view.missing_since_s[member.node], now_s, limits)
+        and member_is_lost(view, view.missing_since_s[member.node], now_s, policy)
         for member in world.members
     )
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     if not gone or not view.oldest or view.members is None:
         after = f"the generation after {world.generation}"
         if view.me.node in aside:
-            why = why_aside(world.strikes, view.me.node)
+            why = quarantine_reason(world.strikes, view.me.node)
             return wait(f"set aside, for a place in {after} later: {why}")
         return wait(f"waiting for a place in {after}")
-    if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:
+    if now_s - max(view.missing_since_s.values()) < policy.lease_ttl_s:
         return wait(
             f"nobody of generation {world.generation} is registered; waiting a TTL for them"
         )
@@ -179,16 +183,16 @@ def spare_take_over(view: View, world: World, now_s: float, limits: JobPolicy) -
         return wait(REMNANTS)
     candidates = candidates_of(view)
     waiting = still_quarantined(
-        aside, world.strikes, {m.node for m in candidates}, limits.min_nodes
+        aside, world.strikes, {m.node for m in candidates}, policy.min_nodes
     )
     here = [member for member in candidates if member.node not in waiting]
-    members = order_members(None, here, (), limits.max_nodes)
-    if len(members) < limits.min_nodes:
-        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are here")
+    members = order_members(None, here, (), policy.max_nodes)
+    if len(members) < policy.min_nodes:
+        return wait(f"{len(members)} of at least {policy.min_nodes} nodes are here")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     resume = choose_resume(world, {}, view.storage_step)
-    if (refused := refuse_damaged_checkpoint(view, resume, limits)) is not None:
+    if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
     cause = f"all nodes of generation {world.generation} are gone; {_names(members)} came"
     following = World(
@@ -212,7 +216,7 @@ def _names(members: tuple[Member, ...]) -> str:
     return ", ".join(member.node for member in members[:NAMES_SHOWN])
 
 
-def lead(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision | None:
+def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
     """What the leader does while no round is open; None: nothing."""
     if view.reports is None:
         return None
@@ -230,7 +234,7 @@ def lead(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision 
         report = view.reports.get(node)
         if report is not None and report.phase == "finished":
             continue
-        if member_is_lost(view, since_s, now_s, limits):
+        if member_is_lost(view, since_s, now_s, policy):
             alarm = Alarm(node=view.me.node, kind="lapse", reason=f"the lease of {node} lapsed")
             return Decision((RaiseAlarm(alarm),), alarm.reason)
     if view.workers.finished or not view.store.reachable:
@@ -239,15 +243,15 @@ def lead(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision 
         return request_graceful_stop(view, FLAG_STOP, "stop", "an operator stops the job")
     if not (view.workers.restored or view.workers.plain):
         return None
-    room = limits.max_nodes - len(world.members)
+    room = policy.max_nodes - len(world.members)
     if room < 0 and view.control.nnodes is not None:
         return request_graceful_stop(
-            view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(limits.max_nodes, 'node')}"
+            view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(policy.max_nodes, 'node')}"
         )
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = [m.node for m in candidates_of(view) if not world.names(m)]
     spare = [node for node in waiting if node not in aside]
-    settled = now_s - view.last_join_s >= limits.grow_settle_s
+    settled = now_s - view.last_join_s >= policy.grow_settle_s
     if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
         return request_graceful_stop(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
     return None
@@ -261,19 +265,19 @@ def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> boo
     return own_lease_is_fresh and store_is_well
 
 
-def member_is_lost(view: View, since_s: float, now_s: float, limits: JobPolicy) -> bool:
+def member_is_lost(view: View, since_s: float, now_s: float, policy: JobPolicy) -> bool:
     """Whether a member that has not been registered since `since_s` is gone: V1 and V2."""
-    proven_alive = _makes_steps(view, since_s - limits.lease_ttl_s / 2, now_s, limits)
-    return leases_are_conclusive(view.store, now_s, limits.lease_ttl_s) and not proven_alive
+    proven_alive = _makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)
+    return leases_are_conclusive(view.store, now_s, policy.lease_ttl_s) and not proven_alive
 
 
-def _makes_steps(view: View, after_s: float, now_s: float, limits: JobPolicy) -> bool:
+def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) -> bool:
     """Whether all members make steps, and made one after `after_s`: V3."""
     workers = view.workers
     trained = view.world is not None and workers.generation == view.world.generation
     quiet_s = now_s - workers.stepped_s
     waited_s = quiet_s if workers.finished else workers.silent_s
-    most_s = max(limits.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
+    most_s = max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
     goes_on = waited_s < most_s and quiet_s < PROOF_OF_LIFE_S
     return trained and workers.stepped_s >= after_s and goes_on
 

@@ -48,9 +48,9 @@ class JobPolicy:
     """A leaving node serves its snapshots at most so long."""
 
 
-def with_operator_overrides(limits: JobPolicy, control: Control) -> JobPolicy:
-    """The limits as operators have changed them."""
+def with_operator_overrides(policy: JobPolicy, control: Control) -> JobPolicy:
+    """The policy as operators have changed it."""
     if control.nnodes is None:
-        return limits
+        return policy
     least, most = control.nnodes
-    return replace(limits, min_nodes=least, max_nodes=most)
+    return replace(policy, min_nodes=least, max_nodes=most)

@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     failures_without_progress,
     outliers,
     progress_floor,
+    quarantine_reason,
     quarantined,
     repeated_failure_note,
     root_cause,
@@ -25,7 +26,6 @@ from elasticzero.launcher.protocol.failure_policy import (
     still_quarantined,
     strikes,
     trained,
-    why_aside,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
 from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of
@@ -54,18 +54,18 @@ GONE_AT_ONCE = 100
 """So many registrations can end in the transaction that writes a world; others lapse."""
 
 
-def close_round(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision:
+def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """The acting leader's part of a round."""
     opened_s = max(view.round_s or now_s, view.store.well_since_s)
     answers = answers_of(view)
-    answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, limits)]
+    answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, policy)]
     heard = {m.node for m in answered}
     silent = [m.node for m in world.members if m.node not in heard]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
-    if silent and (asked_s is None or now_s - asked_s < limits.alive_s):
+    if silent and (asked_s is None or now_s - asked_s < policy.alive_s):
         return wait(f"waiting for an answer of {', '.join(silent[:NAMES_SHOWN])}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
-    if late and now_s - opened_s < limits.stop_s + limits.save_s:
+    if late and now_s - opened_s < policy.stop_s + policy.save_s:
         return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
     present = {m.node: answers[m.node] for m in answered}
     reports = {node: report for node, report in present.items() if node not in late}
@@ -76,10 +76,10 @@ def close_round(view: View, world: World, now_s: float, limits: JobPolicy) -> De
         return wait(view.storage_pending)
     waited_s = now_s - opened_s
     if (
-        end := refuse_damaged_checkpoint(view, resume, limits)
+        end := refuse_damaged_checkpoint(view, resume, policy)
         or fail_for_unwritten_checkpoint(view, cause)
     ) is not None:
-        return end_once_saved(view, resume, end, waited_s, limits)
+        return end_once_saved(view, resume, end, waited_s, policy)
     if (refused := refuse_unverified_state(reports, resume, cause)) is not None:
         return refused
     staying = tuple(
@@ -88,14 +88,14 @@ def close_round(view: View, world: World, now_s: float, limits: JobPolicy) -> De
         if m.node in reports and not reports[m.node].leaving
     )
     excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
-    odd = outliers(world, reports, _able(view, world, staying, now_s), limits.min_nodes)
+    odd = outliers(world, reports, _able(view, world, staying, now_s), policy.min_nodes)
     found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
     following = _judged(view, world, found, resume, (present, reports), now_s)
     excused |= bool(odd)
-    if (end := fail_job(following, cause, limits, excused=excused)) is not None:
-        return end_once_saved(view, resume, end, waited_s, limits)
+    if (end := fail_job(following, cause, policy, excused=excused)) is not None:
+        return end_once_saved(view, resume, end, waited_s, policy)
     if view.control.stop:
-        return stop(view, resume, waited_s, limits)
+        return stop(view, resume, waited_s, policy)
     failed = following.fruitless
     pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
     if waited_s < pause_s:
@@ -103,7 +103,7 @@ def close_round(view: View, world: World, now_s: float, limits: JobPolicy) -> De
     aside = quarantined(world.strikes, following.strikes, view.struck_s, now_s)
     found = replace(found, aside=aside)
     return _next_world(
-        view, following, found, limits, describe_incomplete_snapshot(world, reports, resume)
+        view, following, found, policy, describe_incomplete_snapshot(world, reports, resume)
     )
 
 
@@ -167,7 +167,7 @@ def _judged(
 
 
 def _next_world(
-    view: View, following: World, found: _Round, limits: JobPolicy, lost: str
+    view: View, following: World, found: _Round, policy: JobPolicy, lost: str
 ) -> Decision:
     """The next world with its members, or waiting for enough of them. lost: what is to be said of
     a snapshot that nobody holds whole."""
@@ -177,11 +177,11 @@ def _next_world(
     registered = [] if view.remnants else candidates_of(view)
     joiners = [m for m in registered if m.node not in stay and not world.names(m)]
     here = {m.node for m in (*joiners, *found.staying)}
-    waiting = still_quarantined(found.aside, following.strikes, here, limits.min_nodes)
+    waiting = still_quarantined(found.aside, following.strikes, here, policy.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))
-    members = order_members(world, new, old, limits.max_nodes)
-    if len(members) < limits.min_nodes:
-        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left; state is kept")
+    members = order_members(world, new, old, policy.max_nodes)
+    if len(members) < policy.min_nodes:
+        return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     following = replace(following, members=members, trained=before)
     reason = _why(view, world, following, found)
@@ -194,16 +194,16 @@ def _next_world(
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
 
 
-def others_may_save(view: View, now_s: float, limits: JobPolicy) -> bool:
+def others_may_save(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Whether a node that leaves nobody behind must wait: what it holds may be part of a snapshot
     that becomes whole once others have stopped too."""
     waited_s = now_s - (view.round_s or now_s)
-    if not view.can_save or waited_s >= limits.stop_s + limits.save_s:
+    if not view.can_save or waited_s >= policy.stop_s + policy.save_s:
         return False
     return view.reports is None or any(r.phase != "stopped" for r in answers_of(view).values())
 
 
-def save_held(view: View, world: World, now_s: float, limits: JobPolicy) -> Decision | None:
+def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
     """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
     round lasts because nobody can go on; None: nothing.
 
@@ -212,7 +212,7 @@ def save_held(view: View, world: World, now_s: float, limits: JobPolicy) -> Deci
     reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
     ending = view.control.stop and len(reports) == len(world.members)
     waited_s = now_s - (view.round_s or now_s)
-    if not view.can_save or (waited_s < SAVE_AFTER_ALIVE * limits.alive_s and not ending):
+    if not view.can_save or (waited_s < SAVE_AFTER_ALIVE * policy.alive_s and not ending):
         return None
     resume = choose_resume(world, reports, view.storage_step)
     if resume.tier != "ram" or resume.step <= (view.storage_step or 0):
@@ -226,7 +226,7 @@ def save_held(view: View, world: World, now_s: float, limits: JobPolicy) -> Deci
     reason = f"{why}: saving step {resume.step} from memory"
     told = view.saved_held == (resume.generation, resume.step)
     if not mine or (told and set(mine) <= set(view.saved_ranks)):
-        return wait(reason) if view.saving and waited_s < limits.save_timeout_s else None
+        return wait(reason) if view.saving and waited_s < policy.save_timeout_s else None
     action = SaveHeldSnapshot(resume.generation, resume.step, len(writers), mine)
     return Decision((action,), reason)
 
@@ -239,7 +239,7 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
     return tuple(found[:GONE_AT_ONCE])
 
 
-def _lives(view: View, member: Member, now_s: float, limits: JobPolicy) -> bool:
+def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
     """Whether a member that answered is there still: its registration may have lapsed for a while,
     but a node that has come anew is not what it was.
 
@@ -249,7 +249,7 @@ def _lives(view: View, member: Member, now_s: float, limits: JobPolicy) -> bool:
     found = (view.members or {}).get(member.node)
     if found is not None:
         return found.incarnation == member.incarnation
-    ttl_s, well_s = limits.lease_ttl_s, view.store.well_since_s
+    ttl_s, well_s = policy.lease_ttl_s, view.store.well_since_s
     missing_s = view.missing_since_s.get(member.node, now_s)
     young = now_s - (view.round_s or now_s) < ttl_s
     return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)
@@ -284,11 +284,13 @@ def _why(view: View, world: World, following: World, found: _Round, *, damage: b
         parts.append(f"{', '.join(unexplained)} left")
     parts += explained.values()
     if needed := sorted((after - before) & found.aside.keys()):
-        why = why_aside(following.strikes, needed[0])
+        why = quarantine_reason(following.strikes, needed[0])
         parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {why}")
     spare = sorted((before - after) & stay)
     struck = [node for node in spare if node in found.aside]
-    parts += [f"{node} is set aside: {why_aside(following.strikes, node)}" for node in struck]
+    parts += [
+        f"{node} is set aside: {quarantine_reason(following.strikes, node)}" for node in struck
+    ]
     parked = [node for node in spare if node not in found.aside]
     if parked:
         most = count_text(len(after), "node")
@@ -298,7 +300,7 @@ def _why(view: View, world: World, following: World, found: _Round, *, damage: b
     if cause is not None and cause[1].blame != "peer":
         node, failure = cause
         verb = "hung" if failure.blame == "hung" else "failed"
-        if node not in struck or why_aside(following.strikes, node) == AGAIN:
+        if node not in struck or quarantine_reason(following.strikes, node) == AGAIN:
             message = f" ({failure.message})" if damage or failure.bad_step is None else ""
             parts.append(f"rank {failure.rank} on {node} {verb}{message}")
         if not found.odd and (alike := repeated_failure_note(following.setbacks)):

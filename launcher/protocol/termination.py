@@ -37,7 +37,7 @@ from elasticzero.launcher.protocol.view import View
 
 
 def fail_job(
-    following: World, cause: Cause | None, limits: JobPolicy, *, excused: bool = False
+    following: World, cause: Cause | None, policy: JobPolicy, *, excused: bool = False
 ) -> Decision | None:
     """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
     nodes that are set aside for it (B6 in `failure_policy`), or of one that leaves."""
@@ -47,7 +47,7 @@ def fail_job(
     row = following.setbacks
     sure = bool(row) and row[-1].generation == following.generation - 1 and is_the_scripts(row)
     final = failure.final and not excused
-    if not (final or sure or (not excused and following.fruitless > limits.max_restarts)):
+    if not (final or sure or (not excused and following.fruitless > policy.max_restarts)):
         return None
     reason = f"rank {failure.rank} on {node} failed: {failure.message}"
     step = following.resume.step
@@ -76,15 +76,15 @@ def fail_for_unwritten_checkpoint(view: View, cause: Cause | None) -> Decision |
 
 
 def end_once_saved(
-    view: View, resume: Resume, decision: Decision, waited_s: float, limits: JobPolicy
+    view: View, resume: Resume, decision: Decision, waited_s: float, policy: JobPolicy
 ) -> Decision:
     """The end of a job as `decision` has it, once the newest state in memory is a checkpoint or its
     time is up (E4). resume: the newest whole state. waited_s: since the round was opened."""
-    if (saving := wait_until_saved(view, resume, waited_s, limits)) is not None:
+    if (saving := wait_until_saved(view, resume, waited_s, policy)) is not None:
         return saving
     (write,) = decision.actions
     assert isinstance(write, WriteDone)
-    reason = decision.reason + _fate(view, resume, write.done.failure, limits)
+    reason = decision.reason + _fate(view, resume, write.done.failure, policy)
     return Decision((WriteDone(replace(write.done, reason=reason)),), reason)
 
 
@@ -94,16 +94,16 @@ def only_in_memory(view: View, resume: Resume) -> bool:
 
 
 def wait_until_saved(
-    view: View, resume: Resume, waited_s: float, limits: JobPolicy
+    view: View, resume: Resume, waited_s: float, policy: JobPolicy
 ) -> Decision | None:
     """Waiting until the newest state in memory is a checkpoint (E4); None: it is one, there is no
     place for it, or its time is up."""
-    if not only_in_memory(view, resume) or not view.can_save or waited_s >= limits.save_timeout_s:
+    if not only_in_memory(view, resume) or not view.can_save or waited_s >= policy.save_timeout_s:
         return None
     return wait(f"saving step {resume.step} from memory before the job ends")
 
 
-def _fate(view: View, resume: Resume, failure: Failure | None, limits: JobPolicy) -> str:
+def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy) -> str:
     """The end of a reason: what became of the newest state, where storage did not have it."""
     unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
     held = resume.step if resume.tier == "ram" else 0
@@ -114,7 +114,7 @@ def _fate(view: View, resume: Resume, failure: Failure | None, limits: JobPolicy
         return f"; there is no --checkpoint-dir, so the state of step {reached} is lost"
     if newest >= reached:
         return f"; the checkpoint of step {newest} has all that was done"
-    text = f"; step {reached} could not be saved within {limits.save_timeout_s:g} s"
+    text = f"; step {reached} could not be saved within {policy.save_timeout_s:g} s"
     text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
     if view.storage_pending is not None:
         return f"{text}; what storage holds is not known: {view.storage_pending}"
@@ -123,17 +123,17 @@ def _fate(view: View, resume: Resume, failure: Failure | None, limits: JobPolicy
     return f"{text}: {steps} lost, {have}"
 
 
-def stop(view: View, resume: Resume, waited_s: float, limits: JobPolicy) -> Decision:
+def stop(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:
     """The end that an operator asked for, once the newest state in memory is a checkpoint."""
     if not only_in_memory(view, resume):
         return stop_from_storage(view)
     step = resume.step
-    if view.storage_pending is not None and waited_s < limits.save_s:
+    if view.storage_pending is not None and waited_s < policy.save_s:
         return wait(view.storage_pending)
     if not view.can_save:
         why = "there is no --checkpoint-dir, so its state is not kept; --restart begins anew"
         return _stopped(step, f"stopped after step {step} by an operator; {why}")
-    if (saving := wait_until_saved(view, resume, waited_s, limits)) is not None:
+    if (saving := wait_until_saved(view, resume, waited_s, policy)) is not None:
         return saving
     then = _from_storage(view.storage_step)
     return _stopped(view.storage_step or 0, f"step {step} could not be saved; {then}")
@@ -156,7 +156,7 @@ def _stopped(step: int, reason: str) -> Decision:
     return Decision((WriteDone(Done(outcome="stopped", step=step, reason=reason)),), reason)
 
 
-def refuse_damaged_checkpoint(view: View, resume: Resume, limits: JobPolicy) -> Decision | None:
+def refuse_damaged_checkpoint(view: View, resume: Resume, policy: JobPolicy) -> Decision | None:
     """The end of a job that would have to begin behind a damaged checkpoint, where that is not
     allowed, or where there is no good one (E3); None: it may go on from `resume`."""
     damage = view.damage
@@ -164,7 +164,7 @@ def refuse_damaged_checkpoint(view: View, resume: Resume, limits: JobPolicy) -> 
         return None
     if resume.tier == "fresh":
         then = "no other is good; mend it, or give an empty --checkpoint-dir to begin anew"
-    elif limits.strict_checkpoint:
+    elif policy.strict_checkpoint:
         then = (
             f"--strict-checkpoint forbids going on from step {resume.step}; mend it, or run again "
             "with --restart and without --strict-checkpoint"

@@ -172,7 +172,7 @@ class Agent:
             observer=self.cluster_observer,
             writer=StoreWriter(self.store, self.observer, self.membership, self.cluster_observer),
         )
-        self.core = AgentCore(cluster.plan.limits, self, self, side, self, host.clock)
+        self.core = AgentCore(cluster.plan.policy, self, self, side, self, host.clock)
         self._task = cluster.timeline.task(self._run)
 
     # -- from outside

@@ -221,7 +221,7 @@ class Cluster:
         for host in list(self.hosts.values()):
             if not host.lost and (host.agent is None or host.agent.dead):
                 host.agent = Agent(self, host)
-        least = with_operator_overrides(self.plan.limits, self.asked).min_nodes
+        least = with_operator_overrides(self.plan.policy, self.asked).min_nodes
         while sum(not (h.lost or h.bad_input) for h in self.hosts.values()) < least:
             self.add_node()
         self.rules.registered(self.running())

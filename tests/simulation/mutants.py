@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         name="a step just before its lease lapsed is no proof of life",
         file="protocol/leader.py",
-        right="_makes_steps(view, since_s - limits.lease_ttl_s / 2, now_s, limits)",
-        wrong="_makes_steps(view, since_s, now_s, limits)",
+        right="_makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)",
+        wrong="_makes_steps(view, since_s, now_s, policy)",
     ),
     Mutant(
         name="steps prove for half a minute that a member lives",
@@ -97,13 +97,13 @@ MUTANTS = (
     Mutant(
         name="nobody is waited for that has not answered",
         file="protocol/regroup.py",
-        right="now_s - asked_s < limits.alive_s)",
+        right="now_s - asked_s < policy.alive_s)",
         wrong="False)",
     ),
     Mutant(
         name="nobody is waited for whose workers still stop",
         file="protocol/regroup.py",
-        right="if late and now_s - opened_s < limits.stop_s + limits.save_s:",
+        right="if late and now_s - opened_s < policy.stop_s + policy.save_s:",
         wrong="if False:",
     ),
     Mutant(
@@ -135,16 +135,16 @@ MUTANTS = (
     Mutant(
         name="the first world does not wait for MIN",
         file="protocol/leader.py",
-        right="if here < limits.min_nodes:",
+        right="if here < policy.min_nodes:",
         wrong="if here < 1:",
     ),
     Mutant(
         name="the next world does not wait for MIN",
         file="protocol/regroup.py",
-        right="    if len(members) < limits.min_nodes:\n"
-        '        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left',
+        right="    if len(members) < policy.min_nodes:\n"
+        '        return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left',
         wrong="    if not members:\n"
-        '        return wait(f"{len(members)} of at least {limits.min_nodes} nodes are left',
+        '        return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left',
     ),
     Mutant(
         name="nobody follows a leader that is gone",
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         name="a spare takes over at once",
         file="protocol/leader.py",
-        right="if now_s - max(view.missing_since_s.values()) < limits.lease_ttl_s:",
+        right="if now_s - max(view.missing_since_s.values()) < policy.lease_ttl_s:",
         wrong="if False:",
     ),
     Mutant(
@@ -212,8 +212,8 @@ MUTANTS = (
     Mutant(
         name="a node is set aside one strike later",
         file="protocol/failure_policy.py",
-        right="if struck.count >= ASIDE_AFTER:",
-        wrong="if struck.count > ASIDE_AFTER:",
+        right="if struck.count >= QUARANTINE_STRIKES:",
+        wrong="if struck.count > QUARANTINE_STRIKES:",
     ),
     Mutant(
         name="all that are set aside are taken back where one is needed",
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         name="a job is given up one failure earlier",
         file="protocol/termination.py",
-        right="following.fruitless > limits.max_restarts",
-        wrong="following.fruitless >= limits.max_restarts",
+        right="following.fruitless > policy.max_restarts",
+        wrong="following.fruitless >= policy.max_restarts",
     ),
     Mutant(
         name="a stop does not wait for the state to be saved",

@@ -19,7 +19,7 @@ from elasticzero.launcher.protocol.documents import (
     Report,
     World,
 )
-from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, term_s
+from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_s
 from elasticzero.launcher.store.watch_cache import CONTROL
 from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
@@ -60,7 +60,7 @@ Registration = tuple[str, str]
 
 def _aside(world: World) -> set[str]:
     """The nodes that may be set aside."""
-    return {struck.node for struck in world.strikes if struck.count >= ASIDE_AFTER}
+    return {struck.node for struck in world.strikes if struck.count >= QUARANTINE_STRIKES}
 
 
 class Promises:
@@ -73,8 +73,8 @@ class Promises:
         """When the last world was written."""
         self._last_event_s = 0.0
         """When something last happened that may keep an agent from hearing, or change a world."""
-        limits = cluster.plan.limits
-        self._sizes = [(0.0, (limits.min_nodes, limits.max_nodes))]
+        policy = cluster.plan.policy
+        self._sizes = [(0.0, (policy.min_nodes, policy.max_nodes))]
         """Fewest and most nodes, and since when they are asked for."""
         self._drained: dict[Registration, float] = {}
         self._stop_s: float | None = None
@@ -254,10 +254,10 @@ class Promises:
 
     def _check_left_out(self, before: World, after: World) -> None:
         """R11: of the members of the world before."""
-        aside, limits = _aside(after), self._cluster.plan.limits
+        aside, policy = _aside(after), self._cluster.plan.policy
         alarm_s = self._alarms.get(before.generation)
         true_s = self._cluster.timeline.now_s
-        asked = alarm_s is not None and true_s - alarm_s > ANSWER_SHARE * limits.alive_s
+        asked = alarm_s is not None and true_s - alarm_s > ANSWER_SHARE * policy.alive_s
         put = [self._reports.get((before.generation, m.node)) for m in before.members]
         rounds = [p[0] for p in put if p is not None and p[1].phase in ("alive", "stopped")]
         lasts_s = self._now_s - min(rounds, default=self._now_s)
@@ -271,14 +271,14 @@ class Promises:
             agent = self._cluster.hosts[member.node].agent
             if agent is not None and not agent.leaving and not self._cluster.plan.trouble:
                 same = agent.membership.me.incarnation == member.incarnation
-                slow = report is not None and report.phase == "alive" and lasts_s > limits.stop_s
+                slow = report is not None and report.phase == "alive" and lasts_s > policy.stop_s
                 hears = same and not slow and agent.hears_for(LISTENS_S)
                 self._require(not hears, "R11", f"{text}, which lives and hears")
             mine = report is not None and report.incarnation == member.incarnation
             if report is None or not mine or report.phase not in ("alive", "stopped"):
                 self._require(asked, "R11", f"{text}, which had no time to answer")
             elif not report.leaving and self._now_s - put_s > self._read_s:
-                late = report.phase == "alive" and lasts_s > limits.stop_s
+                late = report.phase == "alive" and lasts_s > policy.stop_s
                 self._require(late, "R11", f"{text}, which was {report.phase}")
 
     def _check_places(self, before: World | None, after: World, *, full: bool) -> None:
@@ -314,7 +314,8 @@ class Promises:
         self._struck = {row: self._struck.get(row, now_s) for row in rows}
         named = {member.node for member in after.members}
         for (node, count), since_s in self._struck.items():
-            aside = count >= ASIDE_AFTER and now_s - since_s < TERM_SHARE * term_s(count)
+            waits = now_s - since_s < TERM_SHARE * quarantine_s(count)
+            aside = count >= QUARANTINE_STRIKES and waits
             needed = len(after.members) <= least
             text = f"{node} has {count} strikes: {after.generation}"
             self._require(not aside or node not in named or needed, "R13", text)

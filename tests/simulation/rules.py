@@ -403,7 +403,7 @@ class Rules:
     def _check_given_up(self, done: Done) -> None:
         """R7: only after --max-restarts failures in a row that came no further."""
         plan = self._cluster.plan
-        often = len(self._causes) > plan.limits.max_restarts
+        often = len(self._causes) > plan.policy.max_restarts
         often |= self._causes.count("crash-worker") > 1  # B3 of `failure_policy`
         often |= self.promises.few_are_good(done)
         explained = often or bool(plan.crash_at) or "damage" in self._causes
@@ -412,7 +412,7 @@ class Rules:
         self._check_saved(done)
         if "without progress" not in done.reason:
             return
-        count = plan.limits.max_restarts + 1
+        count = plan.policy.max_restarts + 1
         began = [self.worlds[generation].resume.step for generation in sorted(self.worlds)]
         row = [*began[-count:], done.step]
         first = self.worlds[max(1, max(self.worlds) - count + 1)]

@@ -63,7 +63,7 @@ def _cluster(settings: dict[str, str], lines: list[str]) -> Cluster:
     plan = Plan(
         seed=0,
         nodes=int(settings.get("nodes", "3")),
-        limits=JobPolicy(
+        policy=JobPolicy(
             min_nodes=int(settings.get("min", "1")),
             max_nodes=int(settings.get("max", "3")),
             strategy=settings.get("strategy", "zero1"),

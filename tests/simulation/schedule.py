@@ -1,4 +1,4 @@
-"""What a seed draws: the job, its limits, and which faults come when."""
+"""What a seed draws: the job, its policy, and which faults come when."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Plan:
 
     seed: int
     nodes: int
-    limits: JobPolicy
+    policy: JobPolicy
     ttl_s: int = 2
     nproc: int = 1
     strategy: str = "zero1"
@@ -157,7 +157,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
     least = random.randint(1, max(1, count // 2 + 1))
     most = max(least, count + random.choice([-1, 0, 0, 1, 3]))
     strategy = random.choice(["ddp", "zero1", "zero1", "zero3"])
-    limits = JobPolicy(
+    policy = JobPolicy(
         min_nodes=least,
         max_nodes=most,
         strategy=strategy,
@@ -172,7 +172,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
         strict_checkpoint=False,
         hang_timeout_s=random.choice([None, HANG_TIMEOUT_S]),
     )
-    faults = _faults(random, hangs=limits.hang_timeout_s is not None)
+    faults = _faults(random, hangs=policy.hang_timeout_s is not None)
     if random.random() < STRANDED_SHARE:
         faults = _stranded(random, count, least)
     faults = (*faults, *_bad_joins(Random(f"{seed} joins")))
@@ -183,7 +183,7 @@ def _draw(seed: int, nodes: int | None) -> Plan:
     plan = Plan(
         seed=seed,
         nodes=count,
-        limits=limits,
+        policy=policy,
         nproc=2 if random.random() < 0.2 else 1,
         names_from=random.choice([1, 10]),
         strategy=strategy,
@@ -200,8 +200,8 @@ def _draw(seed: int, nodes: int | None) -> Plan:
     )
     if random.random() >= SLOW_SHARE:
         return plan
-    patient = replace(limits, handover_s=limits.handover_s + SLOW_START_S)
-    return replace(plan, slow_start_s=SLOW_START_S, limits=patient)
+    patient = replace(policy, handover_s=policy.handover_s + SLOW_START_S)
+    return replace(plan, slow_start_s=SLOW_START_S, policy=patient)
 
 
 def _stranded(random: Random, count: int, least: int) -> tuple[Fault, ...]:

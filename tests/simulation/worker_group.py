@@ -53,7 +53,7 @@ class WorkerGroup:
         self._heard_step = 0
         self._heard_s = 0.0
         self.progress_monitor = Hanging(self)
-        self._watches = self.cluster.plan.limits.hang_timeout_s is not None
+        self._watches = self.cluster.plan.policy.hang_timeout_s is not None
         """Whether hangs are looked for within the time of a schedule."""
         self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
         """What there was to be seen last, and the view of it."""

@@ -10,7 +10,7 @@ from elasticzero.comm.control import ControlWord, decode_word, encode_word
 from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, SigningInterval
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World
-from elasticzero.launcher.protocol.failure_policy import ASIDE_AFTER, outliers, strikes
+from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, outliers, strikes
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import refuse_unverified_state
 
@@ -105,7 +105,7 @@ def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> No
     assert outliers(world(), reports, NODES, 2) == {"b": odd}
     assert outliers(world(), reports, NODES, 3) == {}
     (struck,) = strikes(world(), reports, 1.0, {"b": odd})
-    assert (struck.node, struck.count) == ("b", ASIDE_AFTER)
+    assert (struck.node, struck.count) == ("b", QUARANTINE_STRIKES)
     both = {node: report(node, failure=DIFFERS) for node in NODES}
     assert outliers(world(), both, NODES, 1) == {}
 

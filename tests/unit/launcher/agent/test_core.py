@@ -68,8 +68,8 @@ class NodeWithoutProcesses:
             observer=cluster,
             writer=StoreWriter(self.store, cache, self.membership, cluster),
         )
-        limits = JobPolicy(min_nodes=1, max_nodes=1)
-        self.core = AgentCore(limits, self, self, side, self, lambda: self.now_s)
+        policy = JobPolicy(min_nodes=1, max_nodes=1)
+        self.core = AgentCore(policy, self, self, side, self, lambda: self.now_s)
         assert self.membership.register()
         self.core.begin()
 

@@ -25,7 +25,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentOptions:
     return AgentOptions(
         job="job",
         node="host",
-        limits=JobPolicy(min_nodes=1, max_nodes=2),
+        policy=JobPolicy(min_nodes=1, max_nodes=2),
         nproc=1,
         launch=launch,
         log_dir=tmp_path / "logs" / "job" / "host",

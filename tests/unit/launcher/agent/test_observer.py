@@ -20,7 +20,7 @@ from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
-LIMITS = JobPolicy(min_nodes=9, max_nodes=9)
+POLICY = JobPolicy(min_nodes=9, max_nodes=9)
 
 
 class CountingStore(MemoryStore):
@@ -50,18 +50,18 @@ class Node:
         )
         assert self.membership.register()
 
-    def look(self, after_s: float = 2.0, limits: JobPolicy = LIMITS) -> View:
+    def look(self, after_s: float = 2.0, policy: JobPolicy = POLICY) -> View:
         self._now_s += after_s
         for _ in range(2):  # what a look makes the agent read is seen by the next one
-            view = self.cluster_observer.view(WorkerGroupState(), False, self._now_s, limits)
-            self.subscriptions.update(view, self._now_s, limits)
+            view = self.cluster_observer.view(WorkerGroupState(), False, self._now_s, policy)
+            self.subscriptions.update(view, self._now_s, policy)
         return view
 
     def look_until(
-        self, so: Callable[[View], bool], after_s: float = 2.0, limits: JobPolicy = LIMITS
+        self, so: Callable[[View], bool], after_s: float = 2.0, policy: JobPolicy = POLICY
     ) -> View:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not so(view := self.look(after_s, limits)):
+        while not so(view := self.look(after_s, policy)):
             assert time.monotonic() < deadline_s, "never came to be"
             self._changed.wait(0.01)
             self._changed.clear()
@@ -146,17 +146,17 @@ def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:
 def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_of() -> None:
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "dcba"]
-    limits = JobPolicy(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
+    policy = JobPolicy(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)
     world_of(nodes[:2])
     for node in nodes:
-        node.look_until(lambda v: v.world is not None, 0.0, limits)
-    seen = [node.look(9.0, limits).surplus for node in nodes]
+        node.look_until(lambda v: v.world is not None, 0.0, policy)
+    seen = [node.look(9.0, policy).surplus for node in nodes]
     assert seen == [False] * 4
-    seen = [node.look(2.0, limits).surplus for node in nodes]
+    seen = [node.look(2.0, policy).surplus for node in nodes]
     assert seen == [False, False, False, True]
     asked = nodes[2].store.looks
-    more = replace(limits, max_nodes=3)
-    assert [node.look(2.0, limits).surplus for node in nodes] == seen
+    more = replace(policy, max_nodes=3)
+    assert [node.look(2.0, policy).surplus for node in nodes] == seen
     assert nodes[2].store.looks == asked
     assert not any(node.look(2.0, more).surplus for node in nodes)
     for node in nodes:
@@ -166,12 +166,12 @@ def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_o
 def test_who_is_set_aside_takes_nobodys_place() -> None:
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "cba"]
-    limits = JobPolicy(min_nodes=1, max_nodes=2, spares=0, lease_ttl_s=5.0)
+    policy = JobPolicy(min_nodes=1, max_nodes=2, spares=0, lease_ttl_s=5.0)
     world_of(nodes[:1], strikes=(NodeStrikes(node="b", count=4),))
     for node in nodes:
-        node.look_until(lambda v: v.world is not None, 0.0, limits)
-        node.look(9.0, limits)
-    assert not any(node.look(2.0, limits).surplus for node in nodes)
+        node.look_until(lambda v: v.world is not None, 0.0, policy)
+        node.look(9.0, policy)
+    assert not any(node.look(2.0, policy).surplus for node in nodes)
     for node in nodes:
         node.close()
 

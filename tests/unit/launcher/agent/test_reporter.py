@@ -74,7 +74,7 @@ def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
     options = AgentOptions(
         job="j",
         node="n",
-        limits=JobPolicy(min_nodes=1, max_nodes=1),
+        policy=JobPolicy(min_nodes=1, max_nodes=1),
         nproc=1,
         launch=Launch(
             target="t.py", is_module=False, arguments=(), environment={}, directory=str(tmp_path)

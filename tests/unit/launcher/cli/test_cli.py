@@ -275,7 +275,7 @@ def test_no_checkpoints_at_all_is_fine() -> None:
 
 
 def test_each_field_of_the_table_exists() -> None:
-    homes = {"": AgentOptions, "limits": JobPolicy, "keep": RetentionPolicy}
+    homes = {"": AgentOptions, "policy": JobPolicy, "keep": RetentionPolicy}
     for option in RUN_OPTIONS:
         if option.field:
             home, _, name = option.field.rpartition(".")

@@ -204,8 +204,8 @@ def test_waiting_for_a_stop_that_ends_in_a_failure_says_so(store: MemoryStore, c
 
 
 def test_limits_as_operators_changed_them() -> None:
-    limits = JobPolicy(min_nodes=2, max_nodes=4)
-    assert with_operator_overrides(limits, Control(stop=True)) == limits
-    assert with_operator_overrides(limits, Control(nnodes=(1, 3))) == replace(
-        limits, min_nodes=1, max_nodes=3
+    policy = JobPolicy(min_nodes=2, max_nodes=4)
+    assert with_operator_overrides(policy, Control(stop=True)) == policy
+    assert with_operator_overrides(policy, Control(nnodes=(1, 3))) == replace(
+        policy, min_nodes=1, max_nodes=3
     )

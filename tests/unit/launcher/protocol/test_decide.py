@@ -11,10 +11,10 @@ from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
     DumpStacks,
+    ExitAgent,
     KillSuspended,
     KillUnresponsive,
     KillWorkers,
-    Leave,
     PutReport,
     RaiseAlarm,
     RequestBoundaryStop,
@@ -51,7 +51,7 @@ from elasticzero.launcher.protocol.view import (
 )
 
 NOW = 100.0
-LIMITS = JobPolicy(min_nodes=2, max_nodes=3, save_timeout_s=60.0)
+POLICY = JobPolicy(min_nodes=2, max_nodes=3, save_timeout_s=60.0)
 
 
 def member(name: str) -> Member:
@@ -177,8 +177,8 @@ STALLED = says("stalled", A, failure=WAITS)
 TABLE = [
     # A1
     ("done: stop workers", v(AT_REST, done=Done(outcome="finished", step=9, reason="r")), [KillWorkers]),
-    ("done: exit 0", v(ENDED, done=Done(outcome="finished", step=9, reason="r")), [Leave(ExitCode.DONE)]),
-    ("failed: exit 70", v(ENDED, done=Done(outcome="failed", step=9, reason="r")), [Leave(ExitCode.FAILED)]),
+    ("done: exit 0", v(ENDED, done=Done(outcome="finished", step=9, reason="r")), [ExitAgent(ExitCode.DONE)]),
+    ("failed: exit 70", v(ENDED, done=Done(outcome="failed", step=9, reason="r")), [ExitAgent(ExitCode.FAILED)]),
     ("done, killed already", v(AT_REST, done=Done(outcome="finished", step=9, reason="r"), workers=w(TRAINS, order=GroupOrder.KILL)), []),
     # L1
     ("too few", ALONE, []),
@@ -186,8 +186,8 @@ TABLE = [
     ("MIN are there, not settled", v(ALONE, members=named(A, B)), []),
     ("MIN are there and settled", v(ALONE, members=named(A, B), last_join_s=96.0), [WriteWorld]),
     ("not the oldest", v(ALONE, me=B, oldest=False, members=None), []),
-    ("leaving before it began", v(ALONE, leaving=True), [Leave(ExitCode.LEFT)]),
-    ("nobody came in time", v(ALONE, began_s=-600.0), [Leave(ExitCode.UNAVAILABLE)]),
+    ("leaving before it began", v(ALONE, leaving=True), [ExitAgent(ExitCode.LEFT)]),
+    ("nobody came in time", v(ALONE, began_s=-600.0), [ExitAgent(ExitCode.UNAVAILABLE)]),
     # A2
     ("a new world", v(AT_REST, workers=WorkerGroupState()), [Start(world(A, B), 0)]),
     ("a newer world", v(AT_REST, me=B, workers=w(TRAINS, generation=2)), [Start(world(A, B), 1)]),
@@ -195,11 +195,11 @@ TABLE = [
     ("left out", v(AT_REST, me=C), [KillWorkers]),
     ("left out, stopped", v(AT_REST, me=C, workers=STOPPED), []),
     ("another incarnation of mine", v(AT_REST, me=replace(A, incarnation="new"), workers=STOPPED), []),
-    ("leaving, not needed", v(AT_REST, me=C, workers=STOPPED, leaving=True), [Leave(ExitCode.LEFT)]),
+    ("leaving, not needed", v(AT_REST, me=C, workers=STOPPED, leaving=True), [ExitAgent(ExitCode.LEFT)]),
     ("leaving, still read", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
-    ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [Leave(ExitCode.LEFT)]),
-    ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=30.0), [Leave(ExitCode.LEFT)]),
-    ("one too many", v(AT_REST, me=C, workers=STOPPED, surplus=True), [Leave(ExitCode.LEFT)]),
+    ("leaving, read by all", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), outside_s=99.0), [ExitAgent(ExitCode.LEFT)]),
+    ("leaving, read by nobody for long", v(AT_REST, me=C, workers=STOPPED, leaving=True, world=world(A, B, resume=RAM), reports={}, outside_s=30.0), [ExitAgent(ExitCode.LEFT)]),
+    ("one too many", v(AT_REST, me=C, workers=STOPPED, surplus=True), [ExitAgent(ExitCode.LEFT)]),
     ("one too many, still read", v(AT_REST, me=C, workers=STOPPED, surplus=True, world=world(A, B, resume=RAM), reports={"a": RESTORED}, outside_s=99.0), []),
     # A3: the whole world is gone
     ("all gone: the oldest spare takes over", SPARE, [WriteWorld]),
@@ -246,13 +246,13 @@ TABLE = [
     ("leaving: stays until what is held is saved", v(STRANDED, leaving=True, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=LEAVER, reports={"a": LEAVER}), []),
     ("leaving: others have not stopped yet", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports={"a": LEAVER, "b": says("alive", B)}), []),
     ("leaving: what others hold is not known", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports=None), []),
-    ("leaving: others did not stop in time", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports={"a": LEAVER, "b": says("alive", B)}, round_s=-60.0, saved_held=(3, 20), saved_ranks=(0,)), [Leave(ExitCode.LEFT)]),
-    ("leaving: saved, and goes", v(STRANDED, leaving=True, can_save=True, saved_held=(3, 20), saved_ranks=(0,), my_report=LEAVER, reports={"a": LEAVER}), [Leave(ExitCode.LEFT)]),
-    ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [Leave(ExitCode.LEFT)]),
+    ("leaving: others did not stop in time", v(STRANDED, leaving=True, can_save=True, my_report=LEAVER, reports={"a": LEAVER, "b": says("alive", B)}, round_s=-60.0, saved_held=(3, 20), saved_ranks=(0,)), [ExitAgent(ExitCode.LEFT)]),
+    ("leaving: saved, and goes", v(STRANDED, leaving=True, can_save=True, saved_held=(3, 20), saved_ranks=(0,), my_report=LEAVER, reports={"a": LEAVER}), [ExitAgent(ExitCode.LEFT)]),
+    ("leaving, too few remain", v(ENDED, leaving=True, round_s=98.0, my_report=says("stopped", A, leaving=True, holdings=HELD, final_step=20)), [ExitAgent(ExitCode.LEFT)]),
     # A7
     ("finished", v(AT_REST, workers=w(TRAINS, running=0, outcome=GroupOutcome.FINISHED)), [PutReport(says("finished", A, final_step=20))]),
     ("finished, and etcd is away", v(AT_REST, workers=w(TRAINS, running=0, outcome=GroupOutcome.FINISHED), my_report=says("finished", A, final_step=20), store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 599.0)), []),
-    ("finished, and etcd is away for good", v(AT_REST, workers=w(TRAINS, running=0, outcome=GroupOutcome.FINISHED), store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 600.0)), [Leave(ExitCode.UNAVAILABLE)]),
+    ("finished, and etcd is away for good", v(AT_REST, workers=w(TRAINS, running=0, outcome=GroupOutcome.FINISHED), store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 600.0)), [ExitAgent(ExitCode.UNAVAILABLE)]),
     ("training, and etcd is away for good", v(AT_REST, store=replace(HEALTHY, reachable=False, confirmed_s=NOW - 6000.0)), []),
     ("finished, said so", v(AT_REST, workers=w(TRAINS, running=0, outcome=GroupOutcome.FINISHED), my_report=says("finished", A, final_step=20)), []),
     # A8
@@ -264,7 +264,7 @@ TABLE = [
     ("asked already, another node's script starts slowly", v(AT_REST, leaving=True, workers=w(TRAINS, stage=GroupStage.ATTACHED_LATE, asked=FLAG_LEAVE)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     ("leave, a plain script", v(AT_REST, leaving=True, workers=w(TRAINS, stage=GroupStage.PLAIN)), [RaiseAlarm(Alarm(node="a", kind="leave", reason="a is leaving"))]),
     ("a leader leaves, though it waits for a newcomer's boundary", v(AT_REST, leaving=True, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, asked=FLAG_GROW)), [RequestBoundaryStop(FLAG_LEAVE)]),
-    ("all leave: nobody is waited for", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}), [Leave(ExitCode.LEFT)]),
+    ("all leave: nobody is waited for", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}), [ExitAgent(ExitCode.LEFT)]),
     ("all leave, but a spare goes on", v(ENDED, leaving=True, world=world(A, B, C), members=named(A, B, C, D), round_s=98.0, my_report=LEAVER, reports={"a": LEAVER, "b": replace(LEAVER, incarnation="i-b"), "c": replace(LEAVER, incarnation="i-c")}, control=scaled(1, 3)), [WriteWorld]),
     # A9
     ("restored: say so", v(AT_REST, my_report=None), [PutReport(RESTORED)]),
@@ -387,7 +387,7 @@ TABLE = [
     ("stop below MIN, to be saved", v(STRANDED, control=STOP, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("stop, and a leaving node is the leader", v(STRANDED, control=STOP, leaving=True, my_report=LEAVER, reports={"a": LEAVER}, can_save=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=20), stopped(20, f"{GO_ON} 20")),
     ("stop, but trying again is useless anyway", v(blamed(final=True), control=STOP), [WriteDone(Done(outcome="failed", step=20, reason="rank 0 on b failed: ValueError: no" + NO_PLACE, failure=replace(FAILED, final=True)))]),
-    ("stopped: exit 0", v(ENDED, done=Done(outcome="stopped", step=9, reason="r")), [Leave(ExitCode.DONE)]),
+    ("stopped: exit 0", v(ENDED, done=Done(outcome="stopped", step=9, reason="r")), [ExitAgent(ExitCode.DONE)]),
     ("grow, a plain script", v(AT_REST, members=named(A, B, C), last_join_s=90.0, workers=w(TRAINS, stage=GroupStage.PLAIN)), [RaiseAlarm(Alarm(node="a", kind="grow", reason="c joins"))]),
 ]  # fmt: skip
 
@@ -412,7 +412,7 @@ L5 = [
 )
 def test_a_damaged_checkpoint(view, usually, strictly):
     for strict, wanted in ((False, usually), (True, strictly)):
-        decision = decide(view, NOW, replace(LIMITS, strict_checkpoint=strict))
+        decision = decide(view, NOW, replace(POLICY, strict_checkpoint=strict))
         (action,) = decision.actions
         assert isinstance(action, wanted), decision
         if isinstance(action, WriteDone):
@@ -437,7 +437,7 @@ def test_a_damaged_checkpoint(view, usually, strictly):
     ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_rule(view, expected):
-    decision = decide(view, NOW, LIMITS)
+    decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
     for action, wanted in zip(decision.actions, expected, strict=True):
@@ -448,7 +448,7 @@ def test_rule(view, expected):
 
 
 def written(view: View) -> WriteWorld:
-    (action,) = decide(view, NOW, LIMITS).actions
+    (action,) = decide(view, NOW, POLICY).actions
     assert isinstance(action, WriteWorld)
     return action
 
@@ -559,7 +559,7 @@ def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_gener
         for g in (1, 2)
     )
     view = v(blamed(), world=world(A, B, fruitless=3, resume=stuck, setbacks=before))
-    (action,) = decide(view, NOW, LIMITS).actions
+    (action,) = decide(view, NOW, POLICY).actions
     assert isinstance(action, WriteDone)
     assert [s.generation for s in action.done.setbacks] == [1, 2, 3]
     assert action.done.reason == (
@@ -571,7 +571,7 @@ def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_gener
 def test_a_node_that_came_anew_is_not_taken_for_what_it_was() -> None:
     again = replace(B, incarnation="i-again")
     view = v(ENDED, members=named(A, again), alarm_s=99.0)
-    (action,) = decide(view, NOW, LIMITS).actions
+    (action,) = decide(view, NOW, POLICY).actions
     assert isinstance(action, WriteWorld)
     assert [m.incarnation for m in action.world.members] == ["i-a", "i-again"]
 

@@ -11,8 +11,8 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Action,
+    ExitAgent,
     KillWorkers,
-    Leave,
     PutReport,
     RaiseAlarm,
     RequestBoundaryStop,
@@ -43,7 +43,7 @@ from elasticzero.launcher.protocol.view import (
 )
 
 NOW = 100.0
-LIMITS = JobPolicy(min_nodes=1, max_nodes=3)
+POLICY = JobPolicy(min_nodes=1, max_nodes=3)
 A, B = (Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1) for name in "ab")
 HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
 AWS = "AWS spot interruption in 118 s"
@@ -127,14 +127,14 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("the workers stop", v(AWAY, notice=by(101.0), workers=replace(STOPPING, aborted_s=99.9)), []),
     ("the workers do not stop", v(AWAY, notice=by(101.0), workers=STOPPING), [KillWorkers(ALONE, spare_saving=True)]),
     ("they are gone", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("nothing is held whole", v(AWAY, notice=by(101.0), workers=GONE, can_save=True), [Leave(ExitCode.LEFT)]),
-    ("there is no directory", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD), [Leave(ExitCode.LEFT)]),
+    ("nothing is held whole", v(AWAY, notice=by(101.0), workers=GONE, can_save=True), [ExitAgent(ExitCode.LEFT)]),
+    ("there is no directory", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD), [ExitAgent(ExitCode.LEFT)]),
     ("it is being saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saving=True), []),
-    ("it is saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saved_held=(3, 20)), [Leave(ExitCode.LEFT)]),
+    ("it is saved", v(AWAY, notice=by(101.0), workers=GONE, holdings=HELD, can_save=True, saved_held=(3, 20)), [ExitAgent(ExitCode.LEFT)]),
     ("another member may save it", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True), []),
     ("it may hold nothing", v(AWAY, notice=by(101.0), me=B, workers=GONE, holdings=HELD, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("that one is gone", v(AWAY, notice=by(104.0), me=B, workers=GONE, holdings=HELD, can_save=True, missing_since_s={"a": 90.0}), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [Leave(ExitCode.LEFT)]),
+    ("etcd is away, the time is up", v(AWAY, notice=by(100.0)), [ExitAgent(ExitCode.LEFT)]),
     ("etcd is away, no deadline", v(AWAY, notice=by(None)), []),
 ]  # fmt: skip
 
@@ -143,15 +143,15 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_rule(view: View, expected: list[Action]) -> None:
-    decision = decide(view, NOW, LIMITS)
+    decision = decide(view, NOW, POLICY)
     assert list(decision.actions) == expected, decision
     assert decision.reason
 
 
 def test_the_reason_is_told_while_the_boundary_is_waited_for() -> None:
-    assert decide(TRAINING, NOW, LIMITS).reason == f"a leaves: {AWS}"
+    assert decide(TRAINING, NOW, POLICY).reason == f"a leaves: {AWS}"
     asked = v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE))
-    assert decide(asked, NOW, LIMITS).reason == f"a leaves: {AWS}: waiting for the next boundary"
+    assert decide(asked, NOW, POLICY).reason == f"a leaves: {AWS}: waiting for the next boundary"
 
 
 SIGTERM = PreemptionNotice(reason="SIGTERM (25 s of grace)", heard_s=50.0, by_s=75.0)
@@ -178,11 +178,11 @@ def test_several_notices_come_to_the_first_reason_and_the_earliest_deadline() ->
 )
 def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) -> None:
     notice = PreemptionNotice(reason="r", heard_s=NOW, by_s=NOW + given_s)
-    assert boundary_deadline_s(notice, LIMITS) == NOW + given_s - margin_s
+    assert boundary_deadline_s(notice, POLICY) == NOW + given_s - margin_s
 
 
 def test_without_a_deadline_a_boundary_is_waited_for_as_long_as_it_takes() -> None:
-    assert boundary_deadline_s(DRAIN, LIMITS) == boundary_deadline_s(None, LIMITS) == float("inf")
+    assert boundary_deadline_s(DRAIN, POLICY) == boundary_deadline_s(None, POLICY) == float("inf")
 
 
 def ended(alarm: Alarm | None, mine: dict[str, object], theirs: dict[str, object]) -> View:
@@ -206,7 +206,7 @@ LEAVES: dict[str, object] = {"leaving": True, "leave_reason": AWS}
 
 
 def next_world(view: View) -> World:
-    (action,) = decide(view, NOW, LIMITS).actions
+    (action,) = decide(view, NOW, POLICY).actions
     assert isinstance(action, WriteWorld)
     return action.world
 
@@ -249,7 +249,7 @@ def test_leaving_ends_no_job_that_is_out_of_restarts() -> None:
     view = ended(FALLEN, {}, {**LEAVES, **failed("killed")})
     assert view.world is not None
     stuck = replace(view.world, fruitless=3, resume=Resume(tier="storage", step=20))
-    (action,) = decide(v(view, world=stuck, round_s=60.0), NOW, LIMITS).actions
+    (action,) = decide(v(view, world=stuck, round_s=60.0), NOW, POLICY).actions
     assert isinstance(action, WriteWorld) and not isinstance(action, WriteDone)
 
 
@@ -257,6 +257,6 @@ def test_why_a_script_ended_training_is_reported() -> None:
     ended = replace(
         TRAINS, running=0, outcome=GroupOutcome.FINISHED, end_reason="the validation loss rises"
     )
-    (put,) = decide(v(TRAINING, workers=ended), NOW, LIMITS).actions
+    (put,) = decide(v(TRAINING, workers=ended), NOW, POLICY).actions
     assert isinstance(put, PutReport)
     assert (put.report.phase, put.report.end_reason) == ("finished", "the validation loss rises")

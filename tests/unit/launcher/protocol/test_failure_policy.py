@@ -16,22 +16,22 @@ from elasticzero.launcher.protocol.documents import (
     World,
 )
 from elasticzero.launcher.protocol.failure_policy import (
-    ASIDE_AFTER,
     FORGIVEN_S,
     KEPT_SETBACKS,
-    MOST_ASIDE_S,
+    MAX_QUARANTINE_S,
+    QUARANTINE_STRIKES,
     failures_without_progress,
     is_the_scripts,
     judge_exit,
     outliers,
     progress_floor,
+    quarantine_reason,
     quarantined,
     repeated_failure_note,
     setbacks,
     still_quarantined,
     strikes,
     trained,
-    why_aside,
 )
 
 OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
@@ -225,7 +225,7 @@ def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
     assert left(3, 30.0) is None
     assert left(4, 0.0) == 60.0
     assert left(5, None) == 120.0
-    assert left(500, 0.0) == MOST_ASIDE_S
+    assert left(500, 0.0) == MAX_QUARANTINE_S
 
 
 def test_the_time_counts_from_the_last_strike() -> None:
@@ -322,10 +322,12 @@ def test_what_a_node_is_set_aside_for_does_not_count_and_strikes_at_once() -> No
     )
     row = (NodeStrikes(node="a", count=1),)
     after = strikes(world(strikes=row), reports, 1.0, {"b": BAD_INPUT})
-    assert after == (*row, NodeStrikes(node="b", count=ASIDE_AFTER))
-    assert why_aside(after, "b") == "rank 1 failed where others did not (ImportError: no)"
+    assert after == (*row, NodeStrikes(node="b", count=QUARANTINE_STRIKES))
+    assert quarantine_reason(after, "b") == "rank 1 failed where others did not (ImportError: no)"
     again = strikes(world(strikes=after), reports, 1.0, {"b": BAD_INPUT})
-    assert again[-1] == NodeStrikes(node="b", count=ASIDE_AFTER + 1), "and waits for twice as long"
+    assert again[-1] == NodeStrikes(node="b", count=QUARANTINE_STRIKES + 1), (
+        "and waits for twice as long"
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
 def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
     """The others show whether it is the script's."""
     once = world(setbacks=(told(2),), strikes=(NodeStrikes(node="a", count=1),))
-    assert strikes(once, {"a": said(OWN), "b": said(PEER)}, 1.0)[0].count == ASIDE_AFTER
+    assert strikes(once, {"a": said(OWN), "b": said(PEER)}, 1.0)[0].count == QUARANTINE_STRIKES
     killed = world(setbacks=(told(2, blame="killed", message=KILLED.message),))
     assert strikes(killed, {"a": said(KILLED), "b": said(PEER)}, 1.0)[0].count == 1
 

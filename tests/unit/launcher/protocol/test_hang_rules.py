@@ -26,7 +26,7 @@ WAITS = Located(place="train.py:9", waits=True)
 
 
 @pytest.mark.parametrize(
-    ("limits", "seen", "why"),
+    ("policy", "seen", "why"),
     [
         (AUTO, {"silent_s": 59.0}, None),
         (AUTO, {"silent_s": 61.0}, "no step for 60 s"),
@@ -41,8 +41,8 @@ WAITS = Located(place="train.py:9", waits=True)
         (NEVER, {"silent_s": 1e9, "before_step_s": 1e9, "frozen_s": 1e9}, None),
     ],
 )
-def test_when_a_look_is_due(limits: JobPolicy, seen: dict[str, float], why: str | None) -> None:
-    assert overdue(WorkerGroupState(running=1, **seen), limits) == why
+def test_when_a_look_is_due(policy: JobPolicy, seen: dict[str, float], why: str | None) -> None:
+    assert overdue(WorkerGroupState(running=1, **seen), policy) == why
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.actions import Leave, WriteDone
+from elasticzero.launcher.protocol.actions import ExitAgent, WriteDone
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Done, FailureRecord, NodeStrikes
 from tests.unit.launcher.protocol.test_decide import (
     AT_REST,
     FAILED,
-    LIMITS,
     NOW,
+    POLICY,
     SILENT_B,
     SPARE,
     STOPPED,
@@ -90,7 +90,7 @@ def test_a_job_ended_by_bad_input_exits_with_64() -> None:
     for final, code in ((True, ExitCode.USAGE), (False, ExitCode.FAILED)):
         done = Done(outcome="failed", step=1, reason="x", failure=replace(FAILED, final=final))
         gone = v(AT_REST, done=done, workers=w(TRAINS, running=0))
-        assert decide(gone, NOW, LIMITS).actions == (Leave(code),)
+        assert decide(gone, NOW, POLICY).actions == (ExitAgent(code),)
 
 
 def test_the_same_exception_on_a_second_node_ends_the_job() -> None:
@@ -100,7 +100,7 @@ def test_the_same_exception_on_a_second_node_ends_the_job() -> None:
     view = v(
         blamed(step=20), world=world(A, B, resume=Resume(tier="ram", step=20), setbacks=(before,))
     )  # fmt: skip
-    (action,) = decide(view, NOW, LIMITS).actions
+    (action,) = decide(view, NOW, POLICY).actions
     assert isinstance(action, WriteDone)
     assert "on different nodes: the script or its data, not a machine" in action.done.reason
     assert len(action.done.setbacks) == 2

@@ -8,16 +8,16 @@ import pytest
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.actions import Leave, SaveHeldSnapshot, WriteDone, WriteWorld
+from elasticzero.launcher.protocol.actions import ExitAgent, SaveHeldSnapshot, WriteDone, WriteWorld
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import NodeStrikes
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from tests.unit.launcher.protocol.test_decide import (
     ENDED,
     LEAVER,
-    LIMITS,
     NOTHING_HELD,
     NOW,
+    POLICY,
     STOP,
     STRANDED,
     A,
@@ -48,7 +48,7 @@ TABLE = [
     ("the last checkpoint is written now: go on", v(UNWRITTEN, can_save=True, storage_step=20), [WriteWorld]),
     ("the last checkpoint is never written", v(UNWRITTEN, can_save=True, storage_step=10, round_s=30.0), [WriteDone]),
     ("another node's part is mine now", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=()), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [Leave(ExitCode.LEFT)]),
+    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [ExitAgent(ExitCode.LEFT)]),
     ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
 ]  # fmt: skip
 
@@ -57,7 +57,7 @@ TABLE = [
     ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_rule(view, expected):
-    decision = decide(view, NOW, LIMITS)
+    decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
     for action, wanted in zip(decision.actions, expected, strict=True):
@@ -86,7 +86,7 @@ LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
     ],
 )  # fmt: skip
 def test_the_end_of_a_job_says_what_became_of_its_state(view: View, fate: str) -> None:
-    (action,) = decide(v(view, can_save=True), NOW, LIMITS).actions
+    (action,) = decide(v(view, can_save=True), NOW, POLICY).actions
     assert isinstance(action, WriteDone) and action.done.outcome == "failed"
     assert action.done.reason.endswith(fate), action.done.reason
 
