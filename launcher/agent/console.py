@@ -233,9 +233,12 @@ class AgentConsole:
             self.say(text, level=logging.WARNING)
         return due
 
-    def failed(self, done: Done) -> None:
-        """Tells why the job failed, with the error that brought it about."""
-        lines = [f"error: {done.reason}"]
+    def failed(self, done: Done) -> tuple[str, bool]:
+        """Tells why the job failed, with the error that brought it about.
+
+        Returns the lines after the reason, and whether they repeat a worker's traceback.
+        """
+        lines = []
         if len(done.setbacks) > 1:
             lines += [
                 f"  generation {s.generation}: rank {s.rank} on {s.node}, after step {s.step}: "
@@ -243,12 +246,16 @@ class AgentConsole:
                 for s in done.setbacks
             ]
         failure = done.failure
+        repeats = False
         if failure is not None and failure.traceback and not failure.final:
-            told = any(same_error(text, failure.message) for text in self.traced)
+            repeats = not any(same_error(text, failure.message) for text in self.traced)
             text = failure.traceback.rstrip()
-            lines.append("its traceback stands above" if told else text)
+            lines.append(text if repeats else "its traceback stands above")
         lines.append(f"logs: {self._options.log_dir.parent}")
-        log.error("%s", "\n".join(lines), extra={"node": self._options.node, "bare": True})
+        details = "\n".join(lines)
+        bare = {"node": self._options.node, "bare": True}
+        log.error("error: %s\n%s", done.reason, details, extra=bare)
+        return details, repeats
 
 
 def _mebibytes(size: int) -> int:

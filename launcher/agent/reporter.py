@@ -306,7 +306,8 @@ class AgentReporter:
         early = done.end_reason if done is not None else ""
         self.note("exit", code=code, outcome=outcome, reason=reason, end_reason=early)
         if done is not None and done.outcome == "failed":
-            self.console.failed(done)
+            details, repeats = self.console.failed(done)
+            self.note("error", message=done.reason, details=details, repeats_traceback=repeats)
             failure = done.failure
             trace = failure.traceback if failure is not None else ""
             error_file.write_own(done.reason, trace, int(ExitCode.FAILED))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
 
+from elasticzero.errors import ElasticZeroError
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.rendezvous import check_rendezvous
 from elasticzero.launcher.options.table import add_job_options, add_local_options, add_run_options
@@ -74,6 +77,19 @@ and returns the exit code."""
 
 
 def _run(args: argparse.Namespace) -> int:
+    try:
+        return _run_agent(args)
+    except ElasticZeroError as error:
+        from elasticzero.launcher.observability.event_log import EventLog
+
+        if args.log_dir and args.job and args.node_name:
+            directory = Path(args.log_dir, args.job, args.node_name)
+            with suppress(OSError), closing(EventLog(directory)) as log:
+                log.write("error", message=str(error), details="", repeats_traceback=False)
+        raise
+
+
+def _run_agent(args: argparse.Namespace) -> int:
     from elasticzero.launcher.agent.config import agent_options
     from elasticzero.launcher.agent.main import Coordination, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim

@@ -151,8 +151,8 @@ def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
     if ExitCode.DONE in codes.values():
         return ExitCode.DONE
     for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
-        logs = [cluster.nodes[name].log for name, code in codes.items() if code == wanted]
-        if logs:
-            lines.quote(logs, traced=cluster.output is not None)
+        ended = [name for name, code in codes.items() if code == wanted]
+        if ended:
+            lines.quote(ended, traced=cluster.output is not None)
             return wanted
     return ExitCode.FAILED

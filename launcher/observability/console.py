@@ -11,7 +11,7 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
-from elasticzero.text import count_text
+from elasticzero.text import complain, count_text
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
@@ -71,6 +71,8 @@ class ClusterConsole:
         self._stopped = False
         self._early = ""
         """Why the script ended training early."""
+        self._errors: dict[str, dict[str, Any]] = {}
+        """Of each node the event of the error with which its agent has ended."""
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(
@@ -128,6 +130,8 @@ class ClusterConsole:
                     self._early = event.get("end_reason", "")
                 if event["code"] == ExitCode.LEFT:
                     self.say(f"{node} has left", at_s)
+            case "error":
+                self._errors[node] = event
 
     def _world(self, event: dict[str, Any], at_s: float) -> None:
         self._generation = event["generation"]
@@ -214,14 +218,19 @@ class ClusterConsole:
         )
         self.say(f"--fault {fault} did not strike: {why}")
 
-    def quote(self, logs: Sequence[Path], *, traced: bool) -> None:
-        """The last error of the first agent, in its own words. traced: the terminal has shown the
-        workers' tracebacks, so an agent that does not repeat one goes first."""
-        texts = [text for log in logs if (text := _last_error(log))]
+    def quote(self, nodes: Sequence[str], *, traced: bool) -> None:
+        """Prints the error with which the agent of the first of these nodes has ended.
+
+        traced: the terminal has shown the workers' tracebacks, so an agent that does not repeat one
+        goes first.
+        """
+        errors = [self._errors[node] for node in nodes if node in self._errors]
         if traced:
-            texts.sort(key=lambda text: "Traceback" in text)
-        if texts:
-            print(texts[0], file=sys.stderr, flush=True)
+            errors.sort(key=lambda event: bool(event["repeats_traceback"]))
+        if errors:
+            complain(f"error: {errors[0]['message']}")
+            if details := errors[0]["details"]:
+                print(details, file=sys.stderr, flush=True)
 
     def close(self, code: ExitCode) -> None:
         generations = count_text(len(self.lineage.resume_steps), "generation")
@@ -236,9 +245,3 @@ class ClusterConsole:
             self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
-
-
-def _last_error(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    return "\n".join(lines[starts[-1] :]) if starts else ""

@@ -42,6 +42,7 @@ EventName = Literal[
     "store_trouble",
     "store_recovery",
     "exit",
+    "error",
 ]
 
 
@@ -289,12 +290,20 @@ EVENTS: Mapping[EventName, Event] = {
         {"message": "what happened"},
     ),
     "exit": Event(
-        "The agent ends; this is the last event.",
+        "The agent ends; only `error` may follow.",
         {
             "code": "exit code of the agent, or null",
             "outcome": "`finished`, `stopped` or `failed`; null if the job goes on",
             "reason": "why the job ended",
             "end_reason": "why the script ended training early, by `session.stop`; or empty",
+        },
+    ),
+    "error": Event(
+        "The agent ends with an error, which it also prints.",
+        {
+            "message": "the error",
+            "details": "further lines that the agent prints after it; or empty",
+            "repeats_traceback": "true if the details have the traceback of a worker",
         },
     ),
 }

@@ -17,6 +17,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.cli.main import build_parser, main, parse
 from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
+from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.validation import (
@@ -293,3 +294,14 @@ def test_local_passes_its_options_on_to_each_agent() -> None:
     for option in (*RUN_OPTIONS, *TORCHRUN_OPTIONS):
         if option.in_local == "passed on":
             assert getattr(got, option.name) == getattr(args, option.name), option.flags
+
+
+def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--log-dir", str(tmp_path), "--job", "j", "--node-name", "n"]
+    assert main(["run", *place, "--nnodes", "2:1", "train.py"]) == ExitCode.USAGE
+    said = capsys.readouterr().err.strip()
+    (event,) = EventReader(tmp_path / "j" / "n").read()
+    assert event["event"] == "error"
+    assert said == f"error: {event['message']}"

@@ -170,3 +170,17 @@ def test_a_reason_is_not_searched_for_damage(told: Told) -> None:
     assert told.lines() == [
         f"generation 1: 2 ranks on node-0, node-1 ({reason}); step 40 from storage"
     ]
+
+
+def test_the_error_of_an_agent_is_quoted_from_its_event(
+    told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not from its log, where a script may print lines of the same form."""
+    told.take("error", node="node-0", message="it broke", details="Trace", repeats_traceback=True)
+    told.take("error", node="node-1", message="it broke", details="", repeats_traceback=False)
+    told.console.quote(["node-0", "node-1", "node-2"], traced=False)
+    assert capsys.readouterr().err == "error: it broke\nTrace\n"
+    told.console.quote(["node-0", "node-1", "node-2"], traced=True)
+    assert capsys.readouterr().err == "error: it broke\n"
+    told.console.quote(["node-2"], traced=True)
+    assert capsys.readouterr().err == ""
