@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.thread_location import main_thread
-from elasticzero.worker.stop_protocol import StopState, stop
+from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
 
 STUCK_S = 1.0
 """Time in a collective, idle, with all its connections shut, after which it counts as stuck."""
@@ -53,4 +53,4 @@ def _watch(
         cpu_s = used_s
     if link.claim_shutdown():
         ended = GenerationEnded(link.aborted or "the generation is over", aborted=True)
-        stop(link, ended, stop_state(), may_keep=False)
+        run_stop_protocol(link, ended, stop_state(), may_keep=False)

@@ -64,13 +64,13 @@ class StopState:
 
 
 def end(link: AgentClient, error: BaseException, state: Callable[[], StopState]) -> int:
-    """`stop`, of the main thread: never returns where another thread is at it already."""
+    """Runs the stop protocol in the main thread; never returns where another thread runs it."""
     if not link.claim_shutdown():
         park()
-    return stop(link, error, state())
+    return run_stop_protocol(link, error, state())
 
 
-def stop(
+def run_stop_protocol(
     link: AgentClient, error: BaseException, state: StopState, *, may_keep: bool = True
 ) -> int:
     """The stop protocol; ends the process, or returns its exit code where it may be kept."""

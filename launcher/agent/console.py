@@ -11,7 +11,7 @@ from elasticzero.errors import same_error
 from elasticzero.ipc.messages import MemoryShort, SnapshotInterval
 from elasticzero.launcher.observability.console import (
     fresh_start,
-    skipped_checkpoint,
+    skipped_checkpoint_line,
     worth_telling,
 )
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
@@ -37,7 +37,7 @@ NAMES_SHOWN = 8
 log = logging.getLogger(__name__)
 
 
-def say(node: str, text: str) -> None:
+def log_for_node(node: str, text: str) -> None:
     """Logs a line for people about a node."""
     log.info("%s", text, extra={"node": node})
 
@@ -86,7 +86,7 @@ class AgentConsole:
         reason = world.reason
         if (damage := world.skipped) is not None:
             reason = damage.cause
-            self.say(skipped_checkpoint(damage.step, damage.message, resume.step))
+            self.say(skipped_checkpoint_line(damage.step, damage.message, resume.step))
         names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
         more = len(world.members) - NAMES_SHOWN
         self.say(

@@ -63,7 +63,7 @@ class HangDetector(Protocol):
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None: ...
 
 
-class WorkerGroup(Protocol):
+class Workers(Protocol):
     """The workers of this node in one generation."""
 
     @property
@@ -82,11 +82,11 @@ class WorkerGroup(Protocol):
     def kill_suspended(self) -> None: ...
 
 
-class Node(Protocol):
+class NodeProcesses(Protocol):
     """The processes of this node, its loop among them."""
 
     @property
-    def worker_group(self) -> WorkerGroup | None:
+    def worker_group(self) -> Workers | None:
         """The workers of the present generation."""
 
     def poll(self, now_s: float) -> None:
@@ -145,7 +145,7 @@ class AgentCore:
     def __init__(
         self,
         policy: JobPolicy,
-        node: Node,
+        node: NodeProcesses,
         memory: NodeMemory,
         store: StoreSide,
         listener: Listener,
@@ -288,7 +288,7 @@ class AgentCore:
         self._node.start(world, index, now_s)
 
 
-def command(group: WorkerGroup, action: Action, now_s: float) -> None:
+def command(group: Workers, action: Action, now_s: float) -> None:
     """Passes an action on to the workers that it is about."""
     match action:
         case RequestBoundaryStop(flags):

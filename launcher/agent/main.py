@@ -23,7 +23,7 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.agent.agent import Agent
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.console import log, say
+from elasticzero.launcher.agent.console import log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
     own_address,
@@ -110,18 +110,18 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     metrics = Metrics()
     for number in (signal.SIGTERM, *signals):
         signal.signal(number, _leave_early)
-    tell = partial(say, options.node)
+    log_line = partial(log_for_node, options.node)
     logging_setup.context.node = options.node
     for line in lines:
-        tell(line)
+        log_line(line)
     with ExitStack() as stack:
         hosts = False
         if not endpoints:
             etcd = stack.enter_context(EtcdServer())
             endpoints = [etcd.endpoint]
-            tell(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+            log_line(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
         elif coordination.hosted is not None:
-            hosts = stack.enter_context(hosted(coordination.hosted, tell))
+            hosts = stack.enter_context(hosted(coordination.hosted, log_line))
         store = EtcdStore(
             endpoints,
             job_prefix(options.job),
@@ -133,7 +133,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if (trouble := coordination.storage_trouble) is not None:
             if not _patiently(partial(_has_begun, store), options):
                 raise trouble
-            say(options.node, f"{trouble}; the job has begun, and saves are tried when due")
+            log_line(f"{trouble}; the job has begun, and saves are tried when due")
         agreed = _patiently(partial(agree_on_token, store, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
@@ -151,7 +151,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             snapshots=_Snapshots(lambda: agent),
             token=agreed.secret,
         )
-        server = serve_on_free_port(network.http_port, serve, partial(say, options.node))
+        server = serve_on_free_port(network.http_port, serve, log_line)
         stack.enter_context(server)
         store_socket = bound_socket()
         me = Member(
@@ -170,7 +170,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         for number in (signal.SIGTERM, *signals):
             signal.signal(number, partial(_terminate, agent))
         try:
-            stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, tell))
+            stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, log_line))
             agent.prepare()
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
@@ -184,7 +184,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             return ExitCode.LEFT
         agent.reporter.note("registered", incarnation=me.incarnation)
         muted = MUTED if options.console.silent else ""
-        say(options.node, f"registered for job {options.job}; logs: {options.log_dir}{muted}")
+        log_line(f"registered for job {options.job}; logs: {options.log_dir}{muted}")
         return agent.run()
 
 
@@ -238,7 +238,7 @@ def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
 
     def register() -> PreemptionNotice | None:
         if agent.notice is None:
-            membership.join(partial(say, agent.options.node))
+            membership.join(partial(log_for_node, agent.options.node))
             return None
         return agent.notice
 
@@ -282,7 +282,7 @@ def _wait_for_store(
                     "(--join-timeout); check the address, and that etcd runs"
                 ) from None
             if not told:
-                say(
+                log_for_node(
                     options.node, f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
                 )
                 told = True

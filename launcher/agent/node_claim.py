@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.console import say
+from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.http.server import AgentServer, PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from elasticzero.launcher.snapshots.shared_memory import (
@@ -63,7 +63,7 @@ def _claimed(options: AgentOptions, *, named: bool) -> tuple[OwnedDirectory, Age
                 raise
             continue
         if number > 1:
-            say(
+            log_for_node(
                 node,
                 f"another agent of job {options.job} runs on this machine as node {name}: this one "
                 f"is node {node} (--node-name)",

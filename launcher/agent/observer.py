@@ -39,7 +39,7 @@ class Memory(Protocol):
     def held(self) -> Sequence[HeldSnapshot]: ...
 
 
-class Storage(Protocol):
+class StorageProbe(Protocol):
     """The checkpoint directory: see `CheckpointProbe`."""
 
     @property
@@ -60,7 +60,7 @@ class ClusterObserver:
         membership: Membership,
         subscriptions: Subscriptions,
         snapshots: Memory,
-        storage_look: Storage,
+        storage_probe: StorageProbe,
         draw_token: Callable[[], str] = _draw_token,
     ) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class ClusterObserver:
         self._membership = membership
         self._subscriptions = subscriptions
         self._snapshots = snapshots
-        self._storage_look = storage_look
+        self._storage_probe = storage_probe
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
@@ -131,7 +131,7 @@ class ClusterObserver:
     def saved(self, step: int) -> None:
         """A checkpoint was written: it is damaged no more, and may be the newest."""
         self.bad_steps.discard(step)
-        self._storage_look.invalidate()
+        self._storage_probe.invalidate()
 
     def view(
         self, workers: WorkerGroupState, leaving: bool, now_s: float, policy: JobPolicy
@@ -182,7 +182,7 @@ class ClusterObserver:
                 well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
                 confirmed_s=self._membership.confirmed_s,
             ),
-            can_save=self._storage_look.possible,
+            can_save=self._storage_probe.possible,
             bad_steps=tuple(sorted(self.bad_steps)),
             token=self._next_token(generation + 1),
         )
@@ -267,7 +267,7 @@ class ClusterObserver:
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
         self.bad_steps |= bad.keys()
         self._found |= bad
-        return self._storage_look.poll({step: self._found[step] for step in self.bad_steps})
+        return self._storage_probe.poll({step: self._found[step] for step in self.bad_steps})
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

@@ -38,7 +38,7 @@ def fresh_start(generation: int, *, session: bool) -> str:
     return "step 0, from the beginning" if session else "a fresh start"
 
 
-def skipped_checkpoint(step: int, message: str, resume_step: int) -> str:
+def skipped_checkpoint_line(step: int, message: str, resume_step: int) -> str:
     """A line about the damaged checkpoint that a generation does not begin from."""
     return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
@@ -147,7 +147,7 @@ class ClusterConsole:
         reason = event["reason"]
         if (damage := event.get("skipped")) is not None:
             reason = damage["cause"]
-            line = skipped_checkpoint(damage["step"], damage["message"], event["resume_step"])
+            line = skipped_checkpoint_line(damage["step"], damage["message"], event["resume_step"])
             self.say(line, at_s)
         self.say(
             f"generation {self._generation}: {count_text(event['world_size'], 'rank')} on "

@@ -47,7 +47,7 @@ EventName = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class EventSpec:
     """When an event is written, and what its fields hold."""
 
     when: str
@@ -69,34 +69,34 @@ _SAVED = {
     "notes": "what retention removed, or could not remove",
 }
 
-EVENTS: Mapping[EventName, Event] = {
-    "serving": Event(
+EVENTS: Mapping[EventName, EventSpec] = {
+    "serving": EventSpec(
         "The agent's HTTP server listens.",
         {"port": "port of the server", "host": "address under which other nodes reach this one"},
     ),
-    "registered": Event(
+    "registered": EventSpec(
         "The node is registered in etcd.",
         {"incarnation": "identifier of this start of the agent"},
     ),
-    "notice": Event(
+    "notice": EventSpec(
         "This node is to leave.",
         {
             "reason": "why: a signal, a preemption notice, or an operator",
             "left_s": "seconds until the machine is gone; null if that is not known",
         },
     ),
-    "control": Event(
+    "control": EventSpec(
         "An operator has changed what the whole job is to do.",
         {
             "nnodes": "fewest and most nodes that the operator asked for, or null",
             "stop": "whether the job is to stop",
         },
     ),
-    "reason": Event(
+    "reason": EventSpec(
         "The agent's decision has another reason than the one before.",
         {"reason": "one sentence that says what the agent does and why"},
     ),
-    "round": Event(
+    "round": EventSpec(
         "The generation ends, and the nodes agree on the next one.",
         {
             "generation": "generation that ends",
@@ -107,11 +107,11 @@ EVENTS: Mapping[EventName, Event] = {
             "reason": "why the generation ends",
         },
     ),
-    "writes": Event(
+    "writes": EventSpec(
         "This agent is the leader and writes the next generation to etcd.",
         {"generation": "number of the generation that it writes"},
     ),
-    "world": Event(
+    "world": EventSpec(
         "The agent has read a new generation from etcd.",
         {
             "generation": _GENERATION,
@@ -125,7 +125,7 @@ EVENTS: Mapping[EventName, Event] = {
             "`cause`, the reason without it; or null",
         },
     ),
-    "start": Event(
+    "start": EventSpec(
         "The agent starts its workers for a generation.",
         {
             "generation": _GENERATION,
@@ -133,21 +133,21 @@ EVENTS: Mapping[EventName, Event] = {
             "ranks": "ranks of this node's workers",
         },
     ),
-    "started": Event(
+    "started": EventSpec(
         "The workers' processes exist.",
         {
             "pids": "their process ids",
             "kept": "number of workers that go on in a process of the generation before",
         },
     ),
-    "attached": Event(
+    "attached": EventSpec(
         "A worker has called `elasticzero.run`; written once for an agent.", {"rank": _RANK}
     ),
-    "plain": Event(
+    "plain": EventSpec(
         "The script trains without calling `elasticzero.run`, so the agent sees no steps of it.",
         {"generation": _GENERATION},
     ),
-    "restored": Event(
+    "restored": EventSpec(
         "The first worker of this node has its state and begins to train.",
         {
             "generation": _GENERATION,
@@ -159,7 +159,7 @@ EVENTS: Mapping[EventName, Event] = {
             "bytes_read": "bytes of state that the worker read",
         },
     ),
-    "step": Event(
+    "step": EventSpec(
         "The first worker of this node has finished a step. `time` is the end of the step.",
         {
             "step": _STEP,
@@ -171,12 +171,12 @@ EVENTS: Mapping[EventName, Event] = {
             "total": "steps of the whole run; 0 if that is not known",
         },
     ),
-    "log": Event(
+    "log": EventSpec(
         "The script has called `session.log`.",
         {"rank": _RANK, "step": _STEP},
         open_fields="each number that the script logged, under its own name",
     ),
-    "looked": Event(
+    "looked": EventSpec(
         "The agent has examined a worker that makes no step.",
         {
             "generation": _GENERATION,
@@ -191,7 +191,7 @@ EVENTS: Mapping[EventName, Event] = {
             "verified": "newest step at which all ranks had the same state, or null",
         },
     ),
-    "paced": Event(
+    "paced": EventSpec(
         "Rank 0 has chosen another interval between snapshots.",
         {
             "every": "steps from one snapshot to the next",
@@ -199,7 +199,7 @@ EVENTS: Mapping[EventName, Event] = {
             "step_s": "seconds of a step",
         },
     ),
-    "captured": Event(
+    "captured": EventSpec(
         "A worker has copied its part of the state to shared memory.",
         {
             "step": "step of the state",
@@ -214,7 +214,7 @@ EVENTS: Mapping[EventName, Event] = {
             "manifest": "the part's own manifest if `direct`; otherwise empty",
         },
     ),
-    "kept": Event(
+    "kept": EventSpec(
         "This node holds its part of a snapshot, or could not take it.",
         {
             "step": "step of the snapshot",
@@ -223,16 +223,16 @@ EVENTS: Mapping[EventName, Event] = {
             "not_finite": "whether the reason is a NaN or an infinity in the state",
         },
     ),
-    "memory_short": Event(
+    "memory_short": EventSpec(
         "Shared memory has no room for this node's snapshots.",
         {
             "needed_bytes": "bytes that the snapshots of this node need",
             "free_bytes": "bytes that are free",
         },
     ),
-    "saved": Event("This node's part of a save has ended.", _SAVED),
-    "checkpoint": Event("This node has committed a checkpoint.", _SAVED),
-    "save_failed": Event(
+    "saved": EventSpec("This node's part of a save has ended.", _SAVED),
+    "checkpoint": EventSpec("This node has committed a checkpoint.", _SAVED),
+    "save_failed": EventSpec(
         "A save of the newest state has failed and is tried again.",
         {
             "step": "step of the state",
@@ -242,7 +242,7 @@ EVENTS: Mapping[EventName, Event] = {
             "pause_s": "seconds until the next try",
         },
     ),
-    "stopping": Event(
+    "stopping": EventSpec(
         "A worker has left its training loop because its generation ends.",
         {
             "rank": _RANK,
@@ -252,7 +252,7 @@ EVENTS: Mapping[EventName, Event] = {
             "reason": "why it stops",
         },
     ),
-    "failed": Event(
+    "failed": EventSpec(
         "An exception has left the training function of a worker.",
         {
             "rank": _RANK,
@@ -266,7 +266,7 @@ EVENTS: Mapping[EventName, Event] = {
             "verified": "newest step at which all ranks had the same state, or null",
         },
     ),
-    "ended": Event(
+    "ended": EventSpec(
         "A worker's process has ended.",
         {
             "rank": _RANK,
@@ -274,22 +274,22 @@ EVENTS: Mapping[EventName, Event] = {
             "code": "its exit code; below 0, the negative number of the signal that ended it",
         },
     ),
-    "outlasted": Event(
+    "outlasted": EventSpec(
         "Workers of this node have finished, and other workers of the job still run.",
         {"ranks": "ranks that have finished"},
     ),
-    "stuck_at_exit": Event(
+    "stuck_at_exit": EventSpec(
         "A worker's script has ended and its process has not, so the agent kills it.",
         {"rank": _RANK, "exit_code": "exit code of the script, which counts"},
     ),
-    "store_trouble": Event(
+    "store_trouble": EventSpec(
         "A request to etcd has failed; the agent tries again.", {"message": "the error"}
     ),
-    "store_recovery": Event(
+    "store_recovery": EventSpec(
         "etcd has lost its data, or an agent has written to it again what it had lost.",
         {"message": "what happened"},
     ),
-    "exit": Event(
+    "exit": EventSpec(
         "The agent ends; only `error` may follow.",
         {
             "code": "exit code of the agent, or null",
@@ -298,7 +298,7 @@ EVENTS: Mapping[EventName, Event] = {
             "end_reason": "why the script ended training early, by `session.stop`; or empty",
         },
     ),
-    "error": Event(
+    "error": EventSpec(
         "The agent ends with an error, which it also prints.",
         {
             "message": "the error",

@@ -73,7 +73,7 @@ class Rendezvous:
     """What the user is told."""
 
 
-def rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:
+def resolve_rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:
     """given: the options of `run` by name. Raises `UserError`."""
     conf = parse_conf(given["rdzv_conf"])
     settings, idle = _settings(conf)
@@ -203,7 +203,7 @@ def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
     """Where this node finds the others, put into `args` as --etcd, --job and what --rdzv-conf says
     besides; raises `UserError`."""
     _prefer_flags(args)
-    found = rendezvous(vars(args), most_nodes)
+    found = resolve_rendezvous(vars(args), most_nodes)
     if args.standalone and most_nodes > 1:
         raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
     if found.etcd is None and most_nodes > 1:

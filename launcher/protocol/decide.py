@@ -64,7 +64,7 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Alarm, Done, Failure, Phase, Report, World
 from elasticzero.launcher.protocol.drain import (
-    drain,
+    begin_drain,
     drain_without_store,
     exit_deadline_s,
     exit_unrecorded,
@@ -186,7 +186,7 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
     if view.leaving:
-        return drain(view, now_s, policy)
+        return begin_drain(view, now_s, policy)
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")

@@ -71,7 +71,7 @@ def leave_reason(view: View) -> str:
     return f"{view.me.node} leaves: {view.notice.reason}"
 
 
-def drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
+def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """What a leaving node does while no round is open."""
     reason, workers, notice = leave_reason(view), view.workers, view.notice
     if not view.store.reachable:

@@ -40,7 +40,7 @@ from elasticzero.launcher.protocol.termination import (
     refuse_unverified_state,
     skipped_checkpoint,
     skipped_checkpoint_note,
-    stop,
+    stop_job,
 )
 from elasticzero.launcher.protocol.view import View
 from elasticzero.text import count_text
@@ -95,7 +95,7 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     if (end := fail_job(following, cause, policy, excused=excused)) is not None:
         return end_once_saved(view, resume, end, waited_s, policy)
     if view.control.stop:
-        return stop(view, resume, waited_s, policy)
+        return stop_job(view, resume, waited_s, policy)
     failed = following.fruitless
     pause_s = min(MOST_PAUSE_S, 0.25 * 2**failed) if failed > 1 else 0.0
     if waited_s < pause_s:

@@ -123,7 +123,7 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
     return f"{text}: {steps} lost, {have}"
 
 
-def stop(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:
+def stop_job(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:
     """The end that an operator asked for, once the newest state in memory is a checkpoint."""
     if not only_in_memory(view, resume):
         return stop_from_storage(view)

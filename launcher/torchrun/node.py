@@ -62,7 +62,7 @@ class RendezvousRefused(ElasticZeroError):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """A node's place in a world."""
 
     world: World
@@ -129,7 +129,7 @@ class RendezvousNode:
         self._answer = threading.Condition()
         self._asked_s: float | None = None
         self._asked_anew = False
-        self._found: Placement | RendezvousRefused | None = None
+        self._found: NodePlacement | RendezvousRefused | None = None
         self._trains = False
         self._change = Change()
         self._thread: threading.Thread | None = None
@@ -138,7 +138,7 @@ class RendezvousNode:
     def name(self) -> str:
         return self._membership.me.node
 
-    def next_place(self) -> Placement:
+    def next_place(self) -> NodePlacement:
         """Leaves the place this node has, and waits for one in a new world; raises
         `RendezvousRefused`."""
         if self._over.is_set():
@@ -249,7 +249,7 @@ class RendezvousNode:
             case Take(world, index):
                 self._placed, self._change = True, Change()
                 first = self._membership.take_store_socket() if index == 0 else None
-                self._settle(Placement(world, index, first))
+                self._settle(NodePlacement(world, index, first))
             case Refuse(kind):
                 self._over.set()
                 self._membership.close()
@@ -291,7 +291,7 @@ class RendezvousNode:
             self._store.write({WORLD: to_bytes(action.world)}, conditions=conditions)
             self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _settle(self, found: Placement | RendezvousRefused) -> None:
+    def _settle(self, found: NodePlacement | RendezvousRefused) -> None:
         """Answer who asked."""
         with self._answer:
             if self._asked_s is not None and not self._asked_anew:

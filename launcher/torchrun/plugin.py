@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
     from elasticzero.launcher.store.etcd.access import Access
-    from elasticzero.launcher.torchrun.node import Placement, RendezvousNode, RendezvousRefused
+    from elasticzero.launcher.torchrun.node import NodePlacement, RendezvousNode, RendezvousRefused
     from elasticzero.launcher.torchrun.rules import RoundLimits
 else:
     RendezvousHandler = object  # `create` registers the class with torch's
@@ -221,7 +221,7 @@ class Handler(RendezvousHandler):
         outcome = Done(outcome="failed" if failed else "finished", step=0, reason=reason)
         self._node.close_for_all(outcome)
 
-    def _rendezvous(self, place: Placement) -> TCPStore | None:
+    def _rendezvous(self, place: NodePlacement) -> TCPStore | None:
         """The store of a new world once all its nodes are there; None: the world is no more.
 
         So no worker is started in a world of which a node was lost while it was made.
@@ -244,7 +244,7 @@ class Handler(RendezvousHandler):
             self._wait(lambda: False, place, deadline_s)
         return None
 
-    def _wait(self, so: Callable[[], bool], place: Placement, deadline_s: float) -> bool:
+    def _wait(self, so: Callable[[], bool], place: NodePlacement, deadline_s: float) -> bool:
         """Whether it came to be so, before some node of the world was lost."""
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -263,7 +263,7 @@ class Handler(RendezvousHandler):
         return True
 
 
-def _open(place: Placement) -> TCPStore:
+def _open(place: NodePlacement) -> TCPStore:
     """The store of a world: the first node serves it, the others connect to it."""
     from torch._C._distributed_c10d import TCPStore
 

@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         name="a job that is to stop goes on after a round",
         file="protocol/regroup.py",
-        right="    if view.control.stop:\n        return stop(view,",
-        wrong="    if view.control.stop and False:\n        return stop(view,",
+        right="    if view.control.stop:\n        return stop_job(view,",
+        wrong="    if view.control.stop and False:\n        return stop_job(view,",
     ),
     Mutant(
         name="a failure is charged though steps were made",

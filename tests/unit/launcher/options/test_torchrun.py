@@ -19,7 +19,7 @@ from elasticzero.launcher.options.rendezvous import (
     Rendezvous,
     check_rendezvous,
     job_of,
-    rendezvous,
+    resolve_rendezvous,
 )
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import IDLE, SILENT, check_signals, without_effect
@@ -160,7 +160,7 @@ def test_the_docs_say_what_each_option_becomes(root: Path) -> None:
 
 def found(*words: str, nodes: int = 1) -> Rendezvous:
     args = parse(["run", *words, "train.py"])
-    return rendezvous(vars(args), nodes)
+    return resolve_rendezvous(vars(args), nodes)
 
 
 @pytest.mark.parametrize(
