@@ -1,4 +1,7 @@
-"""Processes of this machine (Linux): which exist, which are below which, and which end together."""
+"""Reads and controls processes of this machine (Linux): their states, their children, their end.
+
+`/proc` is read here, but for what is about files, sockets or the network.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_POLL_S = 0.005
+MAX_THREADS = 32
+"""Maximum number of threads that an account of a process names."""
+PF_EXITING, PF_DUMPCORE = 0x4, 0x200
+"""Bits of a process's flags in /proc (include/linux/sched.h)."""
 
 _BIND_AND_EXEC = """
 import ctypes, os, signal, sys
@@ -91,9 +98,80 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def process_state(pid: int) -> str:
+    """Returns the state of a process as one letter, as in /proc/PID/stat; empty if there is no such
+    process."""
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return fields[0] if fields else ""
+
+
 def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Returns whether a process runs (a zombie does not)."""
+    return process_state(pid) not in ("", "Z")
+
+
+def is_ending(pid: int) -> bool:
+    """Returns whether a process has begun to exit, or is gone.
+
+    The kernel has marked it then, though it may still write a core dump or free its memory.
+    """
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & (PF_EXITING | PF_DUMPCORE))
+
+
+def kernel_wait(pid: int) -> str:
+    """Returns the kernel's function in which the main thread of a process sleeps; empty if it runs
+    or is not known."""
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return "" if name == "0" else name
+    return ""
+
+
+def kernel_account(pid: int) -> str:
+    """Returns what the kernel says of a process: its status, and where its threads sleep."""
+    lines = []
+    with suppress(OSError):
+        wanted = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk")
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines += [line for line in status if line.partition(":")[0] in wanted]
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
+    for thread in threads[:MAX_THREADS]:
+        with suppress(OSError):
+            task = Path(f"/proc/{pid}/task/{thread}")
+            state = (_stat_fields(task / "stat") or ["?"])[0]
+            name, wait = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
+            lines.append(f"thread {thread} ({name}): state {state}, {wait}")
+    with suppress(OSError):
+        lines += ["the main thread's stack in the kernel:"]
+        lines += Path(f"/proc/{pid}/stack").read_text().splitlines()
+    return "\n".join(lines)
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of memory that this process has in RAM."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def thread_states(name: str) -> list[str]:
+    """Returns the states of this process's threads of one name, each as one letter: S sleeps, R
+    runs or is ready to run."""
+    states = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            text = Path(f"/proc/self/task/{task}/stat").read_text()
+            before, _, rest = text.rpartition(")")
+            if before.endswith(f"({name}"):
+                states.append(rest.split()[0])
+    return states
+
+
+def _stat_fields(path: str | Path) -> list[str]:
+    """Returns the fields of a `stat` file from the state on; none if the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(path).read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []

@@ -12,14 +12,13 @@ destructor still needs the lock.
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from elasticzero.processes import thread_states
 
 THREAD_NAME = "pt_gloo_runloop"
 """Of the threads of gloo's groups, as torch 2.13 names them."""
@@ -50,15 +49,4 @@ def _wait_until_idle() -> None:
     deadline_s, quiet = time.monotonic() + LIMIT_S, 0
     while quiet < QUIET_LOOKS and time.monotonic() < deadline_s:
         time.sleep(PAUSE_S)
-        quiet = quiet + 1 if all(state == "S" for state in _thread_states()) else 0
-
-
-def _thread_states() -> list[str]:
-    """The state of each of gloo's threads, as in /proc/PID/stat: S sleeps, R runs or is to run."""
-    states = []
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            name, _, rest = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")
-            if name.endswith(f"({THREAD_NAME}"):
-                states.append(rest.split()[0])
-    return states
+        quiet = quiet + 1 if all(state == "S" for state in thread_states(THREAD_NAME)) else 0

@@ -21,7 +21,7 @@ from elasticzero.comm.torch_internals import script_groups
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting
-from elasticzero.processes import children_of
+from elasticzero.processes import children_of, resident_bytes
 from elasticzero.state.rng import RngState
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
@@ -100,7 +100,7 @@ def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
         threads=tuple(threads),
         children=tuple(sorted(children)),
         cuda_error=cuda_error,
-        resident_bytes=_resident_bytes(),
+        resident_bytes=resident_bytes(),
         first_resident_bytes=baseline.resident_bytes,
     )
 
@@ -112,11 +112,6 @@ def _threads() -> dict[int | None, str]:
         for thread in threading.enumerate()
         if not isinstance(thread, threading._DummyThread)
     }
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _empty_gpu() -> str | None:

@@ -41,10 +41,10 @@ from elasticzero.launcher.workers.process import (
     Worker,
     fatal_stack,
     fork,
-    is_ending,
     reassign,
 )
 from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
+from elasticzero.processes import is_ending
 
 MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0

@@ -22,8 +22,6 @@ STACK_BYTES = 1 << 16
 """The end of a log in which the stack of a crash is looked for."""
 FATAL = "Fatal Python error: "
 """How such a stack begins."""
-PF_EXITING, PF_DUMPCORE = 0x4, 0x200
-"""Bits of a process's flags in /proc (include/linux/sched.h)."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOCAL_RANK_MACRO = "${local_rank}"
 """torchrun replaces it in the arguments of scripts."""
@@ -170,17 +168,6 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
     if old.stdout_log is not None:
         new.stdout_log, new.stdout_start = old.stdout_log, old.stdout_log.stat().st_size
     return new
-
-
-def is_ending(pid: int) -> bool:
-    """Whether a process's end has begun: the kernel has marked it, though it may still write a core
-    dump or give back its memory; or it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    words = text.rpartition(")")[2].split()
-    return words[0] in "ZX" or bool(int(words[6]) & (PF_EXITING | PF_DUMPCORE))
 
 
 def fatal_stack(worker: Worker) -> str:

@@ -31,8 +31,8 @@ from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
     StackDumper,
     find_py_spy,
-    process_state,
 )
+from elasticzero.processes import process_state
 
 STEPS_REMEMBERED = 20
 """The longest of so many says how long a step may take."""

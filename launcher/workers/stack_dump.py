@@ -21,56 +21,18 @@ from pathlib import Path
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.hang_rules import StalledWorker
 from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
+from elasticzero.processes import kernel_account, kernel_wait, process_state
 
 ANSWER_S = 1.0
 FAULTHANDLER_S = 0.5
 """The handler has written by then, if it is going to."""
 PY_SPY_S = 5.0
-MOST_THREADS = 32
 
 
 def find_py_spy() -> str | None:
     """The program that reads a process's Python stack from outside, if it is installed."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
-
-
-def process_state(pid: int) -> str:
-    """One letter, as in /proc/PID/stat; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def kernel_wait(pid: int) -> str:
-    """The kernel's function that the main thread sleeps in; empty if it runs or is not known."""
-    with suppress(OSError):
-        name = Path(f"/proc/{pid}/wchan").read_text().strip()
-        return "" if name == "0" else name
-    return ""
-
-
-def kernel_account(pid: int) -> str:
-    """What the kernel says of a process: its status, and where its threads sleep."""
-    lines = []
-    with suppress(OSError):
-        wanted = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk")
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        lines += [line for line in status if line.partition(":")[0] in wanted]
-    threads: list[str] = []
-    with suppress(OSError):
-        threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
-    for thread in threads[:MOST_THREADS]:
-        with suppress(OSError):
-            task = Path(f"/proc/{pid}/task/{thread}")
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            name, wait = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
-            lines.append(f"thread {thread} ({name}): state {state}, {wait}")
-    with suppress(OSError):
-        lines += ["the main thread's stack in the kernel:"]
-        lines += Path(f"/proc/{pid}/stack").read_text().splitlines()
-    return "\n".join(lines)
 
 
 @dataclass(slots=True)

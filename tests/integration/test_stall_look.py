@@ -23,8 +23,8 @@ from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
     StackDumper,
     find_py_spy,
-    process_state,
 )
+from elasticzero.processes import process_state
 from tests.integration.test_workers import Play
 
 PATIENCE_S = 60.0

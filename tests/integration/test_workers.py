@@ -17,8 +17,8 @@ from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Heard, WorkerGroup
-from elasticzero.launcher.workers.process import is_ending, worker_environment
-from elasticzero.processes import is_alive
+from elasticzero.launcher.workers.process import worker_environment
+from elasticzero.processes import is_alive, is_ending
 
 PATIENCE_S = 30.0
 
