@@ -57,6 +57,11 @@ def list_text(items: Iterable[object], most: int) -> str:
     return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
+def named_text(thing: str, names: Sequence[object], most: int) -> str:
+    """Returns the noun with the names that it stands for: `rank 1`, `ranks 1, 3`."""
+    return f"{thing}{'' if len(names) == 1 else 's'} {list_text(names, most)}"
+
+
 def size_text(count: float) -> str:
     """Returns bytes in the unit that suits them."""
     if count < 1024:

@@ -39,6 +39,7 @@ from elasticzero.ipc.messages import (
     Stepped,
 )
 from elasticzero.spans import STRATEGIES
+from elasticzero.text import count_text
 from elasticzero.worker.training_state import TrainingState
 
 PROGRESS_EVERY_S = 2.0
@@ -160,7 +161,7 @@ class LocalLink(AgentClient):
         saved = "nothing is saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"
         if settings.checkpoint_dir is not None:
             every = settings.checkpoint_every
-            how = f"every {every} step{'s' * (every > 1)} and " if every else ""
+            how = f"every {count_text(every, 'step')} and " if every else ""
             saved = f"checkpoints {how}at the end in {settings.checkpoint_dir}"
         self.console.say(f"training on one process, from {origin}; {saved}")
 

@@ -25,6 +25,7 @@ from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.text import count_text, list_text, named_text
 
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
@@ -87,11 +88,9 @@ class AgentConsole:
         if (damage := world.skipped) is not None:
             reason = damage.cause
             self.say(skipped_checkpoint_line(damage.step, damage.message, resume.step))
-        names = ", ".join(member.node for member in world.members[:NAMES_SHOWN])
-        more = len(world.members) - NAMES_SHOWN
+        names = list_text((member.node for member in world.members), NAMES_SHOWN)
         self.say(
-            f"generation {world.generation}: {world.world_size} rank"
-            f"{'s' * (world.world_size > 1)} on {names}{f' and {more} more' if more > 0 else ''}, "
+            f"generation {world.generation}: {count_text(world.world_size, 'rank')} on {names}, "
             f"{origin[resume.tier]}: {reason}",
         )
 
@@ -160,7 +159,7 @@ class AgentConsole:
             return
         self._every = message.every
         self.say(
-            f"snapshots every {message.every} step{'s' * (message.every > 1)}: one costs "
+            f"snapshots every {count_text(message.every, 'step')}: one costs "
             f"{message.cost_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
         )
 
@@ -195,11 +194,11 @@ class AgentConsole:
 
     def outlasted(self, group: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
         """Tells that these workers have ended and the job waits for others."""
-        ranks, more = ", ".join(str(w.rank) for w in ended), len(ended) > 1
-        running = ", ".join(str(w.rank) for w in group.workers if w.running)
-        others = f"rank{'s' * (',' in running)} {running} here" if running else "other nodes"
+        ranks = [worker.rank for worker in ended]
+        running = [worker.rank for worker in group.workers if worker.running]
+        others = f"{named_text('rank', running, NAMES_SHOWN)} here" if running else "other nodes"
         self.say(
-            f"rank{'s' * more} {ranks} {'have' if more else 'has'} ended "
+            f"{named_text('rank', ranks, NAMES_SHOWN)} ended "
             f"{now_s - ended[0].ended_s:.0f} s ago; the job waits for the workers of {others} to "
             "end too",
         )

@@ -35,7 +35,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.serialization import decode
-from elasticzero.text import count_text, say
+from elasticzero.text import count_text, list_text, say
 
 TRIES = 20
 """So often the document is read and written again when others write it at the same time."""
@@ -141,11 +141,9 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
         _check_running(job, f"drain {node}")
         member = job.nodes.get(node)
         if member is None:
-            names = list(job.nodes)
-            more = ", ..." if len(names) > NAMES_SHOWN else ""
             raise UserError(
                 f"drain {node}: job {name!r} has no such node; its nodes are "
-                f"{', '.join(names[:NAMES_SHOWN])}{more}"
+                f"{list_text(job.nodes, NAMES_SHOWN)}"
             )
         chosen[:] = [member]
         if job.control.drains(member):
@@ -235,10 +233,9 @@ def _who_trains(job: Job) -> str:
     world = job.world
     if world is None:
         return "there is no generation yet"
-    names = [member.node for member in world.members[:NAMES_SHOWN]]
-    more = ", ..." if len(world.members) > NAMES_SHOWN else ""
+    names = list_text((member.node for member in world.members), NAMES_SHOWN)
     waiting = f"; {', '.join(job.waiting)} waiting" if job.waiting else ""
-    return f"generation {world.generation} has {', '.join(names)}{more}{waiting}"
+    return f"generation {world.generation} has {names}{waiting}"
 
 
 def _wait(

@@ -66,7 +66,7 @@ from elasticzero.launcher.protocol.termination import (
     stop_from_storage,
 )
 from elasticzero.launcher.protocol.view import StoreHealth, View
-from elasticzero.text import count_text
+from elasticzero.text import count_text, list_text
 
 NAMES_SHOWN = 8
 REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
@@ -145,7 +145,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     resume = choose_resume(None, {}, view.storage_step)
     if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
-    cause = f"{len(members)} node{'s' * (len(members) > 1)} came together"
+    cause = f"{count_text(len(members), 'node')} came together"
     first = World(
         generation=1,
         token=view.token,
@@ -194,7 +194,8 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
     resume = choose_resume(world, {}, view.storage_step)
     if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
-    cause = f"all nodes of generation {world.generation} are gone; {_names(members)} came"
+    names = list_text((member.node for member in members), NAMES_SHOWN)
+    cause = f"all nodes of generation {world.generation} are gone; {names} came"
     following = World(
         generation=world.generation + 1,
         token=view.token,
@@ -210,10 +211,6 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         strikes=world.strikes,
     )
     return Decision((WriteWorld(following),), following.reason)
-
-
-def _names(members: tuple[Member, ...]) -> str:
-    return ", ".join(member.node for member in members[:NAMES_SHOWN])
 
 
 def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:

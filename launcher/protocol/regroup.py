@@ -43,7 +43,7 @@ from elasticzero.launcher.protocol.termination import (
     stop_job,
 )
 from elasticzero.launcher.protocol.view import View
-from elasticzero.text import count_text
+from elasticzero.text import count_text, list_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
@@ -63,10 +63,10 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     silent = [m.node for m in world.members if m.node not in heard]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
     if silent and (asked_s is None or now_s - asked_s < policy.alive_s):
-        return wait(f"waiting for an answer of {', '.join(silent[:NAMES_SHOWN])}")
+        return wait(f"waiting for an answer of {list_text(silent, NAMES_SHOWN)}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
     if late and now_s - opened_s < policy.stop_s + policy.save_s:
-        return wait(f"waiting for the workers of {', '.join(late[:NAMES_SHOWN])} to stop")
+        return wait(f"waiting for the workers of {list_text(late, NAMES_SHOWN)} to stop")
     present = {m.node: answers[m.node] for m in answered}
     reports = {node: report for node, report in present.items() if node not in late}
     cause = left_alone(world, view.alarm) or root_cause(reports) or deadlocked(world, view.alarm)

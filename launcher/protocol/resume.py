@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.launcher.protocol.documents import Report, World
-from elasticzero.text import list_text
+from elasticzero.text import named_text
 
 
 def choose_resume(
@@ -119,8 +119,7 @@ def describe_incomplete_snapshot(
         return ""
     _, step, size = most = max(newer, key=lambda state: (len(parts[state]), state[1]))
     missing = [rank for rank in range(size) if rank not in parts[most]]
-    names = list_text(missing, 4)
     return (
-        f"; no node is left that holds the part of rank{'s' * (len(missing) > 1)} {names} of the "
+        f"; no node is left that holds the part of {named_text('rank', missing, 4)} of the "
         f"snapshot of step {step}"
     )

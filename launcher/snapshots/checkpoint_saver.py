@@ -39,6 +39,7 @@ from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
 from elasticzero.launcher.snapshots.roles import CapturedStep, SnapshotRole
+from elasticzero.text import count_text
 
 COMMIT_WAIT_S = 600.0
 """How long a save waits for the parts of other nodes."""
@@ -364,8 +365,7 @@ class CheckpointSaver:
 
 
 def _removed(done: CleanupResult) -> str:
-    count = len(done.files)
-    return f"{count} file{'s' * (count > 1)} of saves that failed removed"
+    return f"{count_text(len(done.files), 'file')} of saves that failed removed"
 
 
 def _over(generation: int, step: int, error: str | None) -> SaveFinished:

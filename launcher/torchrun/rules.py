@@ -36,6 +36,7 @@ from elasticzero.launcher.protocol.documents import Done, Member, World
 from elasticzero.launcher.protocol.leader import leases_are_conclusive
 from elasticzero.launcher.protocol.placement import order_members
 from elasticzero.launcher.protocol.view import StoreHealth
+from elasticzero.text import count_text, list_text
 
 GROW_SETTLE_S = 0.5
 STRATEGY = "torchrun"
@@ -213,7 +214,10 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     world, members = view.world, view.members or {}
     if standing := _standing(view, world):
         assert world is not None
-        return Turn(None, f"waiting for {_names(standing)} to leave generation {world.generation}")
+        return Turn(
+            None,
+            f"waiting for {_names(standing)} to leave generation {world.generation}",
+        )
     unsure = [
         node
         for node, since_s in view.missing_since_s.items()
@@ -309,7 +313,7 @@ def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: Round
 def _why(world: World | None, lined: Sequence[Member]) -> str:
     """Why the next world is made."""
     if world is None:
-        return f"{len(lined)} node{'s' * (len(lined) > 1)} came together"
+        return f"{count_text(len(lined), 'node')} came together"
     before, after = [m.node for m in world.members], [m.node for m in lined]
     parts = []
     if gone := [node for node in before if node not in after]:
@@ -320,5 +324,4 @@ def _why(world: World | None, lined: Sequence[Member]) -> str:
 
 
 def _names(nodes: Sequence[str]) -> str:
-    shown = ", ".join(nodes[:NAMES_SHOWN])
-    return shown if len(nodes) <= NAMES_SHOWN else f"{shown} and {len(nodes) - NAMES_SHOWN} more"
+    return list_text(nodes, NAMES_SHOWN)

@@ -154,5 +154,5 @@ def test_workers_that_have_ended_while_others_go_on_are_told_of(tmp_path: Path, 
         elasticzero(*words, str(script)), capture_output=True, text=True, timeout=60, check=False
     )
     assert found.returncode == 0, found.stderr
-    assert "rank 0 has ended " in found.stderr
+    assert "rank 0 ended " in found.stderr
     assert "the job waits for the workers of rank 1 here to end too" in found.stderr

@@ -38,6 +38,7 @@ from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
 from elasticzero.launcher.store.etcd.lease import EtcdLease
 from elasticzero.launcher.store.etcd.protobuf import grpc
 from elasticzero.launcher.store.etcd.watch import EtcdWatch, WatchMultiplexer
+from elasticzero.text import list_text
 
 __all__ = ["EtcdStore", "Timeouts"]
 
@@ -217,9 +218,8 @@ class EtcdStore:
         Otherwise it may still be on its way, or have been overwritten, and only the caller can say
         what to do: raises `StoreUnavailable`.
         """
-        unknown = StoreUnavailable(
-            f"{error}; it is not known whether {_names(puts, deletes)} was written"
-        )
+        written = list_text(map(repr, [*puts, *deletes]), 4)
+        unknown = StoreUnavailable(f"{error}; it is not known whether {written} was written")
         if self._connection.closed.is_set():
             raise unknown from None
         until_s = time.monotonic() + self._timeouts.request_s / 2
@@ -266,7 +266,3 @@ class EtcdStore:
         """What stands there at that revision; 0: now."""
         key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
         return rpc.RangeRequest(key=key, range_end=end, revision=revision)
-
-
-def _names(puts: Mapping[str, bytes], deletes: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in [*puts, *deletes][:4])
