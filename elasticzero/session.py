@@ -1,4 +1,4 @@
-"""`Session`: the interface that a training script uses."""
+"""Defines `Session`, the interface that a training script uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
 from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import BatchPlan, SampleOrder
-from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.gradients import HiddenGradients
@@ -34,7 +34,7 @@ S = TypeVar("S", bound=Stateful)
 
 
 class Session:
-    """One generation of training, as the script sees it."""
+    """Represents one generation of training to the script; `elasticzero.run` makes it."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -44,51 +44,52 @@ class Session:
         self._loops = Loops(generation.link, self._comparison)
         self._state: Callable[[], dict[str, Tensor]] = dict
         self.device = generation.device
-        """Where batches arrive and the model is."""
+        """The device of the batches and the model."""
 
     @property
     def rank(self) -> int:
-        """This process's number among all ranks, from 0."""
+        """Returns this process's number among all ranks, from 0."""
         return self._assignment.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in this generation."""
+        """Returns the number of ranks in this generation."""
         return self._assignment.world_size
 
     @property
     def local_rank(self) -> int:
-        """This process's number among those of its node, from 0."""
+        """Returns this process's number among those of its node, from 0."""
         return self._assignment.local_rank
 
     @property
     def generation(self) -> int:
-        """Which world this is, from 1."""
+        """Returns the number of the generation, from 1."""
         return self._assignment.generation
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps applied so far; 1 after the first."""
+        """Returns the number of optimizer steps applied so far; 1 after the first."""
         return 0 if (training := self._generation.training) is None else training.step
 
     @property
     def batch_indices(self) -> list[int]:
-        """The dataset indices of the whole current global batch, on all ranks together."""
+        """Returns the dataset indices of the whole current global batch, on all ranks together."""
         return self._loops.progress.indices()
 
     @property
     def epoch(self) -> int:
-        """The epoch of the global batch that is being worked on, from 0, counted over all loops
-        over the same dataset object.
+        """Returns the epoch of the current global batch, from 0, over all loops over the same
+        dataset.
 
-        In `on_epoch_end` it is the one that has ended, after a loop that of the loop's last batch;
-        after a loop that an earlier generation has done it is the one in which training stands.
+        In `on_epoch_end` it is the one that has ended, and after a loop that of the loop's last
+        batch. After a loop that an earlier generation has done it is the epoch of the current
+        position.
         """
         return self._loops.epoch
 
     @property
     def stopped(self) -> str | None:
-        """Why training was ended by `stop`, once all ranks know; None: it was not."""
+        """Returns the reason given to `stop`, once all ranks have it; None: it was not called."""
         training = self._generation.training
         return training.stopped if training is not None else None
 
@@ -96,9 +97,11 @@ class Session:
         """Ends training for all ranks; any of them may call this, at any time.
 
         All ranks leave their loop at the same boundary, at most one step later, as if it had come
-        to its end, and loops after it give nothing; the code after the loops runs. The state is
+        to its end, and later loops yield nothing; the code after the loops runs. The state is
         saved, and the job ends as finished, with this reason. A run that is begun anew from its
-        last checkpoint (`--restart`) goes on.
+        last checkpoint (`--restart`) continues training.
+
+        reason: the text that the job ends with. Raises `UserError` for anything but a text.
         """
         training = self._prepared("stop")
         if not isinstance(reason, str) or not reason.strip():
@@ -110,9 +113,10 @@ class Session:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
-        Use the model that this returns, and no longer the one that was given. model: on any device.
-        optimizer: a function that takes the parameters and returns a torch optimizer for them.
-        strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`.
+        Use the model that this returns, and no longer the one that was given. model: an `nn.Module`
+        on any device. optimizer: a function that takes the parameters and returns a torch optimizer
+        for them. strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`. Raises
+        `UserError` for another model or optimizer, and if called twice.
         """
         generation = self._generation
         if generation.training is not None:
@@ -160,7 +164,8 @@ class Session:
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
 
-        Call it before `restore`. thing: has `state_dict` and `load_state_dict`, as a scheduler has.
+        Call it before `restore`. name: unique, without "/". thing: an object with `state_dict` and
+        `load_state_dict`, such as a scheduler. Raises `UserError` for another name or object.
         """
         training = self._prepared("track")
         if training.copy is not None:
@@ -172,15 +177,20 @@ class Session:
         return thing
 
     def restore(self) -> None:
-        """Loads the state that this generation starts from: from nodes' memory or a checkpoint.
-        Without any, the fresh model stays as it is."""
+        """Loads the state that this generation starts from: a snapshot or a checkpoint.
+
+        Without either, the fresh model stays as it is. Raises `UserError` if called twice, and
+        `CheckpointMismatch` if the state does not fit the model, optimizer or tracked objects.
+        """
         training = self._prepared("restore")
         if training.copy is not None:
             raise UserError("session.restore was called twice")
-        self._link.check()
+        link = self._link
+        link.check()
         generation, began_s = self._generation, time.monotonic()
-        with self._link.exit_on_abort():
-            bytes_read = self._restore(training)
+        with link.exit_on_abort():
+            restore = link.restore if isinstance(link, LocalLink) else TrainingState.restore
+            bytes_read = restore(training)
         self._link.send(
             Restored(
                 step=training.step,
@@ -191,16 +201,6 @@ class Session:
                 bytes_read=bytes_read,
             )
         )
-
-    def _restore(self, training: TrainingState) -> int:
-        """Returns the bytes read. An agent is told of a damaged checkpoint, and chooses another."""
-        while True:
-            try:
-                return training.restore()
-            except CheckpointDamaged as error:
-                if not isinstance(self._link, LocalLink):
-                    raise
-                self._link.fall_back(error)
 
     def batches(  # noqa: PLR0913 - keywords of the public interface
         self,
@@ -264,9 +264,11 @@ class Session:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds the gradient of a micro-batch's mean loss to that of the global batch.
 
-        loss: a tensor with one element. weight: what the mean is over, in place of the number of
-        samples (tokens, say); then give it for every micro-batch. A micro-batch of weight 0 takes
-        no part: its loss may be anything.
+        A micro-batch of weight 0 takes no part: its loss may be anything.
+
+        loss: a tensor with one element. weight: the divisor of the mean, if it is not the number of
+        samples (tokens, say); give it for every micro-batch or for none. Raises `UserError` for a
+        loss of another shape, and for a second call for one micro-batch.
         """
         training, progress = self._prepared("backward"), self._loops.progress
         batch, part = progress.current("backward")
@@ -287,9 +289,11 @@ class Session:
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
-        """Ends a micro-batch; True if it was the last of a global batch, which is then applied.
+        """Ends a micro-batch; True if it was a global batch's last, whose step is then applied.
 
-        max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters.
+        max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:
+        no limit. Raises `NotFinite` on all ranks, without applying the step, if a loss or a
+        gradient is NaN or infinite.
         """
         training, progress = self._prepared("step"), self._loops.progress
         batch, part = progress.current("step")
@@ -300,7 +304,11 @@ class Session:
             return False
         self._link.check()
         training.gradients.show()
-        training.apply(training.strategy.finish(self._weight_factor(len(batch)), max_grad_norm))
+        training.apply(
+            training.strategy.finish(
+                self._loops.weight_factor(len(batch), self._generation.groups), max_grad_norm
+            )
+        )
         now_s = time.monotonic()
         step_s = now_s - progress.began_s
         training.stager.stepped(step_s)
@@ -316,18 +324,6 @@ class Session:
         )
         return True
 
-    def _weight_factor(self, samples: int) -> float:
-        """What turns a mean over samples into one over the weights that the script gave."""
-        total = self._loops.progress.weights
-        if total is None:
-            return 1.0
-        if self._generation.groups is not None:
-            own = torch.tensor([total], dtype=torch.float64)
-            total = float(self._generation.groups.sum(own))
-        if total <= 0:
-            raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
-        return samples / total
-
     def evaluate(
         self,
         dataset: Dataset[Any],
@@ -338,11 +334,12 @@ class Session:
     ) -> Result:
         """Returns the mean of `fn(batch)` over the dataset, the same on all ranks.
 
-        The ranks divide the batches. The model is in eval mode and gradients are off meanwhile;
-        training goes on as if it had not been. The result does not depend on the number of ranks.
+        The ranks divide the batches; the result does not depend on their number. Meanwhile the
+        model is in eval mode and gradients are off, and training continues as if nothing happened.
 
-        dataset: has a length and is indexed by number. fn: takes a batch and returns its mean, a
-        number or a dict of numbers. batch_size: samples in a batch. collate_fn: as in `batches`.
+        dataset: an object with a length, indexed by number. fn: a function that takes a batch and
+        returns its mean, a number or a dict of numbers. batch_size: number of samples in a batch.
+        collate_fn: as for `batches`.
         """
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
@@ -356,17 +353,20 @@ class Session:
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the whole model's state on rank 0, copied to the CPU under the names of the
-        model's own `state_dict`, and an empty dict on the others. All ranks call this."""
+        """Returns the whole model's state on rank 0, and an empty dict on the others.
+
+        The tensors are copied to the CPU under the model's own names. All ranks call this.
+        """
         training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
         return self._state()
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Hands numbers to the agent's event log, for the current step.
+        """Writes numbers to the agent's event log, for the current step.
 
-        Each is a number or a tensor with one element. `loss` is also a metric.
+        Each value is a number or a tensor with one element. `loss` is also a metric. Raises
+        `UserError` for other values.
         """
         values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
         self._link.send(Logged(step=self.step_count, scalars=values))
@@ -375,8 +375,8 @@ class Session:
     def busy(self, doing: str) -> Iterator[None]:
         """Marks a section of the script that makes no steps and is no hang; use it with `with`.
 
-        doing: such as "compiling"; it appears in messages. `--hang-timeout` does not count in the
-        section, on any rank, nor is it part of a step's time. Sections may lie in each other.
+        `--hang-timeout` does not count in the section, on any rank, nor is it part of a step's
+        time. Sections may be nested. doing: a text such as "compiling", which appears in messages.
         """
         began_s = time.monotonic()
         try:

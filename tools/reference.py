@@ -38,7 +38,7 @@ def session() -> str:
         (
             code(function.name),
             code(function.signature.rpartition("-> ")[2]),
-            " ".join(function.text.split()),
+            sentence(" ".join(function.text.split()).removeprefix("Returns ")),
         )
         for function in functions
         if function.is_property

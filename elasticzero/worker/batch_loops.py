@@ -1,4 +1,4 @@
-"""The loops over batches of one generation: which of them runs, and how far each dataset is used.
+"""Runs the loops over batches of one generation, and records how far each dataset is used.
 
 Rules:
  D1  Loops are numbered in the order in which they begin, and dataset objects in the order in which
@@ -24,7 +24,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
 from elasticzero.errors import UserError
@@ -41,8 +44,8 @@ AGAIN_NEW = (
 
 
 class Datasets:
-    """Numbers dataset objects in the order in which they are first used; keeps none alive that can
-    be referred to weakly."""
+    """Numbers dataset objects in the order in which they are first used, by weak references if
+    possible."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], Any], int]] = {}
@@ -59,8 +62,10 @@ class Datasets:
         return self._count - 1
 
     def looks_recreated(self, dataset: Any, alike: tuple[Any, ...]) -> bool:
-        """Whether the loop before this one went over another object that was like this one and is
-        gone. alike: what both must have in common."""
+        """Returns whether the loop before this one went over another, similar object that is gone.
+
+        alike: the properties that both must have in common.
+        """
         kind = (type(dataset), *alike)
         before, self._last = self._last, (kind, _reference(dataset))
         return before is not None and before[0] == kind and before[1]() is None
@@ -69,15 +74,15 @@ class Datasets:
 def _reference(dataset: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(dataset)
-    except TypeError:  # a list, say
+    except TypeError:  # a list, for example
         return lambda: dataset
 
 
 class Loops:
-    """The loops of one generation on one rank."""
+    """Runs the loops of one generation on one rank."""
 
     def __init__(self, link: AgentClient, comparison: Comparison) -> None:
-        """comparison: of the ranks' scripts."""
+        """Takes the client of the agent, and the comparison of the ranks' scripts."""
         self._comparison = comparison
         self.progress = StepProgress()
         self._link = link
@@ -85,11 +90,11 @@ class Loops:
         self._datasets = Datasets()
         self._epoch: int | None = None
         self._open: object | None = None
-        """Of the loop that runs."""
+        """Identifies the loop that runs; None: no loop runs."""
 
     @property
     def epoch(self) -> int:
-        """See `Session.epoch`."""
+        """Returns what `Session.epoch` does."""
         if self._epoch is None:
             raise UserError(
                 "session.epoch is there once a loop over session.batches has begun; `for epoch in "
@@ -105,7 +110,8 @@ class Loops:
         reader: BatchReader,
         on_epoch_end: Callable[[], object] | None,
     ) -> Iterator[Any]:
-        """The micro-batches of the next loop, from where training stands to the loop's end."""
+        """Yields the micro-batches of the next loop, from the present position to the loop's
+        end."""
         self._check_batch_was_whole()
         training.finish_pending_step()
         self._open = mine = object()
@@ -176,7 +182,7 @@ class Loops:
         self.progress = StepProgress()
 
     def _check_part(self, mine: object) -> None:
-        """The script asks for the next micro-batch: it is done with this one."""
+        """Checks that the script is done with its micro-batch when it requests the next one."""
         if self._open is not mine:
             raise UserError(
                 "this loop over session.batches was followed by another, so it cannot be gone on "
@@ -190,8 +196,19 @@ class Loops:
                 "where step() returns False"
             )
 
+    def weight_factor(self, samples: int, groups: ProcessGroups | None) -> float:
+        """Returns the factor from a mean over samples to a mean over the script's weights."""
+        total = self.progress.weights
+        if total is None:
+            return 1.0
+        if groups is not None:
+            total = float(groups.sum(torch.tensor([total], dtype=torch.float64)))
+        if total <= 0:
+            raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
+        return samples / total
+
     def _check_batch_was_whole(self) -> None:
-        """Raise `UserError` where a loop was left with half a global batch's gradient added up."""
+        """Raises `UserError` if a loop was left with the gradient of a part of a global batch."""
         if self.progress.partial:
             raise UserError(
                 "the loop over session.batches before this one was left in the middle of a global "

@@ -49,18 +49,19 @@ _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options of `elasticzero run` that concern a process alone."""
+    """Holds the options of `elasticzero run` that concern a single process."""
 
     strategy: str = "ddp"
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     strict: bool = False
-    """Do not go on behind a damaged checkpoint."""
+    """True: raise an error instead of skipping a damaged checkpoint."""
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Raises `UserError` where a variable's value makes no sense; an empty one is none."""
+    """Reads the settings; raises `UserError` for an invalid value, and treats an empty one as
+    unset."""
 
     def given(name: str) -> str | None:
         return environment.get(PREFIX + name) or None
@@ -88,7 +89,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 class Console:
-    """Prints how training gets on, a line every few seconds."""
+    """Prints the progress of training, a line every few seconds."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -100,7 +101,7 @@ class Console:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
     def record(self, message: Message) -> None:
-        """Take note of what a worker would say to its agent."""
+        """Records a message that a worker would send to its agent."""
         match message:
             case Stepped():
                 self._show()
@@ -121,7 +122,7 @@ class Console:
                 pass
 
     def _show(self) -> None:
-        """The line that is due, if one is."""
+        """Prints the progress line if it is due."""
         if (step := self._due) is None:
             return
         self._due, self._shown_s = None, time.monotonic()
@@ -131,7 +132,7 @@ class Console:
 
 
 class LocalLink(AgentClient):
-    """In the place of the link to an agent."""
+    """Stands in for `AgentClient` in a process without an agent."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -166,10 +167,10 @@ class LocalLink(AgentClient):
         self.console.say(f"training on one process, from {origin}; {saved}")
 
     def _newest_good(self) -> Resume:
-        """Where training begins: at the newest good checkpoint.
+        """Returns the state to start from, which is the newest good checkpoint.
 
-        Raises `CheckpointDamaged` where none of several is good, or one is passed over that must
-        not be.
+        Raises `CheckpointDamaged` if there are several and none is good, or if `strict` forbids
+        skipping one.
         """
         where, damage = self._settings.checkpoint_dir, ""
         for info in steps(open_directory(where)) if where is not None else []:
@@ -193,8 +194,16 @@ class LocalLink(AgentClient):
             )
         return Resume(tier="fresh")
 
-    def fall_back(self, error: CheckpointDamaged) -> None:
-        """Begin at an older checkpoint than the one that was read and found damaged."""
+    def restore(self, training: TrainingState) -> int:
+        """Loads the newest checkpoint that proves good when it is read; returns the bytes read."""
+        while True:
+            try:
+                return training.restore()
+            except CheckpointDamaged as error:
+                self._fall_back(error)
+
+    def _fall_back(self, error: CheckpointDamaged) -> None:
+        """Selects an older checkpoint than the one that was read and found damaged."""
         resume = self.assignment.resume
         if resume.tier != "storage":
             raise error
@@ -203,7 +212,7 @@ class LocalLink(AgentClient):
         self.assignment = replace(self.assignment, resume=self._newest_good())
 
     def save(self, manifest: Manifest, pieces: list[TensorPiece]) -> None:
-        """Write a checkpoint, while training waits; raises `ElasticZeroError`."""
+        """Writes a checkpoint, while training waits; raises `ElasticZeroError`."""
         assert self._settings.checkpoint_dir is not None
         directory = open_directory(self._settings.checkpoint_dir)
         written = write_checkpoint(directory, manifest, 0, pieces)
@@ -217,8 +226,10 @@ class LocalLink(AgentClient):
 
     @contextmanager
     def interruptions(self, boundary: Callable[[], TrainingState | None]) -> Iterator[None]:
-        """Take Ctrl-C and SIGTERM as a wish to end at the next boundary, where there is something
-        to be saved by then; a script's own handlers stay."""
+        """Makes Ctrl-C and SIGTERM end training at the next boundary if state exists by then.
+
+        A script's own handlers stay.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -250,8 +261,10 @@ class LocalLink(AgentClient):
                 signal.signal(number, usual[number])
 
     def end(self, error: BaseException, at: TrainingState | None) -> NoReturn:
-        """End the process after an error left the training function: by `SystemExit` where it is
-        no error of the script's own."""
+        """Ends the process after an error left the training function.
+
+        It raises `SystemExit` for an error that is not the script's own.
+        """
         if isinstance(error, (GenerationEnded, KeyboardInterrupt)):
             asked = isinstance(error, GenerationEnded)
             left = asked and not self.flags & FLAG_STOP
@@ -270,7 +283,7 @@ class LocalLink(AgentClient):
         raise error
 
     def _then(self) -> str:
-        """What becomes of it."""
+        """Describes what the next start of the same command does."""
         where = self._settings.checkpoint_dir
         if where is None:
             return "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR to have checkpoints"
@@ -284,7 +297,7 @@ class LocalLink(AgentClient):
 
 
 def begin(environment: Mapping[str, str]) -> LocalLink:
-    """The link of a process that was not started by an agent; raises `ElasticZeroError`."""
+    """Returns the `LocalLink` of a process that no agent has started; raises `ElasticZeroError`."""
     if environment.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in environment:
         raise UserError(
             f"this is one of {environment['WORLD_SIZE']} processes that torchrun or another "
