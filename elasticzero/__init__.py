@@ -1,5 +1,7 @@
-"""ElasticZero trains PyTorch models on machines that come and go; public names are loaded when
-first used, so that importing this package does not import torch."""
+"""Trains PyTorch models on machines that come and go.
+
+A public name is loaded at its first use, so that importing this package does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs work on several items at a time, in threads that do not keep the process from ending."""
+"""Runs work on several items at a time, in threads that do not prevent the process from ending."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def run_parallel(
 ) -> list[_Result]:
     """Calls `work` on every item, up to `threads` at a time; returns the results in order.
 
-    After an error no further item is begun; once those under way have ended, the error of the first
-    item that failed is raised. The threads are daemons and not an executor's, which Python waits
-    for at exit: one whose storage hangs would keep the agent from ending.
+    After an error no further item is begun; once the running ones have ended, the error of the
+    first item that failed is raised. The threads are daemons and not an executor's, which Python
+    waits for at exit: one whose storage hangs would prevent the agent from ending.
     """
     waiting = list(enumerate(items))
     results: dict[int, _Result] = {}

@@ -1,4 +1,4 @@
-"""`run`: hands a training script over to the session, generation by generation."""
+"""Implements `run`, which hands a training script over to the session, generation by generation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(train: Callable[[Session], None]) -> None:
 
 
 def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGeneration | None:
-    """One generation; None: training has finished."""
+    """Runs one generation; returns None once training has finished."""
     generation = Generation(link)
     try:
         generation.enter()
@@ -54,7 +54,7 @@ def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGen
 
 
 def _alone(train: Callable[[Session], None]) -> None:
-    """Train on this process, which no agent has started."""
+    """Trains on this process alone, which no agent has started."""
     try:
         link = single_process.begin(os.environ)
     except ElasticZeroError as error:

@@ -1,4 +1,5 @@
-"""The error tree: every error that this project raises on purpose, by who must act on it."""
+"""Defines the error tree: every error that this project raises on purpose, by who must act on
+it."""
 
 from __future__ import annotations
 
@@ -7,25 +8,24 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What an agent's exit status says to whatever started it (under Kubernetes: the Job
-    controller)."""
+    """Exit statuses of an agent, for whatever started it (under Kubernetes: the Job controller)."""
 
     DONE = 0
-    """`done` is written: the job finished. Never used for anything else."""
+    """The job finished, and the key `done` is written. Nothing else uses this code."""
     USAGE = 64
-    """Bad input: trying again without a change is useless."""
+    """The input is bad; another try without a change is useless."""
     UNAVAILABLE = 69
-    """etcd, or the nodes asked for, could not be reached in time."""
+    """etcd, or the requested number of nodes, could not be reached in time."""
     FAILED = 70
     """The job failed and must not be retried."""
     LEFT = 75
     """This node left (drained, evicted); it may come back."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
 
 class ElasticZeroError(Exception):
-    """The root. A message says what happened, where, and what to do next."""
+    """Root of the tree. A message says what happened, where, and what to do next."""
 
     exit_code = ExitCode.FAILED
 
@@ -37,13 +37,13 @@ class UserError(ElasticZeroError):
 
 
 class OperatorError(ElasticZeroError):
-    """The environment must be mended: etcd, a disk, a network."""
+    """The operator must repair the environment: etcd, a disk, a network."""
 
     exit_code = ExitCode.UNAVAILABLE
 
 
 class RetryError(ElasticZeroError):
-    """Nobody must act: the same thing tried again may work."""
+    """No one must act: another try of the same operation may succeed."""
 
     exit_code = ExitCode.LEFT
 
@@ -53,17 +53,17 @@ class StoreUnavailable(OperatorError):
 
 
 class AccessRefused(StoreUnavailable):
-    """The coordination store does not let us in: certificate, user, password or permission."""
+    """The coordination store denies access: certificate, user, password or permission."""
 
 
 class CheckpointDamaged(OperatorError):
-    """Bytes of a checkpoint are missing or are not what was written."""
+    """Bytes of a checkpoint are missing or differ from what was written."""
 
     exit_code = ExitCode.FAILED
 
 
 class CheckpointMismatch(UserError):
-    """A whole checkpoint that does not fit what it is to be loaded into."""
+    """A whole checkpoint does not fit the model, optimizer or objects that it is loaded into."""
 
 
 class NotFinite(ElasticZeroError):
@@ -77,35 +77,37 @@ class StorageError(OperatorError):
 
 
 class LastSaveFailed(StorageError):
-    """The last checkpoint could not be written; the storage is to blame, and no node."""
+    """The last checkpoint could not be written; the fault is the storage's, and no node's."""
 
     exit_code = ExitCode.FAILED
 
 
 class ReplicaMismatch(OperatorError):
-    """Ranks differ in what must be equal on all of them: state that nobody may go on from."""
+    """Ranks differ in state that must be equal on all of them, and that no rank may resume from."""
 
     exit_code = ExitCode.FAILED
 
     def __init__(self, message: str, *, verified: int, odd: bool) -> None:
         super().__init__(message)
         self.verified = verified
-        """The newest step at which they were equal."""
+        """The newest step at which the ranks were equal."""
         self.odd = odd
-        """This rank differs from a majority."""
+        """True if this rank differs from a majority."""
 
 
 class PeerSetAside(RetryError):
-    """Another rank differs from a majority that this rank belongs to."""
+    """Another rank differs from a majority that includes this rank."""
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether the same script and input would fail in the same way: trying again is useless."""
+    """Returns whether the same script and input would fail in the same way, so that a retry is
+    useless."""
     return isinstance(error, (UserError, NotFinite, ImportError, SyntaxError))
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: our own in their words, others with their kind."""
+    """Returns an error as one line: this project's errors by their message, others with their
+    class."""
     if isinstance(error, ElasticZeroError):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -115,5 +117,5 @@ NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def same_error(one: str, other: str) -> bool:
-    """Whether two errors in one line are the same, but for the numbers in them."""
+    """Returns whether two errors in one line are the same, except for the numbers in them."""
     return NUMBERS.sub("#", one) == NUMBERS.sub("#", other)

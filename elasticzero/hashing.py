@@ -1,4 +1,4 @@
-"""A function that mixes the bits of 64-bit integers. Pure; it is no defence against an attacker."""
+"""Mixes the bits of 64-bit integers. Pure; it is no defence against an attacker."""
 
 from __future__ import annotations
 

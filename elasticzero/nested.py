@@ -1,7 +1,8 @@
 """Converts nested values to JSON and named tensors, and back.
 
-What is no tensor becomes JSON, in which `{"$tensor": name}` stands for a tensor. A tensor's name is
-its path, the keys joined by "/". torch is imported only when a tensor or an array is met.
+Values that are not tensors become JSON, in which `{"$tensor": name}` stands for a tensor. A
+tensor's name is its path, the keys joined by "/". torch is imported only when a tensor or an array
+is met.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_DEPTH = 64
-"""Maximum number of dicts, lists and tuples within each other; each takes up to three levels of
+"""Maximum depth of dicts, lists and tuples within each other; each takes up to three levels of
 JSON."""
 _MAX_INT_BITS = 8192
 """Maximum size of an integer; Python reads no decimal number of more than 4,300 digits."""
@@ -26,10 +27,10 @@ _TAGS = frozenset({"$array", "$float", "$map", "$tensor", "$tuple"})
 
 
 def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; the tensors inside go into `tensors` under their path, not copied.
+    """Returns `value` as JSON, and adds its tensors to `tensors` by their path, without a copy.
 
-    `path`: of `value` itself; "" where it is the root. Raises `UserError` naming the path of what
-    cannot be stored, and of a tensor whose name is taken.
+    `path`: the path of `value` itself; "" for the root. Raises `UserError`, with the path, for a
+    value that cannot be stored, and for a tensor whose name is taken.
     """
     return _encode(value, path, tensors, 0)
 
@@ -77,9 +78,9 @@ def _leaf(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
 
 
 def unflatten(json: Any, tensor_of: Callable[[str], Any]) -> Any:
-    """The value that `flatten` was given; `tensor_of` gives each tensor by name.
+    """Returns the value that `flatten` was given; `tensor_of` returns each tensor by name.
 
-    Raises `ValueError`, `TypeError` or `KeyError` for what `flatten` does not write.
+    Raises `ValueError`, `TypeError` or `KeyError` for JSON that `flatten` does not write.
     """
     if isinstance(json, list):
         return [unflatten(item, tensor_of) for item in json]
@@ -100,7 +101,7 @@ def unflatten(json: Any, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def encoded_items(json: Any) -> dict[Any, Any]:
-    """The items of an encoded dict: by its own keys, each value still encoded."""
+    """Returns the items of an encoded dict: by its own keys, each value still encoded."""
     if not isinstance(json, dict):
         raise TypeError(f"a dict was expected, not {json!r:.80}")
     if not any(key.startswith("$") for key in json):
@@ -114,7 +115,7 @@ def encoded_items(json: Any) -> dict[Any, Any]:
 
 
 def tensor_names(json: Any) -> list[str]:
-    """The tensors that an encoded value names."""
+    """Returns the names of the tensors in an encoded value."""
     if isinstance(json, list):
         return [name for item in json for name in tensor_names(item)]
     if not isinstance(json, dict):

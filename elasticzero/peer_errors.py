@@ -22,12 +22,12 @@ from typing import Any
 from elasticzero.errors import RetryError
 
 WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
-"""In lower case; one of them is in the message of a `RuntimeError` that a lost peer causes."""
+"""Words in lower case; one of them is in the message of a `RuntimeError` that a lost peer
+causes."""
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether this exception, or one that caused it, comes from another rank's end and not from a
-    fault of this rank's own."""
+    """Returns whether this exception, or one of its causes, comes from the end of another rank."""
     return any(_is_peer_error(each) for each in _causes(error))
 
 
@@ -39,14 +39,14 @@ def _is_peer_error(error: BaseException) -> bool:
 
 
 def _torch_errors() -> tuple[type[BaseException], ...]:
-    """torch's type of these errors; none in a process that has not imported torch."""
+    """Returns torch's class of these errors; nothing in a process that has not imported torch."""
     distributed: Any = sys.modules.get("torch.distributed")
     kind = getattr(distributed, "DistError", None)
     return () if kind is None else (kind,)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it, each once."""
+    """Yields the error and its causes, each once."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

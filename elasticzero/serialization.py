@@ -17,15 +17,15 @@ from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 PLAIN = frozenset({str, int, float, bool, type(None)})
-"""What stands in JSON as it is."""
+"""The types whose values JSON holds unchanged."""
 
 
 class RecordError(ValueError):
-    """A JSON value that is not the record it should be; the message names the field."""
+    """A JSON value is not the expected record; the message names the field."""
 
 
 def encode(record: Any) -> Any:
-    """The JSON value of a record: dataclasses become objects, tuples arrays."""
+    """Returns the JSON value of a record: dataclasses become objects, tuples arrays."""
     kind = type(record)
     if kind in PLAIN:
         return record
@@ -39,18 +39,18 @@ def encode(record: Any) -> Any:
 
 
 def decode(kind: type[T], value: Any, where: str = "") -> T:
-    """The record of type `kind` that the JSON `value` describes.
+    """Returns the record of type `kind` that the JSON `value` describes.
 
-    Fields this version does not know are ignored, so that a newer writer can be read; a missing
-    field takes its default. Raises `RecordError` naming the place (`where` is its prefix).
+    Unknown fields are ignored, so that documents of a newer version can be read; a missing field
+    takes its default. Raises `RecordError` naming the place (`where` is its prefix).
     """
     result: T = _decode(kind, value, where or kind.__name__)
     return result
 
 
 def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
-    """Records that stand as arrays of their fields' values, in order: for documents that hold
-    thousands of them.
+    """Returns records from arrays of their fields' values, in order: for documents of thousands of
+    them.
 
     Every field of `kind` is a str, int, float, bool or None. Raises `RecordError` naming the place.
     """
@@ -71,7 +71,7 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
 
 
 def _are_plain(rows: list[Any], plain: tuple[type, ...]) -> bool:
-    """Whether each value is of the very type that its field has."""
+    """Returns whether each value has exactly the type of its field."""
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(plain)}:
         return False
     columns = zip(zip(*rows, strict=True), plain, strict=True)
@@ -94,7 +94,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 @cache
 def _plain_fields(kind: type) -> tuple[tuple[str, ...], tuple[type, ...]]:
-    """Names and types, in order."""
+    """Returns the names and types of the fields, in order."""
     return tuple(name for name, _, _ in _fields(kind)), tuple(hint for _, hint, _ in _fields(kind))
 
 

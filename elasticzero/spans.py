@@ -1,4 +1,4 @@
-"""Spans of a tensor's elements, and the named rules that partition tensors over the ranks.
+"""Defines spans of a tensor's elements, and the named rules that partition tensors over the ranks.
 
 A span is a half-open range of a tensor's elements, flattened in row-major order. A partition is a
 rule and never a table: the span of any rank follows from the rule, the shapes and the world size.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-"""How training state can lie on the ranks: `parallel` says what each divides."""
+"""Names of the ways to distribute training state; `parallel` implements them."""
 
 Rule = Literal["even", "fsdp_rows", "whole"]
 """How a group of tensors is dealt to `world_size` ranks.
@@ -28,7 +28,7 @@ whole: each tensor lies whole with the one rank that the group names for it.
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Elements `[start, stop)` of one flattened tensor."""
+    """Represents the elements `[start, stop)` of one flattened tensor."""
 
     start: int
     stop: int
@@ -48,20 +48,20 @@ EMPTY = Span(0, 0)
 
 
 def intersect(a: Span, b: Span) -> Span:
-    """The elements in both; `EMPTY` if there are none."""
+    """Returns the elements in both; `EMPTY` if there are none."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return Span(start, stop) if start < stop else EMPTY
 
 
 def chunk(total: int, world_size: int, rank: int) -> Span:
-    """Rank `rank`'s part of `total` things cut in chunks of ceil(total / world_size)."""
+    """Returns rank `rank`'s part of `total` items, cut in chunks of ceil(total / world_size)."""
     size = -(-total // world_size)
     return Span(min(rank * size, total), min((rank + 1) * size, total))
 
 
 def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[int, Span]]:
-    """The rule `even`: (index of the tensor in the group, its span) for each tensor that `rank`
-    holds elements of."""
+    """Applies the rule `even`: returns (index of the tensor in the group, its span) for each tensor
+    of which `rank` holds elements."""
     mine = chunk(sum(numels), world_size, rank)
     offset = 0
     for index, numel in enumerate(numels):
@@ -74,7 +74,7 @@ def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[in
 
 
 def fsdp_rows(shape: Sequence[int], world_size: int, rank: int) -> Span:
-    """The rule `fsdp_rows` for one tensor; a 0-dim tensor lies with rank 0."""
+    """Applies the rule `fsdp_rows` to one tensor; a 0-dim tensor lies with rank 0."""
     if not shape:
         return Span(0, 1) if rank == 0 else EMPTY
     rows = chunk(shape[0], world_size, rank)
@@ -83,11 +83,10 @@ def fsdp_rows(shape: Sequence[int], world_size: int, rank: int) -> Span:
 
 
 def covering(wanted: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-    """Which holder gives which part of `wanted`: disjoint, in order, from the first holder that
-    has it.
+    """Returns the parts of `wanted`, disjoint and in order, each with the first holder that has it.
 
     `held` gives (holder, span) in order of preference. Raises `ValueError` naming the first element
-    that nobody holds.
+    that no holder has.
     """
     parts: list[tuple[int, Span]] = []
     missing = [wanted] if wanted else []

@@ -1,1 +1,1 @@
-"""The ranks of a generation find each other here, agree with each other, and exchange tensors."""
+"""Connects the ranks of a generation: rendezvous, control words, process groups."""

@@ -1,4 +1,4 @@
-"""Detects that a rank is at another call than the rest when the ranks agree on something. Pure.
+"""Detects that one rank makes another call than the rest when the ranks agree on something. Pure.
 
 Every message of the control tree that a session sends ends in two numbers: the first is made of the
 call that the rank is at and the rank itself, and the second is its negative. The maximum of the
@@ -16,7 +16,7 @@ from elasticzero.errors import RetryError, UserError
 
 _SHIFT = 32
 LEAST = -(1 << 63)
-"""The number that stands for none: any other is greater."""
+"""The number that stands for none; every other number is greater."""
 ADVICE = (
     "all ranks must come to the same calls; to end a loop on all ranks, call "
     "session.stop(reason) on any of them"
@@ -24,7 +24,8 @@ ADVICE = (
 
 
 class Call(IntEnum):
-    """What a rank is at. Of two that differ the higher is taken for the one that is astray."""
+    """Names the call that a rank makes. If two ranks differ, the one with the higher call is at
+    fault."""
 
     STEP = 0
     VERIFY = 1
@@ -49,20 +50,20 @@ WORDS = {
 
 
 def marks(call: Call, rank: int) -> tuple[int, int]:
-    """The two numbers that a message of this rank carries."""
+    """Returns the two numbers that a message of this rank carries."""
     mark = (int(call) << _SHIFT) + rank
     return mark, -mark
 
 
 def check(found: Sequence[int], call: Call, rank: int, where: str) -> None:
-    """Raise where the ranks are at different calls: `UserError` on one that is astray, `RetryError`
-    on the others.
+    """Raises if the ranks make different calls: `UserError` on the one at fault, `RetryError` on
+    the others.
 
-    found: the greatest of all ranks' two numbers. where: what is to be said of this rank's place.
+    found: the greatest of all ranks' two numbers. where: the place of this rank, for the message.
     """
     highest, lowest = found[0], -found[1]
     if highest < 0 or highest >> _SHIFT == lowest >> _SHIFT:
-        return  # no rank gave a mark, or all are at the same call
+        return  # no rank gave a mark, or all make the same call
     low, low_rank = Call(lowest >> _SHIFT), lowest & ((1 << _SHIFT) - 1)
     if call == low:
         high, high_rank = Call(highest >> _SHIFT), highest & ((1 << _SHIFT) - 1)

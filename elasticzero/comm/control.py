@@ -1,4 +1,4 @@
-"""The control word: what the ranks tell each other at every boundary between two steps. Pure.
+"""Exchanges control words: messages of all ranks at every boundary between two steps. Pure.
 
 Each rank submits its word during a step. At the step's end every rank collects the same word, which
 has the greatest or the least of each field over all ranks, so that all ranks decide alike.
@@ -22,40 +22,43 @@ CONTROL_FLAGS = (FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlWord:
-    """What the ranks tell each other at a boundary. Of all ranks' words the one that counts has
-    the greatest of each field, but the least of `ready`, `held` and `saved`."""
+    """Holds what one rank reports at a boundary.
+
+    The ranks' result has the greatest value of each field, but the least of `ready`, `held` and
+    `saved`.
+    """
 
     flags: int = 0
     """Bits: a node leaves, the world grows, the job is stopped."""
     ready: bool = False
-    """This rank has its memory."""
+    """True once this rank has the memory for its snapshots."""
     held: int = -1
-    """Newest step whose snapshot this node holds, and its buddy's too."""
+    """Newest step whose snapshot this node holds, with the replica that it keeps."""
     saved: int = -1
-    """Newest step whose save is over on this node, well or not."""
+    """Newest step whose save has ended on this node, with or without success."""
     not_held: int = -1
-    """Newest step whose snapshot this node could not keep."""
+    """Newest step whose snapshot this node could not hold."""
     unsaved: int = -1
     """Newest step whose checkpoint this node could not write."""
     every: int = 0
-    """Rank 0: the snapshot interval it wants, in steps; 0: as it is."""
+    """On rank 0, the snapshot interval that it proposes, in steps; 0: no change."""
     verify_every: int = 0
-    """Rank 0: the interval of verifications it wants, in steps; 0: as it is."""
+    """On rank 0, the interval of verifications that it proposes, in steps; 0: no change."""
     digest: int | None = None
-    """Of what must be equal on all ranks, as it was at an earlier boundary; None: no rank has one
-    to compare now."""
+    """Digest, at an earlier boundary, of the state that must be equal on all ranks; None: no rank
+    has one to compare now."""
     complement: int | None = None
-    """Of all ranks' words: the greatest of `~digest`."""
+    """In the ranks' result, the greatest of `~digest`."""
 
     @property
     def digests_equal(self) -> bool:
-        """Whether all ranks gave the same digest, or none."""
+        """Returns whether all ranks gave the same digest, or none."""
         complement = None if self.complement is None else ~self.complement
         return self.digest == complement
 
 
 class ControlExchange:
-    """Exchanges control words: a rank submits its own in a step, and collects the result."""
+    """Exchanges control words: a rank submits its own during a step, and collects the result."""
 
     def __init__(self, groups: ProcessGroups | None) -> None:
         many = groups is not None and groups.rank_info.world_size > 1
@@ -64,20 +67,21 @@ class ControlExchange:
         self._submitted = False
 
     def submit(self, mine: ControlWord) -> None:
-        """Submit this rank's word for the step that it works on; later calls in a step do nothing.
+        """Submits this rank's word for the step that it works on; later calls in a step do nothing.
 
         The session does so as the step's first backward begins. A rank that leaves its loop before
-        that has submitted none: what it submits next meets the others' words and gives it away.
+        that has submitted none: its next message meets the others' words and reveals the
+        difference.
         """
         if self._tree is not None and not self._submitted:
             self._tree.submit(encode_word(mine, self._rank))
             self._submitted = True
 
     def collect(self, mine: ControlWord) -> ControlWord | None:
-        """Collect what all ranks' words of this step make; None where none was submitted. One
-        rank alone gets its own word of now.
+        """Returns the result of all ranks' words of this step, or None if no word was submitted.
 
-        Raises `RetryError` where another rank has left its loop.
+        A single rank gets its own current word. Raises `RetryError` if another rank has left its
+        loop.
         """
         if self._tree is None:
             return mine
@@ -90,7 +94,8 @@ class ControlExchange:
 
 
 def encode_word(word: ControlWord, rank: int) -> list[int]:
-    """A word as numbers of which the greatest count: each flag for itself, the least negated."""
+    """Encodes a word as numbers whose maxima are the result: each flag separately, minima
+    negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
     least = [-int(word.ready), -word.held, -word.saved]
     most = [word.not_held, word.unsaved, word.every, word.verify_every]

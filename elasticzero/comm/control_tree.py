@@ -31,11 +31,11 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.comm.torch_internals import PrefixStore, Store
 
 ARITY = 16
-"""Maximum number of ranks below one: 6,400 ranks are four levels."""
+"""Maximum number of ranks directly below one rank; 6,400 ranks make four levels."""
 WIDTH = 15
-"""Numbers in a message."""
+"""Count of numbers in a message."""
 SHARE = 0.5
-"""Part of the time to connect that the tree may take; the process group has the rest."""
+"""Share of the time limit for connecting that the tree may take; the process group has the rest."""
 UNAUTHENTICATED = -1
 MAX_UNAUTHENTICATED = 64
 """Maximum number of unauthenticated connections; the oldest is closed beyond it."""
@@ -46,14 +46,16 @@ _HELLO = struct.Struct("!32sI")
 
 
 def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
-    """The rank above this one in the tree (None for the root), and the ranks below it. Pure."""
+    """Returns (the rank above this one or None for the root, the ranks below it) in the tree.
+    Pure."""
     above = (rank - 1) // ARITY if rank else None
     first = rank * ARITY + 1
     return above, range(min(first, world_size), min(first + ARITY, world_size))
 
 
 class MaxTree:
-    """One rank's part in the tree. Every rank submits and collects equally often, in one thread."""
+    """Connects one rank to the tree. Every rank submits and collects equally often, in one
+    thread."""
 
     def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
         self._up = up
@@ -71,7 +73,8 @@ class MaxTree:
             self._thread = thread
 
     def submit(self, numbers: Sequence[int]) -> None:
-        """This rank's numbers, `WIDTH` of them at most, of 64 bits; does not wait for others."""
+        """Submits this rank's numbers, up to `WIDTH` of 64 bits each; does not wait for other
+        ranks."""
         own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
         message = _MESSAGE.pack(*own)
         self._outstanding += 1
@@ -84,20 +87,20 @@ class MaxTree:
             raise _broken(error) from None
 
     def collect(self) -> _Numbers:
-        """Of each number the greatest that the ranks gave, of what was given first and is not taken
-        yet; waits for all of them.
+        """Waits for all ranks and returns the maximum of each number, for the oldest uncollected
+        submission.
 
-        Raises `DistNetworkError` when a connection is broken.
+        Raises `DistNetworkError` if a connection is broken.
         """
         return self._collected_early.popleft() if self._collected_early else self._next()
 
     def allreduce_max(self, number: int) -> int:
-        """The greatest of the numbers that the ranks give; what they gave before can be taken
+        """Returns the maximum of the ranks' numbers; earlier submissions can still be collected
         after it."""
         return self.allreduce_maxima([number])[0]
 
     def allreduce_maxima(self, numbers: Sequence[int]) -> _Numbers:
-        """`allreduce_max` of each of several numbers."""
+        """Returns the maximum of each of several numbers, as `allreduce_max` does."""
         self.submit(numbers)
         while self._outstanding > 1:
             self._collected_early.append(self._next())
@@ -108,7 +111,7 @@ class MaxTree:
         if self._thread is not None:
             found = self._received.get()
             if isinstance(found, OSError):
-                self._received.put(found)  # it stays so
+                self._received.put(found)  # the error is permanent
                 raise _broken(found)
             return found
         if self._up is None:
@@ -119,13 +122,13 @@ class MaxTree:
             raise _broken(error) from None
 
     def shut(self) -> None:
-        """Break the connections, in any state; from any thread."""
+        """Breaks the connections, in any state; any thread may call it."""
         for connection in self._connections():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nothing runs on it any more when this returns."""
+        """Closes the connections and joins the thread."""
         self._submitted.put(None)
         self.shut()
         if self._thread is not None:
@@ -134,7 +137,8 @@ class MaxTree:
             connection.close()
 
     def _relay(self) -> None:
-        """Send the maximum of the numbers from here and below up, and the result down."""
+        """Sends the maximum of the numbers from this rank and those below up, and the result
+        down."""
         try:
             while True:
                 below = list(self._from_below())
@@ -148,13 +152,14 @@ class MaxTree:
                 message = _MESSAGE.pack(*most)
                 for connection in self._down:
                     _send(connection, message)
-                self._received.put(most)  # last: this process may end when it has it
+                # Last, because the process may end as soon as the main thread has it.
+                self._received.put(most)
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever takes has it
             self.shut()
             self._received.put(error if isinstance(error, OSError) else OSError(str(error)))
 
     def _from_below(self) -> Iterator[_Numbers]:
-        """A message of each rank below, whichever is the first to have one."""
+        """Yields one message of each rank below, in the order of arrival."""
         missing = {connection.fileno(): connection for connection in self._down}
         ready = select.poll()
         for fd in missing:
@@ -169,7 +174,7 @@ class MaxTree:
 
 
 def _send(connection: socket.socket, message: bytes) -> None:
-    """An error where nobody is at the other end, whatever the script does with SIGPIPE."""
+    """Sends a message; a closed connection is an error, whatever the script does with SIGPIPE."""
     connection.sendall(message, socket.MSG_NOSIGNAL)
 
 
@@ -188,9 +193,9 @@ def _broken(error: OSError) -> dist.DistNetworkError:
 
 
 def join(info: RankInfo, store: Store) -> MaxTree:
-    """Connect to the rank above and to those below; all that have met at this store call it.
+    """Connects to the rank above and to those below; every rank at the rendezvous calls it.
 
-    Raises `DistNetworkError` when one of them is not reached, or does not come, in time: half of
+    Raises `DistNetworkError` if a rank is not reached, or does not connect, within half of
     `info.connect_timeout_s`.
     """
     above, below = relatives(info.rank, info.world_size)
@@ -208,7 +213,7 @@ def join(info: RankInfo, store: Store) -> MaxTree:
         if below:
             for connection in _accept(info, listener, set(below), limit_s):
                 down.append(connections.enter_context(connection))
-        connections.pop_all()  # all are there: they stay open
+        connections.pop_all()  # the connections stay open
     return MaxTree(up, down)
 
 
@@ -241,8 +246,10 @@ def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket
 def _accept(
     info: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
 ) -> Iterator[socket.socket]:
-    """The connections of these ranks, each once it has authenticated itself. Any other is closed,
-    and a connection that sends nothing delays no rank."""
+    """Yields the connection of each of these ranks once it has authenticated itself.
+
+    Any other connection is closed, and one that sends nothing delays no rank.
+    """
     deadline_s = time.monotonic() + limit_s
     with closing(_Handshake(listener, _proof(info))) as handshake:
         while missing:
@@ -261,19 +268,20 @@ def _accept(
 
 
 class _Handshake:
-    """The connections that have not yet authenticated themselves as a rank of this generation."""
+    """Holds the connections that have not authenticated themselves as a rank of this generation."""
 
     def __init__(self, listener: socket.socket, proof: bytes) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._proof = proof
         self._unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-        """By descriptor, in the order in which they came, and what has come of their hello."""
+        """The connections by descriptor, in the order of arrival, each with the received part of
+        its hello."""
         self._ready = select.poll()
         self._ready.register(listener, select.POLLIN)
 
     def poll(self, limit_s: float) -> Iterator[tuple[int, socket.socket]]:
-        """The connections that have sent a whole hello: the rank, or UNAUTHENTICATED."""
+        """Returns the connections with a complete hello, each with its rank or UNAUTHENTICATED."""
         for fd, _ in self._ready.poll(limit_s * 1000):
             if fd == self._listener.fileno():
                 self._accept()
@@ -283,7 +291,7 @@ class _Handshake:
     def _accept(self) -> None:
         if len(self._unknown) >= MAX_UNAUTHENTICATED:
             self._forget(next(iter(self._unknown))).close()
-        with suppress(OSError):  # it is gone again
+        with suppress(OSError):  # the client has closed it again
             connection = self._listener.accept()[0]
             connection.setblocking(False)
             self._unknown[connection.fileno()] = connection, bytearray()
@@ -294,7 +302,7 @@ class _Handshake:
         return self._unknown.pop(fd)[0]
 
     def _hello(self, connection: socket.socket, data: bytearray) -> int | None:
-        """None: not all of it has come."""
+        """Returns the rank in a hello, UNAUTHENTICATED, or None if the hello is incomplete."""
         try:
             more = connection.recv(_HELLO.size - len(data))
         except BlockingIOError:

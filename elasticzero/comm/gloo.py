@@ -21,19 +21,20 @@ import torch.distributed as dist
 from elasticzero.processes import thread_states
 
 THREAD_NAME = "pt_gloo_runloop"
-"""Of the threads of gloo's groups, as torch 2.13 names them."""
+"""Name of the threads of gloo's groups in torch 2.13."""
 PAUSE_S = 0.005
-"""The time that the threads get before each look; as long as Python lets a thread keep its lock."""
+"""Time in seconds that the threads get before each check; Python lets a thread keep its lock as
+long."""
 QUIET_LOOKS = 2
-"""A thread that has slept at so many looks in a row has nothing left to drop."""
+"""A thread that sleeps at this many checks in a row has nothing left to drop."""
 LIMIT_S = 2.0
 
 destroy_process_group = dist.destroy_process_group
-"""Torch's own, which waits for nothing."""
+"""The function of torch, which waits for nothing."""
 
 
 def wait_before_destroying() -> None:
-    """Has `dist.destroy_process_group` wait until gloo's threads are idle, in this process."""
+    """Makes `dist.destroy_process_group` wait until gloo's threads in this process are idle."""
 
     @wraps(destroy_process_group)
     def wait_and_destroy(*args: Any, **options: Any) -> None:

@@ -1,5 +1,5 @@
-"""The process groups of one generation: their setup under a deadline, their abort, and collectives
-whose results are verified.
+"""Sets up the process groups of one generation under a deadline, aborts them, and verifies the
+results of their collectives.
 
 Gloo's own abort does not wake a collective that waits for a stopped peer, and only the ranks that
 are connected to a killed peer in the running collective notice its death. Shutting the group's TCP
@@ -32,23 +32,23 @@ from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
 
 DESTROY_TIMEOUT_S = 0.5
-"""A group whose destruction takes longer, in seconds, counts as hanging."""
+"""Time in seconds after which the destruction of a group counts as hanging."""
 CLOSED = "nccl: the connections to the other ranks are closed"
 POLL_S = 0.1
-"""So often NCCL is asked for errors."""
+"""Pause in seconds between two queries of NCCL's errors."""
 
 _kept: list[dist.ProcessGroup] = []
-"""Groups that were closed. Gloo's destructor joins its threads while it holds Python's global lock,
-and such a thread may wait for that lock to drop a finished operation: destroying a group can hang
-(seen with torch 2.13, one time in six). So none is, until the process ends."""
+"""Groups that were closed but are never destroyed. Gloo's destructor joins its threads while it
+holds Python's global lock, and such a thread may wait for that lock to drop a finished operation:
+destroying a group can hang (seen with torch 2.13, one time in six)."""
 
 MAX_TEXT_BYTES = 512
 """Maximum length of a text that one rank gives to all; the rest is cut off."""
 
 
 class ProcessGroups:
-    """What connects the ranks of one generation: the default group, for tensors, and the tree by
-    which they agree."""
+    """Connects the ranks of one generation by the default group, for tensors, and the control
+    tree."""
 
     def __init__(
         self,
@@ -68,20 +68,22 @@ class ProcessGroups:
         self._verified_at: tuple[int, int] | None = None
         self._number = zlib.crc32(info.token.encode()) << 32
         self.awaits_gpu = False
-        """The main thread does."""
+        """True while the main thread waits for the GPU."""
         if self._on_gpu:
             threading.Thread(target=self._poll_nccl, name="elasticzero-nccl", daemon=True).start()
 
     @property
     def results_suspect(self) -> bool:
-        """Collectives were aborted here, so that they may have given the script any values."""
+        """Returns whether collectives were aborted here, after which their results may be
+        arbitrary."""
         return self._on_gpu and self._shut.is_set()
 
     def shut(self) -> None:
-        """Break every connection of this generation's groups, in any state; from any thread.
+        """Breaks every connection of this generation's groups, in any state; any thread may call
+        it.
 
-        A collective that runs here or in a peer ends at once: gloo's with an error, NCCL's as if it
-        were done, which `verify_collectives` finds out.
+        A collective that runs here or in a peer ends at once: gloo's with an error, and NCCL's as
+        if it had succeeded, which `verify_collectives` detects.
         """
         with self._shut_lock:
             if self._shut.is_set():
@@ -97,16 +99,16 @@ class ProcessGroups:
                 self._aborting = abort
 
     def _poll_nccl(self) -> None:
-        """Shut the groups when NCCL reports an error, which a wait for the GPU does not notice."""
+        """Shuts the groups when NCCL reports an error, which a wait for the GPU does not notice."""
         while not self._shut.wait(POLL_S):
             if nccl.failed():
                 self.shut()
 
     def verify_collectives(self) -> None:
-        """Wait until the GPU has done what it was given, on every rank; raise if any rank's groups
-        were shut before. All call this together.
+        """Waits for the GPU on every rank; raises if any rank's groups were shut before.
 
-        What collectives gave may be used for good only after this. Gloo's raise by themselves.
+        All ranks call this together. Results of NCCL's collectives may be used for good only after
+        it. Gloo's collectives raise by themselves.
         """
         if not self._on_gpu or self.rank_info.world_size == 1:
             return
@@ -124,15 +126,18 @@ class ProcessGroups:
 
     @property
     def no_collective_since_verified(self) -> bool:
-        """Whether this rank has begun no collective since `verify_collectives`: then nothing that
-        it has comes from an aborted one. torch does not count what `recv` gets from one rank."""
+        """Returns whether this rank has begun no collective since `verify_collectives`.
+
+        Then none of its values comes from an aborted one. torch does not count what `recv` gets
+        from one rank.
+        """
         return self._verified_at is not None and self._verified_at == collectives_begun()
 
     def verify_with_peers(self) -> None:
-        """Raise unless every rank takes part, and none aborts meanwhile.
+        """Raises unless every rank takes part, and none aborts meanwhile.
 
-        The ranks sum a fresh number that each of them knows. Where one gave none, or its number got
-        lost, the rest of some buffer stands in its place, and the sum is wrong.
+        The ranks sum a fresh number that each of them can compute. If a rank gave none, or its
+        number was lost, other bytes of some buffer take its place, and the sum is wrong.
         """
         self._number += 1
         number = mix64(self._number) >> 32
@@ -142,16 +147,18 @@ class ProcessGroups:
             raise dist.DistBackendError(CLOSED)
 
     def drain_sends(self) -> None:
-        """Where all have agreed to stop, before this rank goes: what it had still to send to a
-        peer's GPU has come. Gloo's collectives leave nothing behind."""
+        """Waits until this rank's sends to a peer's GPU have arrived, before the rank leaves.
+
+        All ranks have agreed to stop. Gloo's collectives leave nothing to wait for.
+        """
         if self._on_gpu:
             self.control_tree.allreduce_max(0)
 
     def barrier(self, call: Call, number: int = 0, where: str = "") -> int:
-        """Wait until all ranks make this call; returns the greatest of their numbers.
+        """Waits until all ranks make this call; returns the greatest of their numbers.
 
-        Raises `UserError` on a rank that is at another call than the rest, `RetryError` on the
-        rest; where: what the error says of this rank's place.
+        Raises `UserError` on a rank that makes another call than the rest, and `RetryError` on the
+        rest. where: this rank's place, for the message.
         """
         if self.rank_info.world_size == 1:
             return number
@@ -162,7 +169,7 @@ class ProcessGroups:
         return found[0]
 
     def all_equal(self, call: Call, number: int, where: str = "") -> bool:
-        """Whether all ranks give the same number, of 63 bits. Raises as `barrier` does."""
+        """Returns whether all ranks give the same number, of 63 bits; raises as `barrier` does."""
         if self.rank_info.world_size == 1:
             return True
         rank = self.rank_info.rank
@@ -173,8 +180,10 @@ class ProcessGroups:
         return found[0] == ~found[1]
 
     def share_text(self, text: str | None) -> str:
-        """The text that one rank gives, the highest where several do; empty where none does. All
-        call this together."""
+        """Returns one rank's text on every rank: that of the highest rank that gives one.
+
+        If none does, the text is empty. All ranks call this together.
+        """
         if self.rank_info.world_size == 1:
             return text or ""
         source = self.control_tree.allreduce_max(-1 if text is None else self.rank_info.rank)
@@ -186,7 +195,7 @@ class ProcessGroups:
         return found.decode(errors="ignore")
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
-        """The sum of the tensors that the ranks give, on the CPU; all call this together."""
+        """Returns the sum of the ranks' tensors, on the CPU; all ranks call this together."""
         if self.rank_info.world_size == 1:
             return table
         summed = table.to(self._device)
@@ -195,8 +204,10 @@ class ProcessGroups:
         return summed.cpu()
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """What each rank gives, by rank; all call this together. When it returns every rank has
-        that: breaking the connections takes it from none."""
+        """Returns the value of each rank, by rank; all ranks call this together.
+
+        When it returns every rank has all values: a broken connection cannot take them away.
+        """
         found = self._gather(own)
         with suppress(dist.DistError):
             self.control_tree.allreduce_max(0)
@@ -215,8 +226,10 @@ class ProcessGroups:
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give every rank the tensors of rank 0, one operation a dtype; where it fails, none of
-        these changes."""
+        """Gives every rank the tensors of rank 0, in one operation per dtype.
+
+        If it fails, no tensor is changed.
+        """
         if self.rank_info.world_size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -236,7 +249,7 @@ class ProcessGroups:
                     tensor.copy_(part.view(tensor.shape))
 
     def release(self) -> None:
-        """End what runs on the groups: when this returns, nothing does any more."""
+        """Ends all work on the groups: when this returns, none runs any more."""
         with self._shut_lock:
             self._shut.set()
             aborting = self._aborting
@@ -245,7 +258,7 @@ class ProcessGroups:
         self.control_tree.close()
 
     def close(self) -> None:
-        """Give the groups up; call once nothing runs on them."""
+        """Closes the groups; call it once no work runs on them."""
         self.release()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
@@ -254,11 +267,11 @@ class ProcessGroups:
 
 
 def destroy_groups(groups: ProcessGroups) -> bool:
-    """Destroy the group of a generation that is over; False: an operation hangs in it.
+    """Destroys the group of a generation that has ended; False: an operation hangs in it.
 
-    Nothing else may refer to it. Gloo's destructor waits for the operations of a group, of which
-    one may hang for good (seen with torch 2.13: a send that a closed connection has swallowed). So
-    the last reference is dropped in a thread of its own, and the destructor lets Python's lock go.
+    Nothing else may refer to it. Gloo's destructor waits for the operations of a group, and one of
+    these may hang for good (seen with torch 2.13: a send that a closed connection has swallowed).
+    So a separate thread drops the last reference, and the destructor releases Python's lock.
     """
     last = [dist.group.WORLD]
     groups.release()
@@ -271,9 +284,9 @@ def destroy_groups(groups: ProcessGroups) -> bool:
 
 
 def device_of(info: RankInfo) -> torch.device:
-    """This worker's own GPU where there are any, else the CPU.
+    """Returns this worker's own GPU if there are any, else the CPU.
 
-    Raises `OperatorError` where there are too few, unless NCCL is told that ranks may share one.
+    Raises `OperatorError` if there are too few, unless NCCL is told that ranks may share one.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -288,10 +301,10 @@ def device_of(info: RankInfo) -> torch.device:
 
 
 def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGroups:
-    """Set up the groups of the ranks that have met at this store.
+    """Sets up the groups of the ranks at this rendezvous.
 
-    A peer that goes away is an error of torch's own. The caller bounds it by a watchdog: torch's
-    store can block far past its timeout.
+    The loss of a peer raises an error of torch. The caller needs a watchdog as its limit, because
+    torch's store can block far past its timeout.
     """
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
@@ -312,7 +325,7 @@ def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGro
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:
-    """(identity, descriptor) of every socket of this process; the identity is its inode."""
+    """Returns (inode, descriptor) of every socket of this process."""
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{entry}")
@@ -321,7 +334,7 @@ def socket_fds() -> Iterable[tuple[str, int]]:
 
 
 def _own_sockets(before: set[str], store_port: int) -> Iterable[str]:
-    """The connections made since `before`, without those to and from rank 0's store."""
+    """Returns the connections made since `before`, except those to and from rank 0's store."""
     for name, fd in socket_fds():
         if name in before:
             continue

@@ -1,4 +1,4 @@
-"""The ranks of a generation meet at rank 0's store before their process group is set up.
+"""Waits for all ranks of a generation at rank 0's store before their process group is set up.
 
 Scripts do not start equally fast: one node imports from a cold disk, and another node's process was
 kept from the generation before. The ranks that have come wait for the rest for
@@ -25,12 +25,12 @@ LOOK_MAX_S = 0.2
 PROBE_S = 2.0
 """Time limit of one try to reach rank 0's host, in seconds."""
 TOLD_AFTER_S = 10.0
-"""A rank that has waited this long, in seconds, says for which ranks it waits."""
+"""Time in seconds after which a waiting rank reports the ranks that it waits for."""
 RANKS_SHOWN = 16
 
 Allow = Callable[[float], None]
-"""Sets the time limit, in seconds, of the step that comes next; it replaces the limit before it.
-torch's store can block far past its own timeout."""
+"""Sets the time limit, in seconds, of the next step, in place of the limit before it. torch's store
+can block far past its own timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class RankInfo:
     master_address: str = "127.0.0.1"
     master_port: int = 0
     store_fd: int | None = None
-    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
+    """On rank 0, an inherited socket bound to `master_port`, not yet listening."""
     token: str = ""
-    """Of the generation."""
+    """Token of the generation."""
     password: str = field(default="", repr=False)
-    """The job's token, by which a process shows that it belongs to the job."""
+    """Token of the job, by which a process proves that it belongs to the job."""
     host: str = "127.0.0.1"
-    """Where other ranks reach this one."""
+    """Address at which other ranks reach this one."""
     connect_timeout_s: float = 30.0
-    """For what needs no other rank's script: rank 0's host, and the process group of those that are
-    there."""
+    """Time limit in seconds for work that needs no other rank's script: reaching rank 0's host, and
+    setting up the process group of ranks that have registered."""
     start_timeout_s: float = 300.0
-    """From here until every rank's script is here."""
+    """Time limit in seconds for every rank's script to register, counted from this rank's call."""
     collective_timeout_s: float = 600.0
 
 
@@ -102,9 +102,9 @@ def _store(info: RankInfo) -> TCPStore:
 
 
 def _reach(info: RankInfo, deadline_s: float) -> None:
-    """Wait until rank 0's store listens: a dead or silent host would block torch's store.
+    """Waits until rank 0's store listens, because a dead or silent host would block torch's store.
 
-    A host that refuses the connection is there, and rank 0's script may still be starting.
+    A host that refuses the connection runs, and rank 0's script may still be starting.
     """
     host, port = info.master_address, info.master_port
     began_s = seen_s = time.monotonic()
@@ -131,7 +131,7 @@ def _reach(info: RankInfo, deadline_s: float) -> None:
 
 
 def _probe(host: str, port: int, limit_s: float) -> OSError | None:
-    """The error of one try to connect, or None; of several addresses a refusal counts."""
+    """Returns the error of one try to connect, or None; of several addresses a refusal counts."""
     try:
         socket.create_connection((host, port), limit_s, all_errors=True).close()
     except OSError as error:
@@ -143,7 +143,8 @@ def _probe(host: str, port: int, limit_s: float) -> OSError | None:
 
 
 def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
-    """Wait on the other ranks, by one call: torch prints a warning for each wait that times out."""
+    """Waits for the other ranks with one call, because torch prints a warning for each wait that
+    times out."""
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
         here.wait(["all"], timedelta(seconds=left_s))
@@ -155,7 +156,8 @@ def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
 
 
 def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
-    """Wait on rank 0, whose own store this is: it polls the store, and names the missing ranks."""
+    """Waits for the other ranks on rank 0, which polls its own store and names the missing
+    ranks."""
     began_s = time.monotonic()
     tell_s, told = TOLD_AFTER_S, ""
     while not here.check(["all"]):

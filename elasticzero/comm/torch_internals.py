@@ -34,14 +34,17 @@ __all__ = [
 
 
 def script_groups() -> int:
-    """How many process groups the script has made besides the default one."""
+    """Returns the number of process groups that the script has made besides the default one."""
     known = dist.distributed_c10d._world.pg_map
     return sum(group is not dist.group.WORLD for group in known)
 
 
 def collectives_begun() -> tuple[int, int] | None:
-    """How many groups were made, and how many collectives of the default group have begun; None:
-    there is no default group, or the script has groups of its own, which are not counted."""
+    """Returns (groups made, collectives of the default group begun) so far.
+
+    Returns None without a default group, or if the script has groups of its own, which are not
+    counted.
+    """
     default = dist.group.WORLD
     if default is None or script_groups():
         return None
@@ -50,7 +53,7 @@ def collectives_begun() -> tuple[int, int] | None:
 
 
 def nccl_backends() -> Iterator[Any]:
-    """The NCCL backend of each process group that has one."""
+    """Returns the NCCL backend of each process group that has one."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):
             backend = group._get_backend(torch.device("cuda"))

@@ -1,1 +1,2 @@
-"""Checks that what must be equal on all ranks is equal, and names the rank that differs."""
+"""Checks that configuration and state that must be equal on all ranks are equal, and names the rank
+that differs."""

@@ -1,8 +1,8 @@
-"""Compares what the scripts of all ranks must agree on, before anything depends on it.
+"""Compares the configuration on which all ranks' scripts must agree, before anything depends on it.
 
-Each rank describes what its script asks for, as text by name. The ranks of a generation compare a
-digest; only where it differs do they exchange the descriptions. The rank that is unlike those that
-have trained, or unlike rank 0, fails with both values. Nothing is compared with a checkpoint.
+Each rank describes its script's configuration as text by name. The ranks of a generation compare a
+digest; only if it differs do they exchange the descriptions. The rank that differs from those that
+have trained, or from rank 0, fails with both values. Nothing is compared with a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PACKAGES = ("torch", "numpy", "elasticzero")
 
 
 def of_model(named: NamedModel, strategy: str) -> Description:
-    """Names, shapes and dtypes of what the model keeps, and which parameters are trained."""
+    """Describes the names, shapes and dtypes of the model's state, and which parameters are
+    trained."""
     found = {"strategy": strategy}
     for name, parameter in named.parameters.items():
         trained = "" if parameter.requires_grad else ", frozen"
@@ -46,7 +47,7 @@ def of_model(named: NamedModel, strategy: str) -> Description:
 def of_optimizer(
     optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]
 ) -> Description:
-    """The optimizer's class, and the options and parameters of its groups."""
+    """Describes the optimizer's class, and the options and parameters of its groups."""
     found = {"optimizer": type(optimizer).__name__}
     for index, (names, group) in enumerate(zip(group_names, optimizer.param_groups, strict=True)):
         of = f"of optimizer group {index}" if len(group_names) > 1 else "of the optimizer"
@@ -59,8 +60,11 @@ def of_optimizer(
 
 
 def of_loop(schedule: RankSchedule, loop: int) -> Description:
-    """The arguments of a call of `session.batches` on which the ranks' batches depend, and the
-    size of micro-batches, since their number is how often ranks communicate. loop: its number."""
+    """Describes the arguments of a call of `session.batches` on which the ranks' batches depend.
+
+    The size of micro-batches is one, because their number determines how often ranks communicate.
+    loop: the loop's number.
+    """
     plan = schedule.plan
     whole = -(-plan.global_batch // schedule.world_size)
     size = schedule.micro_batch
@@ -86,21 +90,24 @@ def _version(package: str) -> str:
 
 
 VERSIONS = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-"""Read once, where this is imported: a worker that is forked from there need not look for them."""
+"""Versions of packages, read once at import, so that a forked worker need not read them."""
 
 
 class Comparison:
-    """Compares what the ranks of one generation say of their scripts."""
+    """Compares the descriptions of the scripts of one generation's ranks."""
 
     def __init__(self, groups: ProcessGroups | None, assignment: Assignment) -> None:
         self._groups = groups
         self._assignment = assignment
 
     def require_equal(self, call: Call, own: Description) -> None:
-        """Raises, where the ranks' descriptions differ: `UserError`, with both values, on a rank
-        that is unlike the accepted one, `PeerSetAside` on the others.
+        """Raises if the ranks' descriptions differ.
 
-        call: which all ranks make together; `UserError` and `RetryError` where they do not.
+        A rank that differs from the accepted description gets a `UserError` with both values, and
+        the others get `PeerSetAside`.
+
+        call: the call that all ranks make together; if they make different ones, `UserError` and
+        `RetryError` are raised.
         """
         found = self._compare(call, own)
         if found is None:
@@ -111,8 +118,12 @@ class Comparison:
         raise PeerSetAside("; ".join(told))
 
     def warn_of_versions(self) -> None:
-        """Says on each rank whose versions of packages are not the others' in what they differ, and
-        on rank 0 of which ranks that is so. All ranks call this in `session.prepare`."""
+        """Warns if the ranks' versions of packages differ; all ranks call this in
+        `session.prepare`.
+
+        A rank that differs from the others prints its differences, and rank 0 prints which ranks
+        differ.
+        """
         found = self._compare(Call.PREPARE, VERSIONS)
         if found is None:
             return
@@ -123,7 +134,7 @@ class Comparison:
                 print(warning, file=sys.stderr, flush=True)
 
     def _compare(self, call: Call, own: Description) -> tuple[Verdict, list[str]] | None:
-        """The verdict, and a sentence for each odd rank; None: all ranks have the same."""
+        """Returns the verdict, and a sentence for each odd rank; None: all ranks have the same."""
         groups, assignment = self._groups, self._assignment
         if groups is None or assignment.world_size == 1:
             return None
@@ -143,7 +154,8 @@ def _spec(spec: Spec) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value in words that are the same in every process: no address, no device's number."""
+    """Returns a text of a value that is the same in every process: without addresses and device
+    numbers."""
     if isinstance(value, PLAIN):
         return str(value)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Finds the ranks that differ from the others in what must be equal on all of them. Pure.
+"""Finds the ranks that differ from the others in values that must be equal on all of them. Pure.
 
 Each rank gives a table: values, or digests of them, by name.
 """
@@ -13,14 +13,14 @@ from typing import Any
 NAMES_SHOWN = 3
 RANKS_SHOWN = 8
 ABSENT = "nothing"
-"""What is said of a name that a rank's table does not have."""
+"""Text that stands for a name that a rank's table lacks."""
 
 Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a comparison of all ranks' tables has found."""
+    """Holds the result of a comparison of all ranks' tables."""
 
     odd: tuple[int, ...]
     """The ranks whose tables are not the accepted one; empty if no table is accepted."""
@@ -42,9 +42,11 @@ def by_majority(tables: Sequence[Table]) -> Verdict:
 
 
 def by_trained(tables: Sequence[Table], trained: Collection[int]) -> Verdict:
-    """Accepts the table of the ranks that have trained in an earlier generation; where these
-    differ the one that most of them have, of equally frequent ones that of the lowest rank. Where
-    no rank has trained, accepts that of rank 0."""
+    """Accepts the table of the ranks that have trained in an earlier generation.
+
+    If these differ, the most frequent of their tables is accepted and, of equally frequent ones,
+    that of the lowest rank. If no rank has trained, the table of rank 0 is accepted.
+    """
     judges = sorted(trained) or [0]
     groups = _groups([tables[rank] for rank in judges])
     accepted = judges[max(groups, key=lambda group: (len(group), -group[0]))[0]]
@@ -53,7 +55,7 @@ def by_trained(tables: Sequence[Table], trained: Collection[int]) -> Verdict:
 
 
 def _groups(tables: Sequence[Table]) -> list[list[int]]:
-    """The indices of equal tables."""
+    """Groups the indices of equal tables."""
     found: list[list[int]] = []
     for index, table in enumerate(tables):
         same = next((group for group in found if tables[group[0]] == table), None)
@@ -75,9 +77,9 @@ def _different(tables: Sequence[Table]) -> tuple[str, ...]:
 
 
 def difference(rank: int, tables: Sequence[Table], nodes: Sequence[str], accepted: int) -> str:
-    """One sentence: in what the table of `rank` differs from the accepted one, with both values.
+    """Returns a sentence with the differences between the table of `rank` and the accepted one.
 
-    nodes: of each rank.
+    nodes: the node of each rank.
     """
     own, wanted = tables[rank], tables[accepted]
     names = list(_different([own, wanted]))
@@ -100,7 +102,8 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def split(rank_tables: Sequence[Table], nodes: Sequence[str], name: str) -> str:
-    """Who has which value of `name`: "rank 0 on node-a has 5d1c…, rank 1 on node-b has 77a0…"."""
+    """Returns the ranks that have each value of `name`, such as "rank 0 on node-a has 5d1c…, rank 1
+    on node-b has 77a0…"."""
     counted = Counter(_value(table, name) for table in rank_tables)
     parts = []
     for value in counted:

@@ -1,11 +1,11 @@
-"""Digests of tensors and of plain values: equal where every byte is equal.
+"""Computes digests of tensors and of plain values, which are equal if every byte is equal.
 
 On the CPU a digest is the xxh3_64 of the bytes: it misses a difference once in 2**64. On a GPU the
 bytes are read as 32-bit words in rows and columns, and a digest is the sum of all words in 64 bits,
 each multiplied by a fixed weight of its row plus one of its column, of which one is odd and one
 even. That finds every difference in one word. Differences in several words are missed about once in
-2**31, but for one kind: equal changes of alternating sign at the corners of a rectangle cancel out.
-Nothing but one number a tensor is copied from the GPU.
+2**31, with one exception: equal changes of alternating sign at the corners of a rectangle cancel
+out. Only one number per tensor is copied from the GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import Tensor
 
 COLUMNS = 2048
 _BITS = 62
-"""Of a digest: it is sent as a positive number, and so is its complement as a negative one."""
+"""Bits of a digest, so that it can be sent as a positive number and its complement as a negative
+one."""
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digest of each tensor, by name; waits for the GPU where one has any."""
+    """Returns the digest of each tensor, by name; waits for the GPU if one of them is on it."""
     with torch.no_grad():
         found = {name: _of_bytes(_flat(tensor)) for name, tensor in tensors.items()}
     on_gpu = {name: value for name, value in found.items() if isinstance(value, Tensor)}
@@ -36,18 +37,18 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def of_value(value: Any) -> int:
-    """The digest of a value that JSON can hold."""
+    """Returns the digest of a value that JSON can hold."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def combined(table: Mapping[str, int]) -> int:
-    """One number for a whole table, of 62 bits."""
+    """Returns one number of 62 bits for a whole table."""
     return of_value([[name, table[name]] for name in sorted(table)]) >> (64 - _BITS)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in the order of its elements."""
+    """Returns the bytes of a tensor, in the order of its elements."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
@@ -58,7 +59,7 @@ def _of_bytes(flat: Tensor) -> int | Tensor:
 
 
 def sums_of(flat: Tensor) -> Tensor:
-    """A 64-bit number of bytes on any device, as a tensor there."""
+    """Returns a 64-bit number for bytes on any device, as a tensor on that device."""
     whole = flat.numel() // 4 * 4
     if flat.storage_offset() % 4:
         flat = flat.clone()
@@ -78,13 +79,13 @@ def _of_number(word: int) -> int:
 
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the columns, even ones, and of the words beyond the last whole row, odd ones."""
+    """Returns (even weights of the columns, odd weights of the words beyond the last whole row)."""
     numbers = torch.arange(2 * COLUMNS + 4, device=device) + (1 << 32)
     return _spread(numbers[:COLUMNS]) - 1, _spread(numbers[COLUMNS:])
 
 
 def _spread(numbers: Tensor) -> Tensor:
-    """Odd numbers that look random, the same for the same numbers."""
+    """Returns pseudo-random odd numbers, the same for the same numbers."""
     mixed = numbers * 0x1E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) | 1

@@ -1,4 +1,4 @@
-"""Says in one sentence what the ranks have found that is NaN or infinite. Pure."""
+"""Formats the ranks' findings of NaN and infinity as one sentence. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Of all ranks, equal on all of them."""
+    """Holds the findings of all ranks, equal on all of them."""
 
     step: int
-    """The step that was not applied, from 1."""
+    """The step that was not applied, counted from 1."""
     losses: Sequence[int]
-    """Ranks of which a loss is not finite."""
+    """Ranks with a loss that is not finite."""
     gradients: Sequence[tuple[str, int]]
-    """Parameters whose gradient is not finite, each with the first rank that holds such."""
+    """Parameters whose gradient is not finite, each with the first rank that holds such
+    elements."""
     state: Sequence[tuple[str, int]]
-    """The same of tensors of the training state as it was before the step."""
+    """Tensors of the training state before the step that are not finite, each with a rank as
+    above."""
 
     def sentence(self) -> str:
-        """What is not finite, where, and that the step was not applied."""
+        """Returns a sentence with the non-finite values, and that the step was not applied."""
         said: list[str] = []
         if self.losses:
             ranks = ", ".join(map(str, self.losses))
@@ -46,7 +48,7 @@ class Findings:
 
 
 def _listed(tensors: Sequence[tuple[str, int]]) -> str:
-    """The first of these in words."""
+    """Returns the names of the first of these tensors."""
     names = ", ".join(f"{name!r} on rank {rank}" for name, rank in tensors[:LISTED])
     more = len(tensors) - LISTED
     return f"{names} and {more} more" if more > 0 else names

@@ -1,4 +1,4 @@
-"""Verifies that what must be equal on all ranks is equal.
+"""Verifies that the state that must be equal on all ranks is equal.
 
 What must be: the strategy's replicas (parameters, optimizer state, the gradient's norm), the
 optimizer's options, tracked objects, and the position in the data.
@@ -44,9 +44,9 @@ from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.state.model import TRACKED
 
 SHARE = 0.0003
-"""Of the time, for verifying, where rank 0 chooses the interval."""
+"""Share of the time that verifying may take if rank 0 chooses the interval."""
 FIRST_EVERY = 3
-"""The interval in steps until rank 0 has chosen one: by then it is known how long a step takes."""
+"""The interval in steps until rank 0 has chosen one; by then it has measured the time of a step."""
 LONGEST_EVERY = 100_000
 KEPT_TIMES = 9
 OPTIONS, POSITION = "optimizer/options", "position"
@@ -54,27 +54,27 @@ OPTIONS, POSITION = "optimizer/options", "position"
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The digests of one boundary's state."""
+    """Holds the digests of one boundary's state."""
 
     step: int
     table: Mapping[str, int]
     digest: int
-    """Of the table."""
+    """Digest of the whole table."""
 
 
 @dataclass(slots=True)
 class SigningInterval:
-    """C3: the steps from one signature to the next, chosen from what was measured."""
+    """Chooses the steps from one digest to the next from measured times (rule C3)."""
 
     proposed: int = 0
-    """In steps; 0: nothing is known yet."""
+    """The proposed interval in steps; 0: nothing is measured yet."""
     _digest_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     _last: tuple[int, float] | None = None
-    """Step and time of the end of the last signature."""
+    """Step of the last digest, and the time when it was finished."""
 
     def digested(self, step: int, began_s: float, ended_s: float) -> None:
-        """The state of `step` was signed in this time."""
+        """Records that the digest of the state of `step` was computed in this time."""
         last, self._last = self._last, (step, ended_s)
         self._digest_s.append(ended_s - began_s)
         if last is None or step <= last[0]:
@@ -95,7 +95,7 @@ class ReplicaVerifier:
         assignment: Assignment,
         replicas: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        """replicas: what every rank has whole now."""
+        """Takes the tensors that every rank has whole now as `replicas`."""
         self._groups = groups
         self._assignment = assignment
         self._replicas = replicas
@@ -104,16 +104,16 @@ class ReplicaVerifier:
         self._interval = SigningInterval()
         self._digested = self.verified = 0
         self._pending: StateDigest | None = None
-        """The digest that the next word carries to be compared."""
+        """The digest that the next control word carries to be compared."""
         self._compared: StateDigest | None = None
         """The digest that was compared last."""
 
     def begin(self, step: int) -> None:
-        """The generation starts from this step; all ranks have read the same state."""
+        """Begins with the state of this step, which all ranks have just read."""
         self._digested = self.verified = step
 
     def add_to_word(self, word: ControlWord) -> ControlWord:
-        """`word` with what this rank says in it, given in the step after a boundary."""
+        """Returns `word` with this rank's digest, for the step after a boundary."""
         if self._pending is None:
             return word
         chooses = self._assignment.rank == 0 and self._assignment.verify_every is None
@@ -121,7 +121,7 @@ class ReplicaVerifier:
         return replace(word, digest=self._pending.digest, verify_every=proposed)
 
     def equal_at_exchange(self, word: ControlWord) -> bool:
-        """Whether all ranks signed the same, according to a word that all have taken."""
+        """Returns whether all ranks have the same digest, by a word that all have exchanged."""
         self._compared, self._pending = self._pending, None
         if self._compared is None:
             return True
@@ -132,8 +132,10 @@ class ReplicaVerifier:
         return equal
 
     def compare_now(self, copy: BoundaryCopy, where: str) -> bool:
-        """Whether all ranks have the same state at this boundary; all call this together. where:
-        what an error says of this rank's place."""
+        """Returns whether all ranks have the same state at this boundary; all call this together.
+
+        where: this rank's place, for the message of an error.
+        """
         if not self._enabled or self.verified == copy.step or self._groups is None:
             return True
         self._compared = self._take_digest(copy)
@@ -143,7 +145,10 @@ class ReplicaVerifier:
         return equal
 
     def digest_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
-        """Sign this boundary's state where that is due. captured: a snapshot of it was taken."""
+        """Computes the digest of this boundary's state if it is due.
+
+        captured: a snapshot of the state was taken.
+        """
         if not self._enabled or copy.step in (self.verified, self._digested):
             return
         every = FIRST_EVERY if self._every is None else self._every
@@ -151,7 +156,7 @@ class ReplicaVerifier:
             self._pending = self._take_digest(copy)
 
     def raise_difference(self) -> NoReturn:
-        """C4, after ranks were found to differ; raises the error that is this rank's."""
+        """Raises this rank's error after the ranks were found to differ (rule C4)."""
         assert self._groups is not None and self._compared is not None
         state_digest, mine = self._compared, self._assignment
         own = {
@@ -203,7 +208,7 @@ class ReplicaVerifier:
 
 
 def _values(copy: BoundaryCopy) -> dict[str, int]:
-    """The digests of what is no tensor."""
+    """Returns the digests of the values that are not tensors."""
     found = {TRACKED + name: of_value(value) for name, value in copy.json["tracked"].items()}
     found[OPTIONS] = of_value(copy.json["groups"])
     found[POSITION] = of_value([copy.step, encode(copy.position)])

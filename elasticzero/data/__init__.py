@@ -1,1 +1,1 @@
-"""The samples that each rank takes, their order, and how they are read."""
+"""Orders the samples, distributes them over the ranks, and reads them."""

@@ -26,12 +26,13 @@ from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
 
 _AHEAD_SAMPLES, _AHEAD = 4096, 64
-"""Samples that are looked up at once, and micro-batches, but one of any size."""
+"""Number of samples whose indices are computed at once, and of micro-batches; one batch may exceed
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
-    """How samples become batches on a device."""
+    """Reads samples and makes batches of them on a device."""
 
     dataset: Dataset[Any]
     device: torch.device
@@ -39,7 +40,7 @@ class BatchReader:
     num_workers: int = 0
 
     def batches(self, indices: Iterator[list[int]]) -> Iterator[Any]:
-        """One batch on the device for each list of dataset indices."""
+        """Yields one batch on the device for each list of dataset indices."""
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
             batch_sampler=_OneShotSampler(indices),
@@ -54,7 +55,7 @@ class BatchReader:
 
 
 class _OneShotSampler:
-    """A batch sampler that can be walked once."""
+    """Presents an iterator of index lists as a batch sampler, which can be iterated once."""
 
     def __init__(self, indices: Iterator[list[int]]) -> None:
         self._indices = indices
@@ -64,14 +65,17 @@ class _OneShotSampler:
 
 
 def _die_with_parent(_: int) -> None:
-    """A data worker has copies of the training process's connections: it must not outlive it, or
-    the peers would not notice that it died."""
+    """Makes a data worker die with the training process.
+
+    The worker has copies of the process's connections: if it outlived the process, the peers would
+    not notice the process's death.
+    """
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the training process handles Ctrl-C
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor inside on `device`."""
+    """Returns `batch` with every tensor inside on `device`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -86,7 +90,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """The same kind of mapping where it can be made from a dict (transformers' BatchEncoding)."""
+    """Returns the same kind of mapping if it can be made from a dict (transformers'
+    BatchEncoding)."""
     try:
         return type(batch)(moved)  # type: ignore[call-arg]
     except TypeError:
@@ -95,7 +100,7 @@ def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSchedule:
-    """One rank's way through a loop from a position."""
+    """Lists one rank's micro-batches of a loop from a position on."""
 
     plan: BatchPlan
     rank: int
@@ -103,17 +108,17 @@ class RankSchedule:
     micro_batch: int | None
 
     def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
-        """Each global batch and the position after it."""
+        """Yields each global batch and the position after it."""
         while (found := self.plan.next(position)) is not None:
             yield found
             position = found[1]
 
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """This rank's micro-batches of one global batch."""
+        """Returns this rank's micro-batches of one global batch."""
         return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
 
     def indices(self, position: DataPosition) -> Iterator[list[int]]:
-        """The dataset indices of every micro-batch from `position` to the end."""
+        """Yields the dataset indices of every micro-batch from `position` to the end."""
         order: SampleOrder = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             spans = (part.positions for batch, _ in batches for part in self.parts(batch))
@@ -128,7 +133,7 @@ class RankSchedule:
 
 
 class StepProgress:
-    """The global batch and micro-batch that the script works on."""
+    """Tracks the global batch and micro-batch that the script works on."""
 
     def __init__(self, plan: BatchPlan | None = None) -> None:
         self.plan = plan
@@ -136,31 +141,34 @@ class StepProgress:
         self.part: MicroBatch | None = None
         self.backward = False
         self.stepped = False
-        """Whether `backward` and `step` were called for the micro-batch."""
+        """True once `backward` and `step` were called for the micro-batch."""
         self.weights: float | None = None
-        """Sum of the weights that the script gave for the global batch, if it gave any."""
+        """Sum of the script's weights for the global batch; None: it gave none."""
         self._weighed = False
-        """A micro-batch of it was weighed, with a weight of the script's or without."""
+        """True once a micro-batch of the global batch has got a weight, of the script or by
+        default."""
         self.began_s = 0.0
         self.data_wait_s = 0.0
 
     def begin(self, batch: GlobalBatch) -> None:
-        """A global batch begins."""
+        """Records that a global batch begins."""
         self.batch, self.weights, self._weighed = batch, None, False
         self.began_s, self.data_wait_s = time.monotonic(), 0.0
 
     def present(self, part: MicroBatch, waited_s: float) -> None:
-        """A micro-batch is handed to the script."""
+        """Records that the script gets a micro-batch."""
         self.part, self.backward, self.stepped = part, False, False
         self.data_wait_s += waited_s
 
     def exclude_time_since(self, since_s: float) -> None:
-        """The time since then was not spent on the global batch's step."""
+        """Excludes the time since then from the time of the global batch's step."""
         self.began_s += time.monotonic() - max(since_s, self.began_s)
 
     def add_weight(self, weight: float | None) -> None:
-        """The script gave this weight for the micro-batch, or none; raises `UserError` where it is
-        not all or none of a global batch."""
+        """Records the script's weight for the micro-batch, or none.
+
+        Raises `UserError` if a global batch has micro-batches with and without a weight.
+        """
         if self._weighed and (weight is None) != (self.weights is None):
             raise UserError(
                 "session.backward was given weight=… for some micro-batches of a global batch and "
@@ -171,7 +179,8 @@ class StepProgress:
             self.weights = (self.weights or 0.0) + weight
 
     def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:
-        """What `session.<call>` is about; raises `UserError` out of turn."""
+        """Returns the micro-batch that `session.<call>` is about; raises `UserError` out of
+        turn."""
         if self.batch is None or self.part is None or self.stepped:
             raise UserError(
                 f"session.{call} is called once for each micro-batch, inside the loop over "
@@ -181,13 +190,14 @@ class StepProgress:
 
     @property
     def partial(self) -> bool:
-        """Some of the global batch's gradient is computed, and its step is not applied."""
+        """Returns whether a part of the global batch's gradient is computed, and its step is not
+        applied."""
         if self.batch is None or self.part is None:
             return False
         return not (self.part.last and self.stepped) and (self._weighed or self.backward)
 
     def indices(self) -> list[int]:
-        """The dataset indices of the whole global batch."""
+        """Returns the dataset indices of the whole global batch."""
         if self.batch is None or self.plan is None:
             raise UserError("session.batch_indices is there inside the loop over session.batches")
         batch = self.batch
@@ -195,5 +205,6 @@ class StepProgress:
         return [int(index) for index in indices]
 
     def total(self, step: int, after: DataPosition) -> int:
-        """Steps of the whole run, if this loop is its last. after: where `step` leaves the data."""
+        """Returns the steps of the whole run if this loop is its last; after: the position after
+        `step`."""
         return step + self.plan.steps_from(after) if self.plan is not None else 0

@@ -1,4 +1,5 @@
-"""The order of samples, each rank's part of a global batch, micro-batches and their weights. Pure.
+"""Computes the order of samples, each rank's part of a global batch, micro-batches and weights.
+Pure.
 
 The order of an epoch is a keyed pseudo-random permutation that is computed at any position without
 a table (a Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
@@ -25,17 +26,18 @@ Indices = npt.NDArray[np.int64]
 ROUNDS = 8
 MAX_SAMPLES = 1 << 62
 KEPT_DATASETS = 256
-"""Maximum number of datasets whose use is remembered beside the present one's."""
+"""Maximum number of datasets whose use is recorded besides the present one's."""
 
 
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """The keys of the network's rounds; any integers will do as seed and epoch."""
+    """Returns the keys of the network's rounds; any integers will do as seed and epoch."""
     key = mix64(mix64(seed + 0x9E3779B97F4A7C15) ^ mix64(epoch + 0xD1B54A32D192ED03))
     return tuple(mix64(key + r * 0x9E3779B97F4A7C15) for r in range(1, ROUNDS + 1))
 
 
 def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Indices:
-    """The samples at these positions of the epoch's order: a permutation of `[0, samples)`."""
+    """Returns the samples at these positions of the epoch's order, a permutation of `[0,
+    samples)`."""
     half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
     keys = round_keys(seed, epoch)
     values_P = _feistel(positions_P, half_bits, keys)
@@ -47,7 +49,7 @@ def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Ind
 
 
 def _feistel(values_P: Positions, half_bits: int, keys: tuple[int, ...]) -> Positions:
-    """A permutation of `[0, 4 ** half_bits)`."""
+    """Applies a permutation of `[0, 4 ** half_bits)`."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left_P, right_P = values_P >> shift, values_P & mask
     for key in keys:
@@ -62,10 +64,10 @@ def _feistel(values_P: Positions, half_bits: int, keys: tuple[int, ...]) -> Posi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Which sample stands where in every epoch."""
+    """Maps the positions of every epoch to samples."""
 
     samples: int
-    """Length of the dataset."""
+    """Number of samples in the dataset."""
     seed: int = 0
     shuffle: bool = True
 
@@ -76,11 +78,11 @@ class SampleOrder:
             )
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """The dataset indices at positions `[start, stop)` of an epoch."""
+        """Returns the dataset indices at positions `[start, stop)` of an epoch."""
         return self.at(epoch, np.arange(start, stop, dtype=np.uint64))
 
     def at(self, epoch: int, positions_P: Positions) -> Indices:
-        """The dataset indices at any positions of an epoch."""
+        """Returns the dataset indices at any positions of an epoch."""
         if not self.shuffle:
             return positions_P.astype(np.int64)
         return permuted(positions_P, self.samples, self.seed, epoch)
@@ -88,7 +90,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """How far a dataset is used over which no loop runs now."""
+    """Records the use of a dataset whose loop has ended."""
 
     dataset: int
     epoch: int
@@ -98,31 +100,31 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
-    """How far the data is used, at a boundary."""
+    """Records the use of the data at a boundary."""
 
     loop: int = 0
-    """Which loop over `session.batches` in the script, from 0."""
+    """Number of the loop over `session.batches` in the script, from 0."""
     epoch: int = 0
-    """Of this loop's dataset, counted over all loops over it."""
+    """Epoch of this loop's dataset, counted over all loops over it."""
     offset: int = 0
-    """Samples of the epoch already used. All of them: the epoch's last step is applied, and
-    `on_epoch_end` has not run; once it has, the next epoch begins at 0."""
+    """Number of samples of the epoch already used. If it is all of them, the epoch's last step is
+    applied and `on_epoch_end` has not run; once it has run, the next epoch begins at 0."""
     steps: int = 0
-    """Global batches of this loop already used."""
+    """Number of global batches of this loop already used."""
     order: Any = None
-    """What the order depends on (`[samples, seed, shuffle]`), to refuse another in mid-epoch."""
+    """The inputs of the order, `[samples, seed, shuffle]`; another order in mid-epoch is
+    refused."""
     dataset: int = 0
-    """Which dataset object the loop goes over, from 0, in the order in which loops first used
-    them."""
+    """Number of the loop's dataset object, from 0, in the order in which loops first used them."""
     first_epoch: int = 0
     """The epoch in which the loop began."""
     others: tuple[Mark, ...] = ()
     """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
     stopped: str | None = None
-    """Why the script ended training for all ranks; None: it did not."""
+    """Reason for which the script ended training for all ranks; None: it did not."""
 
     def mark(self, dataset: int) -> Mark:
-        """How far a dataset is used."""
+        """Returns the record of a dataset's use."""
         if dataset == self.dataset:
             return Mark(dataset=dataset, epoch=self.epoch, offset=self.offset, order=self.order)
         unused = Mark(dataset=dataset, epoch=0, offset=0)
@@ -131,7 +133,8 @@ class DataPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Positions `[start, stop)` of one epoch: what one optimizer step sees on all ranks."""
+    """Names the positions `[start, stop)` of one epoch that one optimizer step uses on all
+    ranks."""
 
     epoch: int
     start: int
@@ -143,18 +146,18 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one rank puts through the model at once."""
+    """Names the samples that one rank puts through the model at once."""
 
     positions: Span
     weight: int
-    """Samples that count: 0 for a filler, which only keeps ranks in step."""
+    """Number of samples that count; 0 for a filler, which only keeps ranks in step."""
     last: bool
-    """Of its global batch."""
+    """True for the last micro-batch of its global batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How a loop cuts its epochs in global batches."""
+    """Divides the epochs of a loop into global batches."""
 
     order: SampleOrder
     global_batch: int
@@ -174,7 +177,7 @@ class BatchPlan:
             )
 
     def steps_from(self, position: DataPosition) -> int:
-        """Global batches from `position` to the end of the loop."""
+        """Returns the number of global batches from `position` to the end of the loop."""
         whole, rest = divmod(self.order.samples, self.global_batch)
         in_epoch = whole + bool(rest and not self.drop_last)
         found = []
@@ -191,12 +194,12 @@ class BatchPlan:
         return min(found)
 
     def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
-        """Where loop number `loop`, over this dataset, begins when training goes on from
-        `position`.
+        """Returns the position at which loop number `loop`, over this dataset, begins.
 
-        A loop goes on where the loop before it over the same dataset has ended, in the middle of an
-        epoch too; with another order (seed, shuffle, length) the next epoch begins instead. Raises
-        `UserError` when training would go on inside a loop, in mid-epoch, with another order.
+        A loop continues where the loop before it over the same dataset has ended, in the middle of
+        an epoch too; with another order (seed, shuffle, length) the next epoch begins instead.
+        Raises `UserError` if training would continue inside a loop, in mid-epoch, with another
+        order. position: where training resumes.
         """
         order = [self.order.samples, self.order.seed, self.order.shuffle]
         if position.loop < loop:
@@ -231,18 +234,19 @@ class BatchPlan:
         return replace(position, order=order, dataset=dataset)
 
     def ends_epoch(self, position: DataPosition) -> bool:
-        """Whether no global batch of the position's epoch is left."""
+        """Returns whether no global batch of the position's epoch is left."""
         left = self.order.samples - position.offset
         return left <= 0 or (self.drop_last and left < self.global_batch)
 
     def wrapped(self, position: DataPosition) -> DataPosition:
-        """The same position, at the beginning of the next epoch where one has ended."""
+        """Returns the same position, moved to the beginning of the next epoch if its epoch has
+        ended."""
         if not self.ends_epoch(position):
             return position
         return replace(position, epoch=position.epoch + 1, offset=0)
 
     def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
-        """The global batch at `position` and the position after it; None at the end."""
+        """Returns (the global batch at `position`, the position after it), or None at the end."""
         position = self.wrapped(position)
         epoch, offset = position.epoch, position.offset
         if self.epochs is not None and epoch >= position.first_epoch + self.epochs:
@@ -255,7 +259,8 @@ class BatchPlan:
 
 
 def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
-    """The positions of `batch` that are `rank`'s: shares differ by at most one sample."""
+    """Returns the positions of `batch` that belong to `rank`; shares differ by at most one
+    sample."""
     size = len(batch)
     return Span(
         batch.start + rank * size // world_size, batch.start + (rank + 1) * size // world_size
@@ -265,10 +270,10 @@ def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
 def micro_batches(
     batch: GlobalBatch, rank: int, world_size: int, size: int | None
 ) -> Iterator[MicroBatch]:
-    """`rank`'s micro-batches of at most `size` samples (None: all at once); every rank has the
-    same number.
+    """Returns `rank`'s micro-batches of at most `size` samples (None: all at once).
 
-    A rank with fewer samples than the others fills up with the batch's first sample, at weight 0.
+    Every rank has the same number. A rank with fewer samples than the others fills up with the
+    batch's first sample, at weight 0.
     """
     mine = share(batch, rank, world_size)
     largest = -(-len(batch) // world_size)
@@ -286,9 +291,10 @@ def micro_batches(
 
 
 def share_of(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bool]]:
-    """An evaluation's batches dealt round-robin: (index, whether it counts), as many on each rank.
+    """Distributes an evaluation's batches round-robin; yields (index, whether it counts).
 
-    A rank without a batch in the last round computes batch 0 again, and it does not count.
+    Every rank has the same number. A rank without a batch in the last round computes batch 0 again,
+    which does not count.
     """
     for first in range(0, batches, world_size):
         index = first + rank

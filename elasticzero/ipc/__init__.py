@@ -1,1 +1,1 @@
-"""The messages between a worker and its agent, and the socket that carries them."""
+"""Defines the messages between a worker and its agent, and the socket that carries them."""

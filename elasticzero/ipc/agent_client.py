@@ -1,4 +1,4 @@
-"""A worker's client of its agent: it receives the agent's messages, and ends the process."""
+"""Implements a worker's client of its agent, which receives messages and ends the process."""
 
 from __future__ import annotations
 
@@ -49,44 +49,48 @@ STANDALONE = Assignment(
     resume=Resume(tier="fresh"),
     snapshot_root="",
 )
-"""The assignment of a process without an agent."""
+"""Assignment of a process without an agent."""
 
 
 class GenerationEnded(BaseException):
-    """Ends the user's loop. It is no `Exception`, so that no handler of the script catches it."""
+    """Ends the script's loop. It is no `Exception`, so that no handler of the script catches it."""
 
     def __init__(self, reason: str, *, aborted: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.aborted = aborted
-        """The agent says that the generation is over; else: all ranks agreed at a boundary."""
+        """True if the agent has ended the generation; False if all ranks agreed at a boundary."""
 
 
 class AgentClient:
-    """The channel to the agent, and a thread that receives its messages. Without an agent the
-    process trains alone."""
+    """Sends messages to the agent, and receives the agent's in a thread.
+
+    Without an agent the process trains alone.
+    """
 
     def __init__(self, channel: Channel | None, assignment: Assignment) -> None:
         self.assignment = assignment
         self.flags = 0
         self.aborted: str | None = None
         self.held = self.not_held = -1
-        """Newest step whose snapshot this node holds, or could not."""
+        """Newest step whose snapshot this node holds, and newest one that it could not hold."""
         self.saved = self.unsaved = -1
-        """Newest step whose save is over on this node, and over without a checkpoint."""
+        """Newest step whose save has ended on this node, and newest one that ended without a
+        checkpoint."""
         self.save_error: str | None = None
-        """Why the newest of those without a checkpoint has none."""
+        """Error of the newest save that ended without a checkpoint."""
         self.not_finite: str | None = None
-        """What the agent has found of a captured state that holds NaN or infinity."""
+        """The agent's finding of NaN or infinity in a captured state; None: it has found none."""
         self.saves: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
         self._channel = channel
         self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
-        """Of generations to come."""
+        """Assignments of the generations to come."""
         self._busy_sections: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._on_abort: Callable[[], None] = lambda: None
         self.awaits = ""
-        """Where the main thread left its loop, while it waits for the other ranks to do so."""
+        """The place where the main thread left its loop, while it waits for the other ranks to
+        leave theirs."""
         self.shutting_down = threading.Event()
         """Set while a thread runs the stop protocol."""
         self._shutdown_lock = threading.Lock()
@@ -97,7 +101,8 @@ class AgentClient:
 
     @classmethod
     def from_environment(cls) -> AgentClient:
-        """The link over the inherited socket, with the assignment that the agent sends first."""
+        """Returns the client on the inherited socket, with the assignment that the agent sends
+        first."""
         number = os.environ.get(CHANNEL_FD_VARIABLE)
         if number is None:
             return cls(None, STANDALONE)
@@ -117,15 +122,17 @@ class AgentClient:
         return self._channel is None
 
     def on_abort(self, act: Callable[[], None]) -> None:
-        """Have `act` called, in the receiving thread, when the agent ends the generation; at once
-        where it has ended already."""
+        """Registers `act`, which the receiving thread calls when the agent ends the generation.
+
+        If the generation has ended already, `act` is called at once.
+        """
         self._on_abort = act
         if self.aborted is not None:
             act()
 
     @contextmanager
     def exit_on_abort(self) -> Iterator[None]:
-        """A section in which an `Abort` ends the process: S0."""
+        """Marks a section in which an `Abort` ends the process (rule S0)."""
         before = self._on_abort
         self.on_abort(lambda: exit_now(ExitCode.LEFT))
         try:
@@ -134,32 +141,37 @@ class AgentClient:
             self.on_abort(before)
 
     def check(self) -> None:
-        """Raise `GenerationEnded` when the agent has ended the generation."""
+        """Raises `GenerationEnded` if the agent has ended the generation."""
         if self.aborted is not None:
             raise GenerationEnded(self.aborted, aborted=True)
 
     def claim_shutdown(self) -> bool:
-        """Whether the caller shall run the stop protocol: only the first thread that asks does."""
+        """Returns whether the caller shall run the stop protocol: True for the first thread that
+        asks."""
         with self._shutdown_lock:
             mine = not self.shutting_down.is_set()
             self.shutting_down.set()
         return mine
 
     def unless_shutting_down(self, begin: Callable[[], None]) -> None:
-        """Call `begin()`, unless another thread runs the stop protocol: then never return, for the
-        state is being saved."""
+        """Calls `begin()`, unless another thread runs the stop protocol.
+
+        In that case it never returns, because the state is being saved.
+        """
         with self._shutdown_lock:
             if not self.shutting_down.is_set():
                 return begin()
         park()
 
     def await_assignment(self) -> None:
-        """Wait for the next generation's assignment; until then the agent may kill this process."""
+        """Waits for the next generation's assignment; until then the agent may kill this
+        process."""
         self.assignment = self._assignments.get()
         self.shutting_down.clear()
 
     def _begin(self, assignment: Assignment) -> None:
-        """Take the assignment of another generation: earlier messages of the agent are void."""
+        """Applies the assignment of another generation, which voids the agent's earlier
+        messages."""
         assert self._channel is not None
         self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
         self.held = self.not_held = self.saved = self.unsaved = -1
@@ -170,7 +182,7 @@ class AgentClient:
         self._assignments.put(replace(assignment, store_fd=self._channel.take_fd()))
 
     def send(self, message: Message) -> None:
-        """Send a message, where there is an agent; a worker whose agent is gone exits."""
+        """Sends a message if there is an agent; a worker whose agent is gone exits."""
         if self._channel is None:
             return
         try:
@@ -180,7 +192,7 @@ class AgentClient:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """A section that makes no steps and is no hang; sections may lie in each other."""
+        """Marks a section that makes no steps and is no hang; sections may be nested."""
         self._busy_sections.append(doing)
         self.send(Busy(doing=doing))
         try:
@@ -191,7 +203,8 @@ class AgentClient:
 
     @contextmanager
     def awaiting(self, left_at: str) -> Iterator[None]:
-        """A section that waits for the other ranks, where this one left its loop early."""
+        """Marks a section in which this rank has left its loop early and waits for the other
+        ranks."""
         if not left_at:
             yield
             return
@@ -203,7 +216,7 @@ class AgentClient:
 
     @property
     def is_busy(self) -> bool:
-        """Inside such a section."""
+        """Returns whether the main thread is in a busy section."""
         return bool(self._busy_sections)
 
     def _receive_messages(self) -> None:
@@ -243,7 +256,7 @@ class AgentClient:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit the process at once, without running anything more of it."""
+    """Exits the process at once, without running any of the script's exit handlers."""
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(Exception):
@@ -252,6 +265,6 @@ def exit_now(code: int) -> NoReturn:
 
 
 def park() -> NoReturn:
-    """Never return: another thread runs the stop protocol, which ends the process."""
+    """Never returns, because another thread runs the stop protocol, which ends the process."""
     while True:
         time.sleep(3600)

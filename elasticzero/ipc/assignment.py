@@ -1,6 +1,7 @@
-"""The agent's first message to a worker: its rank, its generation, and the source of its state.
+"""Defines the agent's first message to a worker: its rank, its generation, and the source of its
+state.
 
-Pure. `torchrun_environment` has the same for scripts that read torchrun's variables.
+Pure. `torchrun_environment` gives the same to scripts that read torchrun's variables.
 """
 
 from __future__ import annotations
@@ -11,32 +12,32 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where one rank's shard of a snapshot can be read."""
+    """Locates one rank's shard of a snapshot on a node."""
 
     rank: int
     """Rank in the world that wrote the snapshot."""
     node: str
     address: str
-    """`host:port` of the HTTP server of the agent that holds it."""
+    """`host:port` of the HTTP server of the agent that holds the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The state a generation starts from."""
+    """Names the state that a generation starts from."""
 
     tier: Literal["fresh", "ram", "storage"]
     step: int = 0
     generation: int = 0
     """RAM tier: the generation that wrote the snapshot."""
     sources: tuple[Source, ...] = ()
-    """RAM tier: one for each rank of the snapshot's world; more than one for a rank are
-    alternatives, nearest not first. A snapshot that is complete has world size 1 and only sources
-    of rank 0."""
+    """RAM tier: one source for each rank of the snapshot's world; several for one rank are
+    alternatives, not ordered by distance. A complete snapshot has world size 1 and only sources of
+    rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownError:
-    """An error that ended a generation before this one; its traceback has been printed."""
+    """Records an error that ended an earlier generation; its traceback has been printed."""
 
     message: str
     node: str
@@ -45,25 +46,28 @@ class KnownError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What every worker of a node finds in its environment, as under torchrun."""
+    """Holds the settings that every worker of a node finds in its environment, as under
+    torchrun."""
 
     role: str = "default"
     max_restarts: int = 0
     threads: int | None = None
-    """OMP_NUM_THREADS that the launcher has chosen; None: the user did, or there is one worker."""
+    """The launcher's value of OMP_NUM_THREADS; None: the user has set it, or there is one
+    worker."""
     devices: tuple[str, ...] | None = None
-    """The GPU that each local rank sees as its only one, in CUDA's words; None: all see all."""
+    """The GPU that each local rank sees as its only one, in CUDA's notation; None: all see all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Agent to worker, first: who you are in which generation, and where its state comes from."""
+    """Tells a worker its rank, its generation and the source of its state; the agent sends it
+    first."""
 
     job: str
     node: str
     generation: int
     token: str
-    """The generation's own: in checkpoint file names."""
+    """The generation's own random token, which is part of checkpoints' file names."""
     rank: int
     local_rank: int
     world_size: int
@@ -73,54 +77,55 @@ class Assignment:
     master_address: str
     master_port: int
     store_fd: int | None
-    """Rank 0: an inherited socket bound to `master_port`, not yet listening."""
+    """On rank 0, an inherited socket bound to `master_port`, not yet listening."""
     strategy: str
     resume: Resume
     snapshot_root: str
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
     overflow_root: str = ""
-    """The same on a disk, for snapshots that find no room in shared memory; empty: none."""
+    """Directory on a disk for snapshots that find no room in shared memory; empty: none."""
     host: str = "127.0.0.1"
-    """Where other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None
-    """Steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
+    """Number of steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
     verify_every: int | None = None
-    """Steps from one comparison of what must be equal on all ranks to the next; 0: none; None: rank
-    0 chooses."""
+    """Number of steps from one comparison of replicated state to the next; 0: none; None: rank 0
+    chooses."""
     trained: bool = False
-    """This node has made steps with this job in an earlier generation."""
+    """True if this node has made steps with this job in an earlier generation."""
     bad_steps: tuple[int, ...] = ()
-    """Checkpoints found damaged: a save of such a step replaces what stands there."""
+    """Checkpoints that were found damaged; a save of such a step replaces the damaged one."""
     connect_timeout_s: float = 30.0
-    """For what needs no other rank's script: rank 0's host, and the process group of those that are
-    there."""
+    """Time limit in seconds for work that needs no other rank's script: reaching rank 0's host, and
+    setting up the process group of ranks that have registered."""
     start_timeout_s: float = 300.0
-    """Until every rank's script has come to `elasticzero.run`."""
+    """Time limit in seconds until every rank's script has called `elasticzero.run`."""
     collective_timeout_s: float = 600.0
     save_timeout_s: float = 600.0
-    """The last checkpoint is tried again for so long where the worker alone holds its state."""
+    """Time in seconds for which the last checkpoint is retried if the worker alone holds its
+    state."""
     password: str = field(default="", repr=False)
-    """The job's token, which other nodes' snapshots are read with."""
+    """The job's token, with which other nodes' snapshots are read."""
     keep: bool = False
-    """The process may outlive its generation and take part in the next."""
+    """True if the process may outlive its generation and take part in the next."""
     known_errors: tuple[KnownError, ...] = ()
-    """Of generations that came no further, newest last."""
+    """Errors of generations that made no progress, newest last."""
     nodes: int = 1
-    """Members of the generation's world."""
+    """Number of members of the generation's world."""
     error_file: str = ""
-    """Where torch's `record` puts the error that ends the script."""
+    """File for the error that ends the script, which torch's `record` names."""
     settings: WorkerSettings = field(default_factory=WorkerSettings)
 
     @property
     def visible_local_rank(self) -> int:
-        """The index of this worker's GPU among those that it sees."""
+        """Returns the index of this worker's GPU among those that it sees."""
         return self.local_rank if self.settings.devices is None else 0
 
 
 def torchrun_environment(assignment: Assignment) -> dict[str, str]:
-    """The variables that torchrun sets, for scripts written for it."""
+    """Returns the variables that torchrun sets, for scripts written for it."""
     settings = assignment.settings
     more = {}
     if settings.threads is not None:

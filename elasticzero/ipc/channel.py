@@ -1,6 +1,6 @@
-"""Carries messages between an agent and a worker: lines of JSON over an inherited socket.
+"""Carries messages between an agent and a worker as lines of JSON over an inherited socket.
 
-The agent looks at its sockets several times a second. A worker wakes it earlier, by a pipe, for
+The agent polls its sockets several times a second. A worker wakes it earlier, by a pipe, for
 messages that must not wait until then.
 """
 
@@ -19,9 +19,9 @@ from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.serialization import decode, encode
 
 CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
-"""Environment variable that names the descriptor of the worker's end."""
+"""Environment variable with the descriptor of the worker's end."""
 WAKEUP_FD_VARIABLE = "ELASTICZERO_BELL_FD"
-"""The same for the end of a pipe that wakes the agent when something is written."""
+"""Environment variable with the descriptor of a pipe that wakes the agent when it is written to."""
 LOW_PRIORITY = (Stepped, Logged)
 """Messages that come with every step; they wake the agent only when the socket is nearly full."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
@@ -32,10 +32,14 @@ class ChannelClosed(ElasticZeroError):
 
 
 class Channel:
-    """One end of the socket; `send` may be called from any thread, `receive` from one."""
+    """Sends and receives on one end of the socket.
+
+    Any thread may call `send`, and one thread calls `receive`.
+    """
 
     def __init__(self, sock: socket.socket, wakeup_fd: int | None = None) -> None:
-        """wakeup_fd: wakes the other end, which does not wait for this socket."""
+        """Takes the socket, and `wakeup_fd`, which wakes the other end if that does not wait on the
+        socket."""
         self._socket = sock
         self._wakeup_fd = wakeup_fd
         self._send_lock = threading.Lock()
@@ -46,7 +50,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises `ChannelClosed` when nobody reads any more."""
+        """Sends a message; raises `ChannelClosed` if the other end is closed."""
         try:
             with self._send_lock:
                 self._socket.sendall(_line(message))
@@ -55,16 +59,18 @@ class Channel:
         if self._wakeup_fd is not None and not (
             isinstance(message, LOW_PRIORITY) and self._has_room()
         ):
-            with suppress(OSError):  # full: it rings already; closed: the socket tells
+            with suppress(OSError):  # full: a wake-up is pending; closed: the socket reports it
                 os.write(self._wakeup_fd, b"x")
 
     def _has_room(self) -> bool:
-        """Whether the socket takes more: the kernel says so while little is unread."""
+        """Returns whether the socket takes more; the kernel says so while few bytes are unread."""
         return bool(select.select([], [self._socket], [], 0)[1])
 
     def send_with_fd(self, message: Message, fd: int | None, timeout_s: float) -> None:
-        """Send a message with a file descriptor, and wait up to `timeout_s` for room; raises
-        `ChannelClosed` where there is none in time."""
+        """Sends a message with a file descriptor, and waits up to `timeout_s` for room.
+
+        Raises `ChannelClosed` if there is no room in time.
+        """
         line, blocking = _line(message), self._socket.gettimeout()
         try:
             with self._send_lock:
@@ -76,12 +82,13 @@ class Channel:
             raise ChannelClosed(str(error)) from None
 
     def take_fd(self) -> int | None:
-        """The oldest descriptor that has come with messages and was not taken yet; it is the
-        caller's from now on."""
+        """Returns the oldest descriptor that has arrived and was not taken yet; the caller owns
+        it."""
         return self._fds.pop(0) if self._fds else None
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """The next message, or None when `timeout_s` passed; raises `ChannelClosed` at the end."""
+        """Returns the next message, or None after `timeout_s`; raises `ChannelClosed` at the
+        end."""
         while (end := self._buffer.find(b"\n")) < 0:
             if not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
@@ -91,8 +98,10 @@ class Channel:
         return _parse(line)
 
     def drain(self) -> list[Message]:
-        """Every message that has arrived whole; does not wait. Raises `ChannelClosed` when the
-        other end is gone and all it said was given."""
+        """Returns every message that has arrived whole, without waiting.
+
+        Raises `ChannelClosed` once the other end is closed and all its messages were returned.
+        """
         try:
             while select.select([self._socket], [], [], 0)[0]:
                 self._fill()

@@ -1,4 +1,4 @@
-"""The messages between an agent and its workers, one dataclass each. Pure.
+"""Defines the messages between an agent and its workers, one dataclass each. Pure.
 
 `channel` carries them over the socket that a worker inherits. The agent sends the first, the
 worker's `Assignment`.
@@ -13,13 +13,13 @@ from typing import Literal
 from elasticzero.ipc.assignment import Assignment
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
-"""Bits of the control word: a node leaves, the world grows, the job is stopped by an operator; the
-script ends training by `session.stop`."""
+"""Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
+ends training by `session.stop`."""
 
 Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "killed"]
-"""Of a failure. user: the script or its input; peer: another rank went away; checkpoint: a damaged
-checkpoint; storage: the last checkpoint could not be written; environment: anything else outside;
-killed: a signal."""
+"""Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a
+damaged checkpoint; storage: the last checkpoint could not be written; environment: anything else
+outside; killed: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,40 +31,41 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Agent to worker: the generation is over; shut the group's sockets and stop where you are."""
+    """Agent to worker: the generation has ended; shut the group's sockets and stop at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locate:
-    """Agent to worker, when no step came for long: where are you?"""
+    """Agent to worker, if no step came for long: report where the main thread is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveState:
-    """Agent to worker, in answer to `Stopping`: write your state as a snapshot, or do not."""
+    """Agent to worker, in answer to `Stopping`: write the state as a snapshot, or do not."""
 
     wanted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """Worker to agent: the script called `elasticzero.run`; it will obey requests."""
+    """Worker to agent: the script called `elasticzero.run`; the worker will obey requests."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Worker to agent: the state of `step` is in place and training goes on."""
+    """Worker to agent: the state of `step` is loaded and training continues."""
 
     step: int
     tier: Literal["fresh", "ram", "storage"]
     connect_s: float
-    """Setting up the process group."""
+    """Time in seconds to set up the process group."""
     build_s: float
-    """From there to `session.restore()`: the user's model and optimizer."""
+    """Time in seconds from there to `session.restore()`, which the script spends on model and
+    optimizer."""
     restore_s: float
     bytes_read: int = 0
 
@@ -75,18 +76,18 @@ class Stepped:
 
     step: int
     at_s: float
-    """When, by the machine's monotonic clock: the agent hears of it later."""
+    """Time of the step by the machine's monotonic clock; the agent receives the message later."""
     step_s: float
     data_wait_s: float
     samples: int
-    """In the global batch."""
+    """Number of samples in the global batch."""
     total: int = 0
-    """Steps of the whole run; 0: not known."""
+    """Number of steps of the whole run; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """Worker to agent: the scalars of `session.log`."""
+    """Worker to agent: the script passed these scalars to `session.log`."""
 
     step: int
     scalars: Mapping[str, float]
@@ -94,53 +95,55 @@ class Logged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """Worker to agent: in a section that makes no steps, or (None) out of it."""
+    """Worker to agent: it enters a section that makes no steps, or (None) leaves it."""
 
     doing: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopExited:
-    """Worker to agent: out of the loop over batches; no step is due until the next begins."""
+    """Worker to agent: it has left the loop over batches, and no step is due until the next
+    begins."""
 
     awaits: bool = False
-    """It left the loop before its end, and waits for the other ranks to do so: not for as long as
-    what a script does after its loop may take."""
+    """True if it left the loop before its end and waits for the other ranks to do so. That wait is
+    shorter than the time that a script may take after its loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """Worker to agent, in answer to `Locate`; said by a thread of its own."""
+    """Worker to agent, in answer to `Locate`; a separate thread sends it."""
 
     place: str
     """File, line and function of the script that the main thread is in."""
     waits: bool
-    """It is inside a collective, a backward that ends in one, or uses a GPU, whose collectives are
-    waited for anywhere: it may wait for its peers."""
+    """True if it is inside a collective, a backward that ends in one, or uses a GPU, whose
+    collectives are waited for anywhere: it may wait for its peers."""
     left: bool = False
-    """It left its loop before the end, and waits for the other ranks to do so."""
+    """True if it left its loop before the end and waits for the other ranks to do so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Worker to agent: this rank's shard of a step's state stands in shared memory, unsealed."""
+    """Worker to agent: this rank's shard of a step's state lies in shared memory, unsealed."""
 
     step: int
     generation: int
     rank: int
     world_size: int
-    """Of the snapshot: 1 with rank 0 for a complete one."""
+    """World size of the snapshot: 1, with rank 0, for a complete one."""
     seconds: float = 0.0
-    """How long training waited for it."""
+    """Time in seconds that training waited for it."""
     bytes: int = 0
     replicate: bool = False
-    """A buddy's replica belongs to it."""
+    """True if another node replicates the shard."""
     checkpoint: bool = False
-    """It is to become a checkpoint."""
+    """True if it is to become a checkpoint."""
     direct: bool = False
-    """Memory was short: the shard was written to storage instead, and there is no snapshot."""
+    """True if memory was short: the shard was written to storage instead, and there is no
+    snapshot."""
     manifest: str = ""
-    """Where `direct`: the shard's own manifest."""
+    """The shard's own manifest if `direct`; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,7 @@ class AbandonSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotInterval:
-    """Worker to agent, of rank 0: snapshots are taken every so many steps from now on."""
+    """Worker to agent, from rank 0: from now on snapshots are taken at this interval, in steps."""
 
     every: int
     cost_s: float
@@ -162,12 +165,12 @@ class SnapshotInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShort:
-    """Worker to agent, of local rank 0: shared memory is too small for this node's snapshots."""
+    """Worker to agent, from local rank 0: shared memory is too small for this node's snapshots."""
 
     needed_bytes: int
-    """By all workers of the node, and by the replicas that it keeps."""
+    """Bytes that all workers of the node and the replicas that it keeps need."""
     free_bytes: int
-    """Of that, what there is."""
+    """Bytes that are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +181,13 @@ class SnapshotHeld:
     generation: int
     error: str | None = None
     not_finite: bool = False
-    """Because the state holds NaN or infinity."""
+    """True if the reason is NaN or infinity in the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Agent to worker: the save of this step is over: the checkpoint stands, or (`error`) not."""
+    """Agent to worker: the save of this step has ended: the checkpoint is committed, or (`error`)
+    not."""
 
     step: int
     generation: int
@@ -192,20 +196,22 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """Worker to agent: out of the loop; awaiting `SaveState`."""
+    """Worker to agent: it has left the loop and waits for `SaveState`."""
 
     step: int
     clean: bool
-    """False: the state is torn and cannot be saved."""
+    """False if the state is torn and cannot be saved."""
     complete: bool
-    """True: this worker alone holds the whole state (DDP, or a world of one)."""
+    """True if this worker alone holds the whole state (DDP, or a world of one)."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Worker to agent, last of a generation: its state is handed over, nothing of the generation is
-    left in this process, and it can take part in another."""
+    """Worker to agent, last of a generation: the process can take part in another generation.
+
+    Its state is handed over, and nothing of the generation is left in this process.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +220,8 @@ class Finished:
 
     step: int
     reason: str = ""
-    """Why the script ended training early, by `session.stop`; the same on all ranks."""
+    """Reason that the script gave to `session.stop`, the same on all ranks; empty: it did not call
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,21 +231,24 @@ class Failed:
     step: int
     blame: Blame
     message: str
-    """One line, without traceback."""
+    """The error in one line, without traceback."""
     traceback: str
     final: bool = False
-    """The same input would fail in the same way: do not try again."""
+    """True if the same input would fail in the same way, so that a retry is useless."""
     bad_step: int | None = None
-    """The checkpoint that was found damaged."""
+    """Step of the checkpoint that was found damaged."""
     odd: bool = False
-    """This rank has another state than a majority: its node is set aside."""
+    """True if this rank's state differs from that of a majority, so that its node is
+    quarantined."""
     verified: int | None = None
-    """State of later steps may differ between ranks; None: nothing was found to differ."""
+    """Newest step at which the ranks were found equal, if they differ now; None: no difference was
+    found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnded:
-    """Worker to agent, last: the script and its exit functions have ended; the process is to."""
+    """Worker to agent, last: the script and its exit functions have ended, and the process will
+    end."""
 
     exit_code: int
 

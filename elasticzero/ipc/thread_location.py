@@ -1,4 +1,5 @@
-"""Finds the line of the script that the main thread is at, from another thread of the process."""
+"""Finds the line of the script that the main thread executes, from another thread of the
+process."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ _LIBRARIES = tuple(
     for path in {sysconfig.get_path("stdlib"), *map(sysconfig.get_path, ("purelib", "platlib"))}
 )
 _COLLECTIVE = ("/torch/distributed/", "/torch/autograd/")
-"""Gloo and NCCL are waited for under these; DDP's reductions at the end of a backward."""
+"""Folders of the code that waits for gloo and NCCL, DDP's reductions in a backward included."""
 
 
 def main_thread() -> tuple[str, bool]:
-    """The script's innermost line that the main thread is in, and whether that thread is inside a
-    collective or a backward."""
+    """Returns the script's innermost line in the main thread, and whether that thread may wait for
+    peers.
+
+    It may wait for peers inside a collective or a backward.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the end of the process", False
@@ -27,13 +31,14 @@ def main_thread() -> tuple[str, bool]:
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether the innermost Python code is torch's that communicates, or this package's."""
+    """Returns whether the innermost Python code is torch's communication code, or this
+    package's."""
     file = frame.f_code.co_filename
     return file.startswith(PACKAGE) or any(part in file for part in _COLLECTIVE)
 
 
 def place_of(frame: FrameType) -> str:
-    """File, line and function of the innermost frame that is no library's."""
+    """Returns file, line and function of the innermost frame outside of libraries."""
     found: FrameType | None = frame
     while found is not None and _is_library(found.f_code.co_filename):
         found = found.f_back

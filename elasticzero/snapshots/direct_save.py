@@ -1,4 +1,4 @@
-"""Saves that do without shared memory: a rank writes its shard to storage while training waits."""
+"""Saves without shared memory: a rank writes its shard to storage while training waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_li
 from elasticzero.ipc.assignment import Assignment
 
 JOIN_S = 0.05
-"""Pause between two looks at a thread or at the agent, in seconds."""
+"""Pause between two checks of a thread or of the agent, in seconds."""
 
 
 def write_directly(
@@ -28,11 +28,11 @@ def write_directly(
     pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> str:
-    """Write this rank's shard to storage; returns the shard's own manifest, which the agent of rank
-    0 commits by.
+    """Writes this rank's shard to storage; returns its own manifest, by which rank 0's agent
+    commits.
 
-    Where storage is full, checkpoints that retention may drop make room first. Raises `NotFinite`
-    where what is trained is not finite, and `StorageError` or `OSError` where it cannot be written.
+    If storage is full, checkpoints that retention may remove make room first. Raises `NotFinite` if
+    trained tensors are not finite, and `StorageError` or `OSError` if the shard cannot be written.
     """
     rank = assignment.rank
 
@@ -56,7 +56,7 @@ def check_finite(
     pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> None:
-    """Raise `NotFinite` where what is trained is not: no agent looks at these pieces."""
+    """Raises `NotFinite` if trained tensors are not finite, since no agent checks these pieces."""
     checked = (piece for piece in pieces if piece.name in trained)
     bad = [piece.name for piece in checked if not bool(torch.isfinite(piece.data).all())]
     if bad:
@@ -65,7 +65,7 @@ def check_finite(
 
 
 def newest_good_checkpoint(directory: str | None) -> str:
-    """The newest good checkpoint, in words; None: no checkpoints are written."""
+    """Describes the newest good checkpoint in words; None: no checkpoints are written."""
     if directory is None:
         return "there is no --checkpoint-dir, so the state of no step is kept"
     try:
@@ -78,7 +78,8 @@ def newest_good_checkpoint(directory: str | None) -> str:
 
 
 def run_interruptibly(work: Callable[[], str], check: Callable[[], None]) -> str:
-    """`work()` in a thread of its own, while `check` may raise here; the thread is then left."""
+    """Runs `work()` in a separate thread while `check` may raise here, which abandons the
+    thread."""
     result: list[str] = []
     errors: list[BaseException] = []
 

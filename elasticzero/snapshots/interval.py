@@ -1,8 +1,8 @@
-"""Measures what snapshots cost the training, and proposes the interval between them. Pure.
+"""Measures the cost of snapshots to training, and proposes the interval between them. Pure.
 
-A snapshot costs the time that training waits while the state is copied, and what the steps take
-longer while that copy gets its checksums and goes to another node, on the cores that training uses.
-All ranks wait for the slowest, so one rank's steps are those of all.
+The cost of a snapshot has two parts: the time that training waits while the state is copied, and
+the extra time of steps while that copy gets its checksums and goes to another node, on the cores
+that training uses. All ranks wait for the slowest, so one rank's steps are those of all.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import statistics
 from collections import deque
 
 OVERHEAD = 0.005
-"""Part of the training time that snapshots may take; an interval may be off by a factor of two."""
+"""Share of the training time that snapshots may take; an interval may be off by a factor of two."""
 MOST_STEPS = 1000
-"""The longest interval that is chosen here."""
+"""Longest proposed interval, in steps."""
 FIRST_STEPS = 16
-"""The longest one before `SURE_COSTS` snapshots were measured."""
+"""Longest proposed interval, in steps, before `SURE_COSTS` snapshots were measured."""
 SURE_COSTS = 3
 """Number of measured costs from which on one outlier does no harm."""
 _RECENT_COSTS = 7
@@ -24,53 +24,56 @@ _RECENT_STEPS = 20
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Steps between snapshots so that the time they cost stays under `OVERHEAD`."""
+    """Returns the steps between snapshots whose cost stays under `OVERHEAD` of the time."""
     return max(1, min(MOST_STEPS, math.ceil(cost_s / (OVERHEAD * max(step_s, 1e-6)))))
 
 
 class IntervalTuner:
-    """The costs of the last snapshots, and the steps beside them."""
+    """Measures the last snapshots and the steps beside them, and proposes an interval."""
 
     def __init__(self) -> None:
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        """Of those without a capture in flight, or no slower beside one."""
+        """Times of steps without a capture in flight, or no slower beside one."""
         self._stall_s: float | None = None
-        """Of the snapshot in flight; None: none is."""
+        """Wait of training for the snapshot in flight; None: none is in flight."""
         self._beside_s: list[float] = []
-        """The steps while it is."""
+        """Times of the steps since that snapshot was captured."""
         self._proposed = 0
-        """The interval last asked for, in steps."""
+        """The interval proposed last, in steps."""
 
     @property
     def step_s(self) -> float:
-        """A step's usual time; 0 before one is known."""
+        """Returns a step's usual time in seconds; 0 before one is known."""
         return statistics.median(self._steps_s) if self._steps_s else 0.0
 
     @property
     def cost_s(self) -> float:
-        """A snapshot's usual cost; 0 before one is known."""
+        """Returns a snapshot's usual cost in seconds; 0 before one is known."""
         return statistics.median(self._costs_s) if self._costs_s else 0.0
 
     @property
     def measuring(self) -> bool:
-        """A snapshot is in flight."""
+        """Returns whether a snapshot is in flight."""
         return self._stall_s is not None
 
     def captured(self, stall_s: float | None) -> None:
-        """Training waited so long for a snapshot's copy, which is in flight from now on; None: for
-        a checkpoint, to which a snapshot in flight gives way, and nothing is measured."""
+        """Records that training waited this long for a snapshot's copy, which is in flight from now
+        on.
+
+        None stands for a checkpoint, which replaces a snapshot in flight; then nothing is measured.
+        """
         self._stall_s, self._beside_s = stall_s, []
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Records the time of a step."""
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
     def snapshot_done(self) -> None:
-        """Record that no snapshot is in flight any more.
+        """Records that no snapshot is in flight any more.
 
-        Steps that were no slower beside it show what a step usually takes: where snapshots follow
-        each other without a gap, no others would.
+        Steps that were no slower beside it show the usual time of a step: if snapshots follow each
+        other without a gap, there are no others.
         """
         if self._stall_s is None:
             return
@@ -82,8 +85,8 @@ class IntervalTuner:
         self._stall_s = None
 
     def proposed_interval(self) -> int:
-        """A new interval, where what was measured asks for one more than twice as long, or less
-        than half; else 0."""
+        """Returns a new interval if the measured one is over twice as long, or less than half; else
+        0."""
         if not self._costs_s or not self._steps_s:
             return 0
         every, known = interval(self.cost_s, self.step_s), self._proposed

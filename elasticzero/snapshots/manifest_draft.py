@@ -18,7 +18,7 @@ from elasticzero.state.model import RNG, RankState, Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterInfo:
-    """Who writes: what names a checkpoint's files and stands in its manifest."""
+    """Identifies the writer of a checkpoint in its manifest and its files' names."""
 
     rank: int
     world_size: int
@@ -28,7 +28,7 @@ class WriterInfo:
 
     @classmethod
     def of(cls, assignment: Assignment, strategy: str, *, complete: bool) -> WriterInfo:
-        """complete: this rank writes the state of all."""
+        """Returns the writer of an assignment; complete: this rank writes the state of all."""
         return cls(
             rank=0 if complete else assignment.rank,
             world_size=1 if complete else assignment.world_size,
@@ -41,7 +41,7 @@ class WriterInfo:
 def draft(
     share: RankState, copy: BoundaryCopy, writer: WriterInfo, before: Layout | None = None
 ) -> tuple[Manifest, list[TensorPiece]]:
-    """The manifest of the state at a boundary and this rank's pieces of it.
+    """Returns the manifest of the state at a boundary and this rank's pieces of it.
 
     before: a layout that is likely to be this one's too, and then serves again.
 
@@ -85,5 +85,5 @@ def _pieces(spans: Mapping[str, Span], share: RankState) -> Iterator[TensorPiece
 
 
 def stored(spec: Spec) -> TensorSpec:
-    """A tensor's description as a checkpoint has it."""
+    """Returns a tensor's description in a checkpoint's format."""
     return TensorSpec(spelling_of(spec.dtype), spec.shape)

@@ -1,4 +1,4 @@
-"""Shared memory for a node's snapshots: whether there is enough of it, and its reservation."""
+"""Checks and reserves the shared memory for a node's snapshots."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from elasticzero.ipc.messages import MemoryShort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What one capture takes, in bytes."""
+    """Holds the sizes of one capture, in bytes."""
 
     shard: int
-    """Of one rank."""
+    """Size of one rank's shard."""
     whole: int = 0
-    """Of all state in one, where each rank has all of it; else 0."""
+    """Size of the complete state if each rank has all of it; else 0."""
 
 
 def node_bytes(sizes: Sizes, *, workers: int, captures: bool, replicas: bool) -> int:
-    """Memory that a node of so many workers needs for its snapshots: two slots a rank where there
-    are captures while it trains, two for each replica, and what a stop leaves."""
+    """Returns the memory in bytes that a node with this many workers needs for its snapshots.
+
+    These are two slots per rank if captures are taken during training, two for each replica, and
+    the memory of a capture at a stop.
+    """
     while_training = 2 * sizes.shard * workers * (captures + replicas)
     return while_training + (sizes.whole or sizes.shard * workers)
 
@@ -35,8 +38,10 @@ def node_bytes(sizes: Sizes, *, workers: int, captures: bool, replicas: bool) ->
 def memory_shortage(
     assignment: Assignment, sizes: Sizes, *, captures: bool, replicas: bool
 ) -> MemoryShort | None:
-    """What to tell the agent where shared memory is too small for its node's snapshots; None: it is
-    large enough, or its size cannot be read."""
+    """Returns the message for the agent if shared memory is too small for its node's snapshots.
+
+    Returns None if it is large enough, or if its size cannot be read.
+    """
     needed = node_bytes(
         sizes, workers=assignment.local_world_size, captures=captures, replicas=replicas
     )
@@ -49,22 +54,24 @@ def memory_shortage(
 
 
 class Reservation:
-    """Memory for captures, which a thread allocates and maps while training goes on."""
+    """Reserves memory for captures in a thread, which allocates and maps it while training goes
+    on."""
 
     def __init__(self, writer: SharedMemoryStager, say: Callable[[str], None]) -> None:
-        """say: tells people, from the thread, that there is no memory."""
+        """Takes the writer, and `say`, which the thread calls with a message if there is no
+        memory."""
         self._writer = writer
         self._say = say
         self._thread: threading.Thread | None = None
         self.done = False
-        """The memory is there."""
+        """True once the memory is reserved."""
 
     @property
     def begun(self) -> bool:
         return self._thread is not None
 
     def begin(self, size: int) -> None:
-        """Reserve memory for captures of so many bytes each."""
+        """Begins to reserve memory for captures of `size` bytes each."""
 
         def reserve() -> None:
             try:
@@ -79,6 +86,6 @@ class Reservation:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the thread, where there is one."""
+        """Waits for the thread if it runs."""
         if self._thread is not None:
             self._thread.join()

@@ -28,7 +28,7 @@ from elasticzero.state.rng import RngState, seed_all
 
 
 def open_source(assignment: Assignment) -> Checkpoint:
-    """The checkpoint or snapshot that the assignment says to go on from."""
+    """Opens the checkpoint or snapshot that the assignment names."""
     resume = assignment.resume
     if resume.tier == "storage":
         assert assignment.checkpoint_dir is not None
@@ -52,7 +52,7 @@ def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
 
 
 def snapshots_of(assignment: Assignment) -> SnapshotStore:
-    """The node's snapshots."""
+    """Returns the node's snapshots."""
     overflow = Path(assignment.overflow_root) if assignment.overflow_root else None
     return SnapshotStore(Path(assignment.snapshot_root), overflow)
 
@@ -60,9 +60,9 @@ def snapshots_of(assignment: Assignment) -> SnapshotStore:
 def restore_state(
     checkpoint: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState, rank: int
 ) -> DataPosition:
-    """Put a checkpoint in place, and return where its data stands.
+    """Loads a checkpoint into the training state, and returns its position in the data.
 
-    Raises `CheckpointMismatch` before anything is changed when it does not fit.
+    Raises `CheckpointMismatch` before anything is changed if it does not fit.
     """
     manifest = checkpoint.manifest
     tensors, json = manifest.layout.tensors, manifest.state

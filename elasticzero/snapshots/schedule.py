@@ -28,28 +28,28 @@ Due = Literal["nothing", "snapshot", "checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSchedule:
-    """What all ranks know of the captures of their generation; equal on all of them."""
+    """Records the captures of a generation; equal on all ranks."""
 
     start: int
     """The step the generation started from."""
     every: int = 0
-    """Steps from one snapshot to the next; 0: none are taken."""
+    """Number of steps from one snapshot to the next; 0: none are taken."""
     taken: int | None = None
     """Newest captured step; None: none in this generation."""
     held: int | None = None
-    """Newest step held everywhere; None: none of this generation."""
+    """Newest step that every node holds; None: none of this generation."""
     saving: int | None = None
-    """The step that is being saved."""
+    """The step that is being saved; None: no save runs."""
     ready: bool = False
-    """Every rank has its memory."""
+    """True once every rank has its memory."""
 
     @property
     def copying(self) -> bool:
-        """A snapshot is in flight."""
+        """Returns whether a snapshot is in flight."""
         return self.taken is not None and self.taken != self.held
 
     def after_exchange(self, word: ControlWord) -> CaptureSchedule:
-        """What is known after the ranks have exchanged this word."""
+        """Returns the schedule after the ranks have exchanged this word."""
         schedule = replace(self, ready=self.ready or word.ready, every=word.every or self.every)
         if schedule.taken is not None and word.held >= schedule.taken:
             schedule = replace(schedule, held=schedule.taken)
@@ -60,8 +60,10 @@ class CaptureSchedule:
         return schedule
 
     def due(self, step: int, *, checkpoint: bool, snapshots: bool) -> Due:
-        """What to do at the boundary of `step`; checkpoint: one is due; snapshots: the strategy
-        has use for them."""
+        """Returns the capture at the boundary of `step`.
+
+        checkpoint: a checkpoint is due. snapshots: the strategy has use for snapshots.
+        """
         if checkpoint:
             return "checkpoint" if self.saving is None else "nothing"
         if not snapshots or not self.ready or self.copying or self.saving is not None:
@@ -71,8 +73,11 @@ class CaptureSchedule:
         return "snapshot" if 0 < self.every <= step - self.taken else "nothing"
 
     def states_to_keep(self, generation: int, resume: Resume) -> set[tuple[int, int]]:
-        """The snapshots that a capture must leave, by generation and step: the newest that is held
-        everywhere, and the one that is being saved. generation, resume: of the assignment."""
+        """Returns the (generation, step) of the snapshots that a capture must leave.
+
+        These are the newest one that every node holds, and the one that is being saved. generation,
+        resume: those of the assignment.
+        """
         keep = {(generation, self.saving)} if self.saving is not None else set()
         if self.held is not None:
             return keep | {(generation, self.held)}

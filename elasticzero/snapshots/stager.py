@@ -1,4 +1,4 @@
-"""Stages a worker's state: captures it into shared memory when that is due, and has it saved.
+"""Stages a worker's state: it captures the state into shared memory when due, and has it saved.
 
 Training waits only while its state is copied into shared memory that the agent owns; the agent does
 the rest. `schedule` decides when to capture, from control words that are equal on all ranks.
@@ -40,11 +40,11 @@ from elasticzero.state.model import RankState
 
 _POLL_S = 0.002
 _TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
-"""Pause before the second try of the last save, and at most."""
+"""Pause in seconds before the second try of the last save, and the longest pause."""
 
 
 class StateStager:
-    """Snapshots and checkpoints of one generation on one rank."""
+    """Takes the snapshots and checkpoints of one generation on one rank."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StateStager:
         saving: bool,
         save: Callable[[Manifest, list[TensorPiece]], None] | None = None,
     ) -> None:
-        """replicated: each rank alone holds the whole state. saving: checkpoints are written.
-        save: without an agent: writes one, at once; raises `ElasticZeroError`."""
+        """replicated: each rank alone holds the whole state. saving: checkpoints are written. save:
+        without an agent, it writes a checkpoint at once; it raises `ElasticZeroError`."""
         self._save = save
         self._link = link
         self._assignment = a = link.assignment
@@ -75,7 +75,7 @@ class StateStager:
         self._trained: Collection[str] = ()
         self._reservation = Reservation(self._writer, self._say)
         self._memory_checked = link.standalone or a.local_rank > 0
-        """Whether shared memory is large enough was looked at, or is another rank's to look at."""
+        """True once the size of shared memory was checked, or if another rank checks it."""
         self._saved_step: int | None = None
         """Newest step that was captured to be saved, or was read from storage."""
         self._submitted: int | None = None
@@ -88,12 +88,12 @@ class StateStager:
         self._tuner = IntervalTuner()
 
     def begin(self, copy: BoundaryCopy) -> None:
-        """Begin with the state of `copy`, and reserve memory for its captures meanwhile."""
+        """Begins with the state of `copy`, and reserves memory for its captures meanwhile."""
         a = self._assignment
         self._schedule = CaptureSchedule(start=copy.step, every=a.snapshot_every or 0)
         if a.resume.tier == "storage":
             self._saved_step = copy.step
-        if a.resume.tier != "fresh":  # before the first step an optimizer has no state yet
+        if a.resume.tier != "fresh":  # an optimizer has no state before its first step
             self._reserve(copy)
 
     def _draft(self, copy: BoundaryCopy, writer: WriterInfo) -> tuple[Manifest, list[TensorPiece]]:
@@ -104,7 +104,7 @@ class StateStager:
         return manifest, pieces
 
     def _reserve(self, copy: BoundaryCopy) -> None:
-        """Allocate and map memory for captures of this size, while training goes on."""
+        """Allocates and maps memory for captures of this size, while training goes on."""
         if not self._memory_checked:
             self._memory_checked = True
             self._check_memory(copy)
@@ -114,7 +114,7 @@ class StateStager:
         self._reservation.begin(shard_header(manifest, self._assignment.rank)[1])
 
     def _check_memory(self, copy: BoundaryCopy) -> None:
-        """Tell the agent if shared memory is too small for this node's snapshots."""
+        """Reports to the agent if shared memory is too small for this node's snapshots."""
         a = self._assignment
         manifest, _ = self._draft(copy, self._writer_info(complete=False))
         shard = shard_header(manifest, a.rank)[1]
@@ -132,13 +132,13 @@ class StateStager:
             self._link.send(short)
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Records the time of a step."""
         schedule = self._schedule
         if schedule.saving is None and schedule.copying == self._tuner.measuring:
-            self._tuner.stepped(seconds)  # no checkpoint is being saved beside it
+            self._tuner.stepped(seconds)  # no checkpoint is being saved at the same time
 
     def control_word(self, flags: int) -> ControlWord:
-        """What this rank tells the others at this boundary."""
+        """Returns the word that this rank gives to the others at this boundary."""
         link, start = self._link, self._schedule.start
         given = self._assignment
         chooses = self._takes_snapshots and given.rank == 0 and given.snapshot_every is None
@@ -153,7 +153,7 @@ class StateStager:
         )
 
     def after_exchange(self, word: ControlWord) -> None:
-        """Take note of a word that all ranks have exchanged."""
+        """Updates the schedule with a word that all ranks have exchanged."""
         before, self._schedule = self._schedule, self._schedule.after_exchange(word)
         if not self._schedule.copying:
             self._tuner.snapshot_done()
@@ -169,8 +169,10 @@ class StateStager:
     def capture_if_due(
         self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
     ) -> Due:
-        """Capture what is due, and say what was. checkpoint: this boundary's state is to become
-        one. verify: raises where the ranks' states differ; called before a checkpoint."""
+        """Captures the state if it is due; returns the kind of capture.
+
+        checkpoint: one is due. verify: it raises if the ranks differ, before a checkpoint.
+        """
         if not self._reservation.begun and copy.step > self._schedule.start:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
@@ -195,10 +197,10 @@ class StateStager:
             self._say(f"{text}: the checkpoint of step {self._saved_step} was still being saved")
 
     def finish(self, copy: BoundaryCopy) -> None:
-        """Make the state at the end of training a checkpoint, and wait until no save is unfinished.
+        """Saves the state at the end of training, and waits until no save is unfinished.
 
-        Where this process alone has the state, saves are tried again for as long as the assignment
-        says; what memory holds the agents save. Raises `LastSaveFailed`.
+        If this process alone has the state, saves are retried for `save_timeout_s` of the
+        assignment; agents save the state in memory. Raises `LastSaveFailed`.
         """
         self._await_save()
         if self._unsaved_state(copy):
@@ -218,32 +220,31 @@ class StateStager:
             )
 
     def check(self) -> None:
-        """Raise `NotFinite` where the agent has found the state that was captured to be so."""
+        """Raises `NotFinite` if the agent has found NaN or infinity in the captured state."""
         if (why := self._link.not_finite) is not None:
             raise NotFinite(f"{why}; {self.newest_checkpoint_text()}")
 
     def newest_checkpoint_text(self) -> str:
-        """The newest good checkpoint, in words."""
+        """Describes the newest good checkpoint in words."""
         return newest_good_checkpoint(self._assignment.checkpoint_dir if self._saving else None)
 
     @property
     def newest_save(self) -> Literal["none", "pending", "lost"]:
-        """The newest save of this rank: over, or none; under way; or over without a checkpoint."""
+        """Returns the state of this rank's newest save: ended or none, running, or failed."""
         if self._saved_step is not None and self._saved_step in (self._unsaved, self._link.unsaved):
             return "lost"
         pending = self._submitted is not None and self._link.saved < self._submitted
         return "pending" if pending else "none"
 
     def abandon_save(self) -> None:
-        """Abandon the newest save, which has failed on some rank."""
+        """Abandons the newest save, which has failed on some rank."""
         if self.newest_save == "pending" and self._submitted is not None:
             self._link.send(
                 AbandonSave(step=self._submitted, generation=self._assignment.generation)
             )
 
     def save_last(self, copy: BoundaryCopy) -> bool:
-        """Begin to save this state, where it is not saved and no save is under way; whether it was
-        begun."""
+        """Begins to save this state unless it is saved or a save runs; returns whether it began."""
         self._schedule = replace(self._schedule, saving=None)
         unsaved = self._unsaved_state(copy)
         if unsaved:
@@ -252,11 +253,11 @@ class StateStager:
 
     @property
     def save_error(self) -> str:
-        """Why the newest lost save was lost."""
+        """Returns the error of the newest failed save."""
         return self._link.save_error or self._save_error
 
     def _pause(self, pause_s: float) -> None:
-        """Wait, unless the generation ends meanwhile."""
+        """Waits, unless the generation ends meanwhile."""
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s:
             self._link.check()
@@ -266,7 +267,7 @@ class StateStager:
         return self._saving and (self._saved_step is None or copy.step > self._saved_step)
 
     def _await_save(self) -> None:
-        """Wait until this node's save in flight is over."""
+        """Waits until this node's save in flight has ended."""
         while self._submitted is not None and self._link.saved < self._submitted:
             self._link.check()
             time.sleep(_POLL_S)
@@ -308,7 +309,7 @@ class StateStager:
     def _save_at_once(
         self, save: Callable[[Manifest, list[TensorPiece]], None], copy: BoundaryCopy
     ) -> None:
-        """Write a checkpoint in this process; where that fails, say so and go on."""
+        """Writes a checkpoint in this process; if that fails, prints the error and goes on."""
         manifest, pieces = self._draft(copy, self._writer_info(complete=False))
         check_finite(self._assignment, manifest, pieces, self._trained)
         try:
@@ -320,9 +321,9 @@ class StateStager:
             self._saved_step = copy.step
 
     def _write_directly(self, manifest: Manifest, pieces: list[TensorPiece]) -> str | None:
-        """Without memory for a snapshot: write the shard to storage while training waits.
+        """Writes the shard to storage, for want of memory, while training waits.
 
-        Returns its own manifest, which rank 0's agent commits by; None where it failed.
+        Returns its own manifest, by which rank 0's agent commits; None if it failed.
         """
         a = self._assignment
         assert a.checkpoint_dir is not None
@@ -342,26 +343,25 @@ class StateStager:
             return None
 
     def _mark_failed(self, step: int, *, checkpoint: bool) -> None:
-        """This rank could not do what all others do now; the next word says so."""
+        """Records, for the next word, that this rank could not make a capture that is due."""
         self._schedule = self._schedule.captured(step, checkpoint=checkpoint)
         self._not_held = step
         if checkpoint:
             self._unsaved = self._saved_step = step
 
     def stop_agreed(self) -> None:
-        """All ranks leave at this boundary, each with its state."""
+        """Records that all ranks leave at this boundary, each with its state."""
         self._agreed = True
 
     def can_stop_with_state(self) -> bool:
-        """Whether memory is free for the state as it is now.
+        """Returns whether memory is free for the state as it is now.
 
-        Where peers were lost a divided state is of little use: a snapshot in flight, which may be
-        whole elsewhere, does not give way to it.
+        After peers were lost, a divided state does not replace a snapshot in flight.
         """
         return self._agreed or self._replicated or not self._schedule.copying
 
     def capture_at_stop(self, copy: BoundaryCopy) -> Captured:
-        """The stop protocol's snapshot: of all state where this rank has it."""
+        """Captures the snapshot of the stop protocol: the complete state if this rank has it."""
         began_s = time.monotonic()
         writer = self._writer_info(complete=self._replicated)
         self._reservation.wait()
@@ -376,7 +376,7 @@ class StateStager:
         return replace(self._captured(manifest, writer), seconds=seconds, bytes=size)
 
     def close(self) -> None:
-        """Give this process's hold on the memory of captures back; what stands there stays."""
+        """Releases this process's mappings of the memory of captures; the snapshots stay."""
         self._reservation.wait()
         self._writer.close()
 

@@ -1,1 +1,1 @@
-"""The training state: named tensors, and the other objects that a script tracks."""
+"""Represents the training state: named tensors, and the other objects that a script tracks."""

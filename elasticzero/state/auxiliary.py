@@ -1,6 +1,5 @@
-"""The small mutable state that is copied at each boundary: buffers, tracked objects, options of the
-optimizer, and random generators.
-"""
+"""Copies the small mutable state at each boundary: buffers, tracked objects, options of the
+optimizer, and random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from elasticzero.state.rng import RngState
 
 
 class Stateful(Protocol):
-    """Anything that `session.track` takes: schedulers, scalers, moving averages."""
+    """Interface of the objects that `session.track` takes: schedulers, scalers, moving averages."""
 
     def state_dict(self) -> Any: ...
 
@@ -27,7 +26,7 @@ class Stateful(Protocol):
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`flatten`, with the tensors copied."""
+    """Returns the value as `flatten` does, with the tensors copied."""
     found: dict[str, Tensor] = {}
     json = flatten(value, path, found)
     for name, tensor in found.items():
@@ -36,13 +35,14 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode_state` was given, its tensors copied from `tensors`."""
+    """Returns the value that `encode_state` was given, its tensors copied from `tensors`."""
     return unflatten(value, lambda name: tensors[name].clone())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryCopy:
-    """Small mutable state as it was at a boundary: what a forward that fails may have moved."""
+    """Holds the small mutable state at a boundary, which a forward that fails may have changed
+    since."""
 
     step: int
     position: DataPosition
@@ -51,11 +51,11 @@ class BoundaryCopy:
     json: dict[str, Any]
     """Tracked objects and the optimizer's groups, encoded."""
     tensors: dict[str, Tensor]
-    """Those inside `json`, by full name."""
+    """The tensors inside `json`, by full name."""
 
 
 class AuxiliaryState:
-    """What is copied at each boundary: buffers, tracked objects, optimizer options, generators."""
+    """Copies and restores buffers, tracked objects, optimizer options and random generators."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,7 +102,7 @@ class AuxiliaryState:
         )
 
     def check(self, json: Mapping[str, Any], where: str) -> None:
-        """Raise `CheckpointMismatch` when the script tracks other objects than `json` has."""
+        """Raises `CheckpointMismatch` if the script tracks other objects than `json` has."""
         stored, here = set(json.get("tracked", {})), set(self.tracked)
         for names, has, tracks in (
             (here - stored, "has no state for", "tracks"),
@@ -115,7 +115,7 @@ class AuxiliaryState:
                 )
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Put stored options of the optimizer and tracked objects back. tensors: on the CPU."""
+        """Restores stored options of the optimizer and tracked objects. tensors: on the CPU."""
         stored = {
             name: group["options"] for group in json.get("groups", []) for name in group["names"]
         }

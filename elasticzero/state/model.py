@@ -1,7 +1,8 @@
-"""The model and the optimizer's state as named tensors, and how the ranks partition them.
+"""Describes model and optimizer state as named tensors, and how the ranks partition them.
 
 Names: `model/<name in state_dict>`, `optimizer/<parameter>/<key>`, `tracked/<object>/<path>`,
-`rng/<kind>/<rank>`. What is no tensor becomes JSON, in which `{"$tensor": name}` stands for one.
+`rng/<kind>/<rank>`. Values that are not tensors become JSON, in which `{"$tensor": name}` stands
+for a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A whole tensor, wherever its elements lie."""
+    """Describes a whole tensor, wherever its elements lie."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,17 +39,17 @@ def spec_of(tensor: Tensor) -> Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Tensors that are dealt to the ranks together, by one rule."""
+    """Lists tensors that are distributed over the ranks together, by one rule."""
 
     rule: Rule
     names: tuple[str, ...]
     ranks: tuple[int, ...] = ()
-    """Rule `whole`: the rank of each tensor."""
+    """The rank of each tensor, under the rule `whole`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """Elements of a tensor that this rank has in memory: those from `start` on."""
+    """Holds elements of a tensor that this rank has in memory: those from `start` on."""
 
     tensor: Tensor
     start: int = 0
@@ -56,26 +57,30 @@ class LocalTensor:
 
 @dataclass(slots=True)
 class RankState:
-    """The training state as this rank sees it: every tensor's spec, how all are dealt, and the
-    elements that this rank can write, which cover what the partitions give it."""
+    """Holds the training state of one rank: every tensor's spec, the partitions, and the local
+    elements.
+
+    The elements cover what the partitions give to the rank.
+    """
 
     specs: dict[str, Spec] = field(default_factory=dict)
     partitions: list[Partition] = field(default_factory=list)
     held: dict[str, LocalTensor] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
-    """Parameters that training does not change: they may hold anything, -inf in a mask, say."""
+    """Parameters that training does not change; they may hold anything, such as -inf in a mask."""
 
     def trained(self) -> set[str]:
-        """What must be finite; call before buffers and the like are added."""
+        """Returns the names that must be finite; call it before buffers and other tensors are
+        added."""
         return self.specs.keys() - self.frozen
 
     def not_finite(self) -> list[str]:
-        """What this rank holds of it that is not; looks at every element."""
+        """Returns the names with non-finite elements on this rank; reads every element."""
         names = [name for name in self.trained() if name in self.held]
         return sorted(n for n in names if not bool(torch.isfinite(self.held[n].tensor).all()))
 
     def add_whole(self, tensors: Mapping[str, Tensor], ranks: tuple[int, ...]) -> None:
-        """Add tensors that lie whole with one rank each."""
+        """Adds tensors that lie whole with one rank each."""
         for name, tensor in tensors.items():
             self.specs[name] = spec_of(tensor)
             self.held[name] = LocalTensor(tensor)
@@ -83,7 +88,7 @@ class RankState:
             self.partitions.append(Partition(rule="whole", names=tuple(tensors), ranks=ranks))
 
     def add_even(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors that every rank has whole, to be written in even parts."""
+        """Adds tensors that every rank has whole, to be written in even parts."""
         for name, tensor in tensors.items():
             self.specs[name] = spec_of(tensor)
             self.held[name] = LocalTensor(tensor)
@@ -92,8 +97,11 @@ class RankState:
 
 
 class NamedModel:
-    """A model's own parameters and persistent buffers by their `state_dict` names, taken before
-    any strategy wraps it. One tensor under several names is kept under the first."""
+    """Names a model's own parameters and persistent buffers by their `state_dict` names.
+
+    The names are taken before a strategy wraps the model. A tensor with several names keeps the
+    first.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         entries = model.state_dict()
@@ -120,5 +128,5 @@ class NamedModel:
             into[name] = tensor
 
     def name_of(self) -> dict[int, str]:
-        """Parameter names by `id`."""
+        """Returns the parameters' names by `id`."""
         return {id(parameter): name for name, parameter in self.parameters.items()}

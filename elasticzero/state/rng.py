@@ -17,7 +17,7 @@ from elasticzero.hashing import mix64
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The global random generators of this process."""
+    """Captures and restores the global random generators of this process."""
 
     torch_cpu: Tensor
     cuda: Tensor | None
@@ -37,7 +37,7 @@ class RngState:
         np.random.set_state(self.numpy)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By kind, as uint8 of constant size."""
+        """Returns the generators' states by kind, as uint8 of constant size."""
         _, words, gauss = self.python
         python = np.array(words, dtype=np.uint32).tobytes() + _float_or_none(gauss)
         _, keys, place, has_gauss, cached = self.numpy
@@ -75,7 +75,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 def seed_all(seed: int, rank: int, step: int) -> None:
-    """Seed every generator for a rank that has no state of its own to go on from."""
+    """Seeds every generator for a rank that has no state of its own to resume from."""
     value = mix64(mix64(mix64(seed) + rank) + step)
     torch.manual_seed(value)
     random.seed(value)
@@ -84,7 +84,7 @@ def seed_all(seed: int, rank: int, step: int) -> None:
 
 @contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Leave the random generators as they were."""
+    """Restores the random generators at the end of the block."""
     before = RngState.capture(device)
     try:
         yield

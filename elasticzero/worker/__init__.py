@@ -1,1 +1,1 @@
-"""A worker's life: it joins a generation, trains, stops, and joins the next."""
+"""Implements a worker's life: it joins a generation, trains, stops, and joins the next."""

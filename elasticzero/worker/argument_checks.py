@@ -1,6 +1,4 @@
-"""Checks the arguments that a script gives the session: a mistake becomes one sentence that says
-what to write instead.
-"""
+"""Checks the arguments that a script gives the session; each error says what to write instead."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ BATCH_ARGUMENTS = {
 
 
 def check_factory(factory: Any) -> OptimizerFactory:
-    """The factory, whose optimizer is looked at when it is made."""
+    """Returns the factory, with a check of the optimizer that it makes."""
     if isinstance(factory, torch.optim.Optimizer):
         kind = type(factory).__name__
         raise UserError(
@@ -72,16 +70,16 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
 
 class Applying(Protocol):
     applying: bool
-    """The session has the optimizer take its step."""
+    """True while the session lets the optimizer take its step."""
 
 
 def take_over_optimizer(
     optimizer: torch.optim.Optimizer, at: Callable[[], Applying | None]
 ) -> None:
-    """From now on the session alone steps the optimizer and drops gradients.
+    """Leaves it to the session alone to step the optimizer and to drop gradients.
 
-    `zero_grad` of a script's own does nothing: what is added up is of the global batch, and is
-    dropped when its step is applied. A `step` of its own is refused.
+    A script's own `zero_grad` does nothing, because the gradient of a global batch accumulates
+    until its step is applied. A script's own `step` is refused.
     """
 
     def check(*_: Any) -> None:
@@ -97,7 +95,7 @@ def take_over_optimizer(
 
 
 def check_model(model: Any) -> None:
-    """Raise `UserError` for what is no model to be trained."""
+    """Raises `UserError` for an object that is no model to be trained."""
     if isinstance(model, DistributedDataParallel):
         raise UserError(
             "session.prepare was given a DistributedDataParallel: give it the model inside, for "
@@ -110,8 +108,11 @@ def check_model(model: Any) -> None:
 
 
 def redirect_deepcopy(given: nn.Module, laid: nn.Module, strategy: str) -> None:
-    """Have a deep copy of the model that a script trains (`AveragedModel` makes one) be one of the
-    model that it gave; refuse it where no rank has the whole."""
+    """Redirects a deep copy of the script's model (as `AveragedModel` makes one) to the model it
+    gave.
+
+    Without the whole model on a rank, the copy is refused.
+    """
 
     def refuse(_: Any) -> NoReturn:
         raise UserError(PARTITIONED_COPY)
@@ -132,7 +133,8 @@ PARTITIONED_COPY = (
 
 
 def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Raise `UserError` for a scheduler of another optimizer, or an average that cannot be kept."""
+    """Raises `UserError` for a scheduler of another optimizer, or an average that cannot be
+    stored."""
     if isinstance(thing, AveragedModel) and strategy == "zero3":
         raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")
     for part in (thing, *getattr(thing, "_schedulers", ())):
@@ -146,7 +148,7 @@ def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strat
 
 
 def check_arguments(others: Mapping[str, Any]) -> None:
-    """Raise `UserError` for arguments that `session.batches` does not take."""
+    """Raises `UserError` for arguments that `session.batches` does not take."""
     for name in others:
         known = BATCH_ARGUMENTS.get(name)
         advice = f": {known}" if known else ""
@@ -154,7 +156,8 @@ def check_arguments(others: Mapping[str, Any]) -> None:
 
 
 def length_of(dataset: Any) -> int:
-    """The number of samples; raises `UserError` for what does not give them by index."""
+    """Returns the number of samples; raises `UserError` for a dataset that is not indexed by
+    number."""
     if isinstance(dataset, DataLoader):
         raise UserError(
             "session.batches was given a DataLoader: give its dataset, and what else it was told, "
@@ -182,7 +185,7 @@ def length_of(dataset: Any) -> int:
 
 
 def scalar(name: str, value: float | Tensor) -> float:
-    """A number that the script logs; raises `UserError` for anything else."""
+    """Returns a number that the script logs; raises `UserError` for anything else."""
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:

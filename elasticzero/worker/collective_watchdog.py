@@ -18,20 +18,21 @@ from elasticzero.ipc.thread_location import main_thread
 from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
 
 STUCK_S = 1.0
-"""Time in a collective, idle, with all its connections shut, after which it counts as stuck."""
+"""Time in seconds after which a collective that is idle, with all its connections shut, counts as
+stuck."""
 POLL_S = 0.1
 IDLE_SHARE = 0.2
-"""Part of a core. A process that uses less computes nothing; a backward that still computes comes
+"""Share of a core: a process that uses less computes nothing. A backward that still computes comes
 to its collective, which then raises."""
 
 
 def watch_for_stuck_collective(
     link: AgentClient, stop_state: Callable[[], StopState], excused: Callable[[], bool]
 ) -> None:
-    """Begin to watch the main thread: the agent has just ended the generation.
+    """Begins to watch the main thread, just after the agent has ended the generation.
 
-    stop_state: what there is to say and to save, once the main thread may change it no more.
-    excused: whether it waits for a GPU, which NCCL's abort lets go on.
+    stop_state: returns the state for the stop protocol, once the main thread may change it no more.
+    excused: returns whether the main thread waits for a GPU, which NCCL's abort releases.
     """
     thread = threading.Thread(target=_watch, args=(link, stop_state, excused), daemon=True)
     thread.name = "elasticzero-rescue"

@@ -28,11 +28,11 @@ def evaluate(
     groups: ProcessGroups | None,
     check: Callable[[], None],
 ) -> Result:
-    """The mean over all samples of what `fn` gives as the mean of a batch.
+    """Returns the mean over all samples of the means that `fn` returns for batches.
 
     Batches follow from the dataset and `batch_size` alone; each is computed by one rank, and the
     sums are made in their order in float64. groups: None for one process alone. check: raises when
-    the generation is over.
+    the generation has ended.
     """
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
@@ -61,7 +61,9 @@ def evaluate(
             table[index] = torch.tensor([_number(values[name]) for name in names]).double()
     assert table is not None and names is not None
     if groups is not None:
-        table = groups.sum(table)  # every entry from the rank that has it: zero for all others
+        table = groups.sum(
+            table
+        )  # every entry comes from the rank that has it; the others give zero
     sizes = [min((i + 1) * batch_size, samples) - i * batch_size for i in range(count)]
     means = {
         name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True)) / samples
@@ -83,7 +85,8 @@ def _number(value: Any) -> float:
 def evaluating(
     model: nn.Module, buffers: Mapping[str, Tensor], groups: ProcessGroups | None
 ) -> Iterator[None]:
-    """Eval mode without gradients; rank 0's buffers for all; everything put back afterwards."""
+    """Runs the block in eval mode, without gradients and with rank 0's buffers; restores all
+    three."""
     modes = {module: module.training for module in model.modules()}
     own = {name: buffer.clone() for name, buffer in buffers.items()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -14,11 +14,11 @@ from elasticzero.state.model import MODEL, NamedModel, RankState
 def gather_state_dict(
     names: Sequence[str], named: NamedModel, share: RankState, groups: ProcessGroups | None
 ) -> dict[str, Tensor]:
-    """The model's `state_dict` as copies on the CPU, on rank 0; empty on all others.
+    """Returns the model's `state_dict` as copies on the CPU, on rank 0; empty on all others.
 
-    names: those of the model's own `state_dict`, in order. All ranks call this together. A
-    parameter that is dealt by rows is put together one at a time: every rank adds its elements to
-    zeros, byte by byte, which changes no bit.
+    All ranks call this together. A parameter that is distributed by rows is assembled one at a
+    time: every rank adds its elements to zeros, byte by byte, which changes no bit. names: those of
+    the model's own `state_dict`, in order.
     """
     by_rows = {
         name

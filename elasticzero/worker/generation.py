@@ -1,4 +1,4 @@
-"""One generation in a worker's process, from the rendezvous of its ranks to its end."""
+"""Runs one generation in a worker's process, from the rendezvous of its ranks to its end."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from elasticzero.worker.training_state import TrainingState
 
 
 class Generation:
-    """What this process has of a generation: its link, its groups, and the state once there is one.
+    """Holds a generation's client of the agent, its process groups, and its training state.
 
-    The life of it: `enter`, then the training function, which makes `training`, then `finish` and
-    `close`; or, after an error anywhere, `end`.
+    The order of calls: `enter`, then the training function, which makes `training`, then `finish`
+    and `close`; or, after an error anywhere, `end`.
     """
 
     def __init__(self, link: AgentClient) -> None:
         self.link = link
         self.device = torch.device("cpu")
         self.saving = True
-        """Checkpoints are written, where there is a directory for them."""
+        """True if checkpoints are written, which needs a directory for them."""
         self.training: TrainingState | None = None
-        """None before `session.prepare`."""
+        """The training state; None before `session.prepare`."""
         self.began_s = self.entered_s = time.monotonic()
         self.groups: ProcessGroups | None = None
-        """None without an agent."""
+        """The process groups; None without an agent."""
 
     def enter(self) -> None:
-        """Meet the other ranks."""
+        """Joins the other ranks of the generation."""
         self.device, groups = join_world(self.link)
         if groups is not None:
             self.groups = groups
@@ -46,8 +46,8 @@ class Generation:
         self.entered_s = time.monotonic()
 
     def finish(self) -> None:
-        """The training function has returned: save what is not saved, and wait until all ranks
-        have."""
+        """Saves the unsaved state after the training function, and waits until all ranks have done
+        so."""
         training = self.training
         if training is not None and training.copy is not None:
             training.finish_pending_step()
@@ -63,25 +63,25 @@ class Generation:
         self.link.send(Finished(step=step, reason=reason or ""))
 
     def close(self) -> None:
-        """All ranks have finished; the script goes on alone."""
+        """Closes the groups once all ranks have finished; the script continues alone."""
         if self.groups is not None:
             self.groups.close()
 
     def end(self, error: BaseException) -> EndedGeneration:
-        """Go through the stop protocol; returns where the process may be kept."""
+        """Runs the stop protocol; returns only if the process may be used again."""
         code = end(self.link, error, self._stop_state)
-        traceback.clear_frames(error.__traceback__)  # what the script held in them
+        traceback.clear_frames(error.__traceback__)  # they refer to the script's objects
         if self.training is not None:
             self.training.stager.close()
         return EndedGeneration(code, self.groups)
 
     def _abort(self, groups: ProcessGroups) -> None:
-        """The agent has ended the generation."""
+        """Shuts the groups after the agent has ended the generation."""
         groups.shut()
         watch_for_stuck_collective(self.link, self._stop_state, lambda: groups.awaits_gpu)
 
     def _stop_state(self) -> StopState:
-        """What the stop protocol is to say and save."""
+        """Returns the state that the stop protocol reports and saves."""
         shut = self.groups.shut if self.groups is not None else lambda: None
         resume, training = self.link.assignment.resume, self.training
         if training is None or training.copy is None:

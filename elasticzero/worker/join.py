@@ -1,4 +1,4 @@
-"""A worker joins a generation: it meets the other ranks, and all agree when to save."""
+"""Joins a worker to a generation: the ranks meet, and all agree when to save."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Attached, Failed
 
 STORAGE_LIMIT_S = 10.0
-"""Storage that has not answered by then is not waited for: see `_check_shared`."""
+"""Time limit for storage, in seconds; `_check_shared` does not wait for a slower one."""
 SHARED_WAIT_S = 3.0
-"""A file system of a network may take so long to show a file that another node has written."""
+"""Time in seconds that a network's file system may take to show a file that another node wrote."""
 
 
 def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
-    """This worker's device, and the process groups of its world; None without an agent.
+    """Returns this worker's device, and the process groups of its world; None without an agent.
 
-    While it connects there is no state yet, so an `Abort` ends the process at once; the caller says
-    what it does from then on.
+    While it connects there is no state yet, so an `Abort` ends the process at once; the caller sets
+    what an `Abort` does after that.
     """
     a = link.assignment
     info = RankInfo(
@@ -51,7 +51,9 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     )
     if link.standalone:
         return device_of(info), None
-    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # for scripts that meet by themselves
+    os.environ.pop(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
+    )  # for scripts that set up process groups themselves
     if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
@@ -70,10 +72,11 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
 
 
 def _ignore_sigterm() -> None:
-    """What stops a machine often sends SIGTERM to every process on it: the agent then has its
-    workers leave at a boundary, unless they are dead by then.
+    """Ignores SIGTERM in the worker.
 
-    A script's own handler stays; processes that the script starts heed the signal.
+    The service that stops a machine often sends SIGTERM to every process on it, and the agent then
+    lets its workers leave at a boundary. A script's own handler stays; processes that the script
+    starts obey the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -90,7 +93,7 @@ def _ignore_sigterm() -> None:
 
 
 class StartupWatchdog:
-    """Ends this process when something takes longer than it may: torch's store can block for
+    """Ends this process when a step of the start exceeds its limit: torch's store can block for
     ever."""
 
     def __init__(self, link: AgentClient) -> None:
@@ -98,7 +101,7 @@ class StartupWatchdog:
         self._timer: threading.Timer | None = None
 
     def allow(self, limit_s: float) -> None:
-        """From now on the process has so many seconds, whatever it was allowed before."""
+        """Gives the process this many seconds from now on, in place of the limit before."""
         self.cancel()
         self._timer = threading.Timer(limit_s, self._give_up, [limit_s])
         self._timer.name, self._timer.daemon = "elasticzero-connect", True
@@ -116,10 +119,10 @@ class StartupWatchdog:
 
 
 def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
-    """All ranks save and verify at the same steps or none does, whatever each node was told.
+    """Makes all ranks save and verify at the same steps, whatever each node was configured with.
 
-    Returns whether checkpoints are written: not where rank 0's node has no directory. Raises
-    `UserError` on a rank that has none where rank 0 has: a node that joins must not end the saves.
+    Returns whether checkpoints are written, which is so if rank 0's node has a directory. Raises
+    `UserError` on a rank that has none if rank 0 has one: a node that joins must not end the saves.
     """
     given = link.assignment
     every = groups.control_tree.allreduce_max(given.checkpoint_every if given.rank == 0 else 0)
@@ -150,19 +153,18 @@ def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
 
 
 def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -> None:
-    """Raise `UserError` on every rank that does not see, in the checkpoint directory, what rank 0
-    puts there: a directory of that name on each node's own disk never holds a whole checkpoint.
+    """Raises `UserError` on every rank that does not see rank 0's file in the checkpoint directory.
 
-    Storage that cannot be written, or does not answer, is nobody's fault here: that is said, and
-    training goes on; but a job that has no state yet does not begin without it, and rank 0 raises
-    `StorageError`. All ranks call this together. allreduce_max: gives them the greatest of their
-    numbers.
+    A directory of that name on each node's own disk would never hold a whole checkpoint. If storage
+    cannot be written or does not answer, the ranks print that and training goes on; only a job
+    without any state does not begin, and rank 0 raises `StorageError`. All ranks call this
+    together. allreduce_max: returns the greatest of the ranks' numbers.
     """
     a = assignment
     if a.checkpoint_dir is None or a.local_world_size == a.world_size:
         return
     if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
-        return  # the same everywhere
+        return  # equal on all ranks
     where, url = f"the checkpoint directory {a.checkpoint_dir}", a.checkpoint_dir
     name = f".shared-{a.token}"
     trouble = ""

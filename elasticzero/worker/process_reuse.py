@@ -1,5 +1,7 @@
-"""Takes a worker's process from one generation to the next: drops what the old one has left, sends
-`Waiting`, and takes the next assignment. `reuse_rules` decides what prevents that.
+"""Moves a worker's process from one generation to the next.
+
+It drops the old generation's objects, sends `Waiting`, and takes the next assignment. `reuse_rules`
+decides what prevents that.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from elasticzero.state.rng import RngState
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 CLEAR_S = 3.0
-"""A process that has not dropped the old generation after so many seconds is ended: a destructor of
-torch may hang with Python's lock held."""
+"""Time in seconds after which a process that has not dropped the old generation is ended: a
+destructor of torch may hang with Python's lock held."""
 LINGER_S = 0.2
 """Time that threads and children get to end, in seconds."""
 POLL_S = 0.005
@@ -35,35 +37,36 @@ POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class EndedGeneration:
-    """A generation that has ended, in a process that may be kept."""
+    """Describes a generation that has ended, in a process that may be used again."""
 
     code: int
-    """The exit code where it is not."""
+    """Exit code of the process if it is not used again."""
     groups: ProcessGroups | None
-    """None: the world never came together."""
+    """The process groups; None: the world was never formed."""
 
 
 @dataclass(slots=True)
 class ProcessBaseline:
-    """What the process was like before its first generation."""
+    """Describes the process before its first generation."""
 
     threads: set[int | None] = field(default_factory=lambda: set(_threads()))
     children: set[int] = field(default_factory=lambda: set(children_of(os.getpid())))
     rng: RngState = field(default_factory=lambda: RngState.capture(torch.device("cpu")))
     resident_bytes: int | None = None
-    """After the first generation."""
+    """Resident memory in bytes after the first generation; None: it has not ended."""
 
 
 def prepare_for_next_generation(
     link: AgentClient, ended: EndedGeneration, baseline: ProcessBaseline
 ) -> None:
-    """Go over to the next generation's assignment; at any doubt the process ends here.
+    """Drops the old generation and waits for the next assignment; exits if a rule forbids the
+    reuse.
 
     Nothing may refer to the old generation any more but `ended`.
     """
     if ended.groups is None:
         exit_now(ended.code)
-    faulthandler.dump_traceback_later(CLEAR_S, exit=True, file=2)  # it needs no lock
+    faulthandler.dump_traceback_later(CLEAR_S, exit=True, file=2)  # it works without Python's lock
     link.on_abort(lambda: None)
     leftovers = _clear(ended.groups, baseline)
     faulthandler.cancel_dump_traceback_later()
@@ -76,11 +79,11 @@ def prepare_for_next_generation(
     link.send(Waiting())
     link.await_assignment()
     os.environ.update(torchrun_environment(link.assignment))
-    baseline.rng.apply(torch.device("cpu"))  # as in a process that begins
+    baseline.rng.apply(torch.device("cpu"))  # as in a new process
 
 
 def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
-    """Drop what the generation has left, and look for what cannot be dropped."""
+    """Drops the objects of the generation, and returns what cannot be dropped."""
     left_groups = script_groups()
     gc.collect()
     released = not left_groups and destroy_groups(groups)
@@ -106,7 +109,8 @@ def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
 
 
 def _threads() -> dict[int | None, str]:
-    """The threads that Python has started, without torch's own that have run some Python."""
+    """Returns the threads that Python has started, without torch's own that have run some
+    Python."""
     return {
         thread.ident: thread.name
         for thread in threading.enumerate()
@@ -115,7 +119,7 @@ def _threads() -> dict[int | None, str]:
 
 
 def _empty_gpu() -> str | None:
-    """Wait for the GPU and give its memory back; an error is said, for it stays."""
+    """Waits for the GPU and frees its memory; returns an error of CUDA, which would persist."""
     if not torch.cuda.is_initialized():
         return None
     try:

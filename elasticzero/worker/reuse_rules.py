@@ -17,30 +17,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLACK_BYTES = 512 << 20
-"""Memory may grow by so many bytes, or by half."""
+"""Memory may grow by this number of bytes, or by half."""
 SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What a generation has left in its process once everything that can be dropped is dropped."""
+    """Describes what a generation has left in its process after everything that can be dropped."""
 
     script_groups: int = 0
-    """Process groups that the script has made."""
+    """Number of process groups that the script has made."""
     released: bool = True
-    """The package's own groups are gone."""
+    """True if the package's own groups are gone."""
     threads: tuple[str, ...] = ()
-    """By name: those that were not there before."""
+    """Names of the threads that did not exist before."""
     children: tuple[int, ...] = ()
-    """Process ids."""
+    """Ids of the child processes."""
     cuda_error: str | None = None
     resident_bytes: int = 0
     first_resident_bytes: int | None = None
-    """The same after the first generation of this process; None: this was it."""
+    """Resident memory after the first generation of this process; None: this was the first."""
 
 
 def reason_not_to_reuse(leftovers: Leftovers) -> str | None:
-    """The reason not to use this process again; None: it may be used."""
+    """Returns the reason not to use this process again; None: it may be used."""
     if leftovers.script_groups:
         return f"{leftovers.script_groups} process group(s) of the script's own are left"
     if not leftovers.released:

@@ -1,4 +1,4 @@
-"""The stop protocol: how a worker ends its part in a generation, whatever the cause.
+"""Implements the stop protocol, by which a worker ends its part in a generation for any cause.
 
 Rules:
  S0  A worker that is told to stop while it connects or restores has nothing to hand over. It exits
@@ -42,29 +42,30 @@ from elasticzero.peer_errors import is_peer_error
 
 SAVE_WAIT_S = 30.0
 ADVICE = "; use another step"
-"""What a damaged checkpoint asks of a person: here the job does it."""
+"""Advice in the message of a damaged checkpoint, which is removed here because the job follows it
+itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopState:
-    """What a worker has when its generation ends."""
+    """Holds the state of a worker whose generation ends."""
 
     step: int = 0
     clean: bool = False
     complete: bool = False
-    """This worker alone holds the whole state."""
+    """True if this worker alone holds the whole state."""
     results_suspect: bool = False
-    """See `ProcessGroups.results_suspect`."""
+    """True if results of collectives may be wrong; see `ProcessGroups.results_suspect`."""
     bad_step: int | None = None
-    """The checkpoint it was to go on from, on storage."""
+    """Step of the checkpoint on storage that the worker was to load."""
     save: Callable[[], Captured] | None = None
-    """Writes the snapshot."""
+    """Writes the snapshot of the stop."""
     shut: Callable[[], None] = lambda: None
-    """Breaks the group's connections."""
+    """Breaks the connections of the process groups."""
 
 
 def end(link: AgentClient, error: BaseException, state: Callable[[], StopState]) -> int:
-    """Runs the stop protocol in the main thread; never returns where another thread runs it."""
+    """Runs the stop protocol in the main thread; never returns if another thread does."""
     if not link.claim_shutdown():
         park()
     return run_stop_protocol(link, error, state())
@@ -73,7 +74,8 @@ def end(link: AgentClient, error: BaseException, state: Callable[[], StopState])
 def run_stop_protocol(
     link: AgentClient, error: BaseException, state: StopState, *, may_keep: bool = True
 ) -> int:
-    """The stop protocol; ends the process, or returns its exit code where it may be kept."""
+    """Runs the stop protocol; ends the process, or returns its exit code if it may be used
+    again."""
     code, own = _explain(link, error, state)
     kept = False
     try:
@@ -88,7 +90,7 @@ def run_stop_protocol(
 
 
 def _not_kept(link: AgentClient, error: BaseException, step: int) -> int:
-    """Say that the snapshot could not be written; returns the exit code."""
+    """Reports that the snapshot could not be written; returns the exit code."""
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else _trace(error)
     print(f"error: {text}\n{trace}", end="", file=sys.stderr)
@@ -101,7 +103,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
-    """S1; returns the exit code, and whether the failure is this rank's own."""
+    """Carries out rule S1; returns (exit code, whether the failure is this rank's own)."""
     if isinstance(error, GenerationEnded):
         if error.aborted:
             state.shut()
@@ -127,7 +129,7 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     )
     link.send(message)
     if message.blame == "checkpoint" and message.bad_step is not None:
-        return 1, True  # the agent says so, once for all ranks
+        return 1, True  # the agent prints it, once for all ranks
     if message.blame == "peer":
         text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
         print(f"{text}; this worker stops at step {state.step}", file=sys.stderr)
@@ -159,7 +161,7 @@ def _blame(error: BaseException, *, from_agent: bool, results_suspect: bool) -> 
 
 
 def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
-    """S2 and S3; False: no answer came."""
+    """Carries out rules S2 and S3; returns False if no answer came."""
     clean = state.clean and state.save is not None
     link.send(
         Stopping(

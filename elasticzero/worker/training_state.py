@@ -1,5 +1,6 @@
-"""The training state between two steps, where the ranks exchange control words, captures are taken,
-and the end of a generation is found.
+"""Holds the training state between two steps, where the ranks exchange control words.
+
+At this boundary captures are taken, and the end of a generation is detected.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ SAVE_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """What is to be done at the boundary after an epoch's last step."""
+    """Describes the work at the boundary after an epoch's last step."""
 
     run: Callable[[], object] | None
     """The script's `on_epoch_end`."""
     after: DataPosition
-    """Where the data stands once it has run."""
+    """Position in the data once the function has run."""
 
 
 class TrainingState:
-    """The training state of one generation on one rank, from boundary to boundary."""
+    """Manages the training state of one generation on one rank, from boundary to boundary."""
 
     def __init__(
         self,
@@ -62,36 +63,36 @@ class TrainingState:
         self.auxiliary = auxiliary
         self.stager = stager
         self.step = 0
-        """Optimizer steps applied."""
+        """Number of optimizer steps applied."""
         self.position = DataPosition()
-        """In the data, at the last boundary."""
+        """Position in the data at the last boundary."""
         self.next_position = DataPosition()
-        """After the global batch that is being worked on."""
+        """Position in the data after the current global batch."""
         self.copy: BoundaryCopy | None = None
-        """Of the last boundary; None before the state is in place."""
+        """Copy of the small state at the last boundary; None before the state is loaded."""
         self.clean = False
-        """Nothing has changed the state since the last boundary."""
+        """True if nothing has changed the state since the last boundary."""
         self.stop_reason: str | None = None
-        """Why this rank's script wants to end training for all; None: it does not."""
+        """Reason for which this rank's script ends training for all; None: it does not."""
         self.in_loop = False
-        """The script is in a loop over batches."""
+        """True while the script is in a loop over batches."""
         self.left_at = ""
-        """Where the script left its last loop early."""
+        """The place where the script left its last loop early; empty: it did not."""
         self.gradients = HiddenGradients(())
-        """Those of parameters that are partitioned."""
+        """The gradients of parameters that are partitioned."""
         self.applying = False
-        """The optimizer is at its step."""
+        """True while the optimizer applies its step."""
         self._applied = False
-        """A step was applied since the last boundary."""
+        """True if a step was applied since the last boundary."""
         self._epoch_end: EpochEnd | None = None
-        """After the global batch that is being worked on."""
+        """The end of an epoch after the current global batch; None: no epoch ends there."""
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
         self._verifier = ReplicaVerifier(groups, link.assignment, lambda: self.strategy.replicas())
 
     def restore(self) -> int:
-        """Put the state in place that the assignment says; returns the bytes read."""
+        """Loads the state that the assignment names; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
             checkpoint = open_source(assignment)
@@ -99,7 +100,9 @@ class TrainingState:
                 checkpoint, self.strategy, self.auxiliary, assignment.rank
             )
             self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
-            if assignment.generation == 1:  # a new run may go on where the last one ended itself
+            if (
+                assignment.generation == 1
+            ):  # a new run may continue where the last one was ended by `session.stop`
                 self.position = replace(self.position, stopped=None)
         self.copy = self.auxiliary.capture(self.step, self.position)
         self.stager.begin(self.copy)
@@ -109,32 +112,34 @@ class TrainingState:
 
     @property
     def stopped(self) -> str | None:
-        """Why all ranks have ended training early; None: they have not."""
+        """Returns the reason for which all ranks have ended training early; None: they have not."""
         return self.position.stopped
 
     def begin_loop(self, position: DataPosition) -> None:
-        """A loop over batches begins here."""
+        """Begins a loop over batches."""
         self.position = position
 
     def begin_step(self, after: DataPosition, ends: EpochEnd | None) -> None:
-        """A global batch begins. after: where its step leaves the data; ends: what is to be done
-        where it is an epoch's last."""
+        """Begins a global batch.
+
+        after: the position once its step is applied. ends: the work to do if it is an epoch's last.
+        """
         self._epoch_end = ends
         self.next_position = after
         if ends is not None and ends.run is None:
             self.next_position, self._epoch_end = ends.after, None
 
     def begin_backward(self) -> None:
-        """The first backward of a global batch begins: the words for its boundary are given."""
+        """Submits the control word for the boundary of a global batch, at its first backward."""
         self._exchange.submit(self._verifier.add_to_word(self.stager.control_word(self._flags())))
 
     def _flags(self) -> int:
         return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
 
     def agree_to_stop(self, call: Call) -> None:
-        """Learn whether any rank's script ends training. All ranks call this together.
+        """Marks training as stopped if any rank's script ends it. All ranks call this together.
 
-        Raises `UserError` where this rank is at another call than the rest.
+        Raises `UserError` if this rank makes another call than the rest.
         """
         asks = self.stop_reason is not None
         if self._groups is not None:
@@ -144,12 +149,12 @@ class TrainingState:
             self._mark_stopped()
 
     def _where(self) -> str:
-        """What an error says of this rank's place."""
+        """Returns this rank's place, for messages."""
         left = f", having left its loop at {self.left_at}" if self.left_at else ""
         return f" after step {self.step}{left}"
 
     def _mark_stopped(self) -> None:
-        """All ranks have agreed to end training."""
+        """Records that all ranks have agreed to end training, with the reason."""
         if self.stopped is not None:
             return
         groups = self._groups
@@ -158,7 +163,8 @@ class TrainingState:
         self.copy = self.auxiliary.capture(self.step, self.position)
 
     def end_epoch(self, ends: EpochEnd) -> None:
-        """Do what is due at an epoch's end; the state changes to that after it in one go."""
+        """Runs the script's `on_epoch_end`, then takes the new state and position as the
+        boundary's."""
         if ends.run is not None:
             with self._link.busy("on_epoch_end"):
                 ends.run()
@@ -172,7 +178,7 @@ class TrainingState:
         return self.copy
 
     def apply(self, norm: Tensor) -> None:
-        """Have the optimizer take its step: the state is torn until the next boundary.
+        """Lets the optimizer take its step; the state is torn until the next boundary.
 
         norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
         not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
@@ -188,8 +194,11 @@ class TrainingState:
         self.step += 1
 
     def _not_finite(self) -> NotFinite:
-        """What is not finite, once the state of the boundary is saved; all ranks call this
-        together."""
+        """Returns the error that names all ranks' non-finite tensors, once the state of the
+        boundary is saved.
+
+        All ranks call this together.
+        """
         suspects, share = self.strategy.suspects(), self.strategy.rank_state()
         names, given = sorted(share.specs), self._link.assignment
         broken = set(share.not_finite())
@@ -213,8 +222,11 @@ class TrainingState:
         return NotFinite(f"{findings.sentence()}; {self._save_at_the_end()}")
 
     def _save_at_the_end(self) -> str:
-        """Make the state of the boundary a checkpoint if it is finite, on all ranks, and let a save
-        that is under way end; returns what came of it."""
+        """Saves the boundary's state as a checkpoint if it is finite, and awaits running saves, on
+        all ranks.
+
+        Returns a description of the result.
+        """
         with self._link.busy(f"saving the state of step {self.step}"):
             lost = self._await_saves()
             if self.clean and self.stager.save_last(self.boundary_copy()):
@@ -226,7 +238,7 @@ class TrainingState:
         return text
 
     def _await_saves(self) -> bool:
-        """Wait until no rank saves any more; whether a save was lost on any of them."""
+        """Waits until no rank saves any more; returns whether a save failed on any of them."""
         while True:
             self._link.check()
             most = ("none", "pending", "lost").index(self.stager.newest_save)
@@ -240,13 +252,15 @@ class TrainingState:
         return most == 2
 
     def _verify_collectives(self) -> None:
-        """Raise, as collectives do, where a peer is gone; else their results are right."""
+        """Raises, as collectives do, if a peer is lost; otherwise their results are right."""
         if self._groups is not None:
             self._groups.verify_collectives()
 
     def _verify_unless_no_collective(self) -> RuntimeError | None:
-        """Raise where results that the state depends on may be wrong. Where this rank has begun
-        no collective, return the error that tells of a peer's end instead."""
+        """Raises if results that the state depends on may be wrong.
+
+        If this rank has begun no collective, it returns the error of a lost peer instead.
+        """
         untouched = self._groups is not None and self._groups.no_collective_since_verified
         try:
             self._verify_collectives()
@@ -260,13 +274,12 @@ class TrainingState:
         self.clean = False
 
     def finish_pending_step(self) -> None:
-        """Take the boundary of a loop that the script left by `break`."""
+        """Takes the boundary of a loop that the script left by `break`."""
         if self._applied:
             self.at_boundary(last=True)
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Between two steps: copy what a forward may move, exchange words with all ranks, capture
-        what is due.
+        """Runs a boundary: copies the small state, exchanges control words, captures what is due.
 
         last: no boundary of this loop follows. Raises `GenerationEnded` when a flag was raised or
         the generation is over, and the error that tells of a peer's end; the state is clean then
@@ -310,14 +323,14 @@ class TrainingState:
         self._verifier.digest_if_due(self.copy, captured=taken == "snapshot")
 
     def _verify(self) -> None:
-        """Raise where the ranks' states differ at this boundary; all ranks call this together."""
+        """Raises if the ranks' states differ at this boundary; all ranks call this together."""
         with self._link.awaiting(self.left_at):
             self._raise_unless_equal(
                 self._verifier.compare_now(self.boundary_copy(), self._where())
             )
 
     def _raise_unless_equal(self, alike: bool) -> None:
-        """Raise unless the ranks are equal; a state is handed over only if a majority has it."""
+        """Raises unless the ranks are equal; only the state of a majority is handed over."""
         if alike:
             return
         self.clean = False
@@ -331,14 +344,14 @@ class TrainingState:
             raise
 
     def snapshot(self) -> Captured:
-        """The stop protocol's: the state of the last boundary."""
+        """Captures the state of the last boundary for the stop protocol."""
         return self.stager.capture_at_stop(self.boundary_copy())
 
     def _sync_buffers(self) -> RuntimeError | None:
-        """Take rank 0's buffers; returns the error that tells of a peer's end.
+        """Takes rank 0's buffers; returns the error of a lost peer.
 
-        This rank's own are then left, and stand for the step as well as any: a snapshot with all
-        state in it keeps one rank's, and of a divided one rank 0's are kept.
+        After such an error this rank keeps its own, which are as valid for the step: a complete
+        snapshot has one rank's buffers, and a divided one has rank 0's.
         """
         buffers = self.auxiliary.buffers
         if self._groups is None or not buffers or self._link.aborted is not None:
