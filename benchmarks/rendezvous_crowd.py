@@ -11,7 +11,6 @@ object a line, with times of the machine's monotonic clock, which all processes 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import queue
@@ -24,12 +23,13 @@ import traceback
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.errors import ElasticZeroError, StoreUnavailable
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
-from elasticzero.launcher.agent.main import pause_s
+from elasticzero.launcher.agent.main import STORE_RETRY
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
@@ -37,6 +37,7 @@ from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldS
 from elasticzero.launcher.protocol.documents import Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import GroupStage, View, WorkerGroupState
+from elasticzero.launcher.retry import retry_call
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
@@ -205,13 +206,14 @@ class Client:
 
     def connect(self) -> None:
         """What every agent does before it registers: see that the job is not over."""
-        for tries in itertools.count():
-            try:
-                self.store.read(DONE)
-                return
-            except StoreUnavailable as error:
-                self._crowd.tell("trouble", client=self.name, error=str(error))
-            time.sleep(pause_s(tries))
+        retry_call(
+            partial(self.store.read, DONE),
+            STORE_RETRY,
+            retryable=lambda error: isinstance(error, StoreUnavailable),
+            on_failure=lambda _, error: self._crowd.tell(
+                "trouble", client=self.name, error=str(error)
+            ),
+        )
 
     def join(self) -> None:
         self._crowd.tell("first", at_s=time.monotonic(), once=True)
@@ -231,8 +233,8 @@ class Client:
                 self.join()
             except StoreUnavailable as error:
                 self._crowd.tell("trouble", client=self.name, error=str(error))
-                self.due_s = time.monotonic() + pause_s(self._tries)
                 self._tries += 1
+                self.due_s = time.monotonic() + STORE_RETRY.pause_s(self._tries)
                 return
         world, _ = self.observer.world()
         self.core.policy = self.policy if world is None else self._after

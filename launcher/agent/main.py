@@ -3,9 +3,7 @@ again."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +38,7 @@ from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
 from elasticzero.launcher.protocol.documents import Done, Member
 from elasticzero.launcher.protocol.view import PreemptionNotice
+from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Condition, Store, job_prefix
@@ -58,9 +57,8 @@ from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.serialization import decode
 
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-TRY_AGAIN_S, MOST_TRY_AGAIN_S = 2.0, 8.0
-"""Pause before the second try to reach the store, and at most; each is drawn, for a thousand nodes
-may wait for the same store."""
+STORE_RETRY = RetryPolicy(first_pause_s=2.0, max_pause_s=8.0, growth=1.5)
+"""Pauses between tries to reach the store; a thousand nodes may wait for the same store."""
 T = TypeVar("T")
 
 
@@ -131,10 +129,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         stack.callback(store.close)
         _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if (trouble := coordination.storage_trouble) is not None:
-            if not _patiently(partial(_has_begun, store), options):
+            if not _retry_store(partial(_has_begun, store), options):
                 raise trouble
             log_line(f"{trouble}; the job has begun, and saves are tried when due")
-        agreed = _patiently(partial(agree_on_token, store, coordination.token), options)
+        agreed = _retry_store(partial(agree_on_token, store, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
@@ -213,24 +211,23 @@ class _Snapshots:
         return agent.snapshots.open_file(generation, step, name)
 
 
-def _patiently(work: Callable[[], T], options: AgentOptions) -> T:
-    """What `work` returns, tried for as long as the store may take to answer."""
-    deadline_s = time.monotonic() + options.policy.join_timeout_s
-    for tries in itertools.count():
-        try:
-            return work()
-        except AccessRefused:
-            raise
-        except StoreUnavailable:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(pause_s(tries))
-    raise AssertionError("unreachable")
+def _retry_store(
+    call: Callable[[], T],
+    options: AgentOptions,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+) -> T:
+    """Returns what `call` returns, repeated until --join-timeout while the store does not answer.
 
-
-def pause_s(tries: int) -> float:
-    """How long to wait after so many tries before."""
-    return min(MOST_TRY_AGAIN_S, TRY_AGAIN_S * 1.5 ** min(tries, 10)) * random.uniform(0.5, 1.0)
+    Raises `AccessRefused` at once, for another try would be refused too.
+    """
+    return retry_call(
+        call,
+        replace(STORE_RETRY, timeout_s=options.policy.join_timeout_s),
+        retryable=lambda error: (
+            isinstance(error, StoreUnavailable) and not isinstance(error, AccessRefused)
+        ),
+        on_failure=on_failure,
+    )
 
 
 def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
@@ -242,7 +239,7 @@ def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
             return None
         return agent.notice
 
-    return _patiently(register, agent.options)
+    return _retry_store(register, agent.options)
 
 
 def _has_begun(store: Store) -> bool:
@@ -264,30 +261,28 @@ def _terminate(agent: Agent, number: int, frame: object) -> None:
 def _wait_for_store(
     store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
 ) -> None:
-    """Wait until etcd answers, and see that the job is not over; raises after `--join-timeout`."""
-    names = ",".join(endpoints)
-    deadline_s = time.monotonic() + options.policy.join_timeout_s
-    told = False
-    for tries in itertools.count():
-        try:
-            done = store.read(DONE).entries.get(DONE)
-            break
-        except AccessRefused:
-            raise
-        except StoreUnavailable as error:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise StoreUnavailable(
-                    f"etcd at {names} did not answer within {options.policy.join_timeout_s:g} s "
-                    "(--join-timeout); check the address, and that etcd runs"
-                ) from None
-            if not told:
-                log_for_node(
-                    options.node, f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
-                )
-                told = True
-            del error
-            time.sleep(min(pause_s(tries), max(0.0, left_s)))
+    """Waits until etcd answers, and checks that the job is not over.
+
+    Raises `StoreUnavailable` after --join-timeout, and `UserError` if the job is over.
+    """
+    names, timeout_s = ",".join(endpoints), options.policy.join_timeout_s
+    deadline_s = time.monotonic() + timeout_s
+
+    def report(failures: int, _: BaseException) -> None:
+        if failures == 1:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            text = f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
+            log_for_node(options.node, text)
+
+    try:
+        done = _retry_store(lambda: store.read(DONE).entries.get(DONE), options, report)
+    except AccessRefused:
+        raise
+    except StoreUnavailable:
+        raise StoreUnavailable(
+            f"etcd at {names} did not answer within {timeout_s:g} s (--join-timeout); check the "
+            "address, and that etcd runs"
+        ) from None
     if done is None:
         return
     if not restart:

@@ -9,17 +9,17 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
-
-import tenacity
 
 from elasticzero.errors import one_line
 from elasticzero.launcher.preemption.metadata import MetadataError
 from elasticzero.launcher.preemption.providers import ADDRESS, CLOUDS, Advice, Cloud, PollResult
 from elasticzero.launcher.protocol.view import PreemptionNotice
+from elasticzero.launcher.retry import RetryPolicy, retry_call
 
-MOST_PAUSE_S = 5.0
-"""Between two tries at a server that does not answer."""
+RETRY = RetryPolicy(first_pause_s=0.5, max_pause_s=5.0, spread=1.0)
+"""Pauses between tries to read from a server that does not answer."""
 PATIENT_TRIES = 3
 """So many failures in a row are worth a line."""
 CLOSE_S = 2.0
@@ -107,31 +107,28 @@ class PreemptionWatcher:
 
     def _watch(self, cloud: Cloud) -> None:
         self._tell(f"watching for preemption notices of {cloud.name}")
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(MetadataError),
-            wait=tenacity.wait_random_exponential(multiplier=0.5, max=MOST_PAUSE_S),
-            stop=tenacity.stop_when_event_set(self._stop),
-            sleep=tenacity.sleep_using_event(self._stop),
-            before_sleep=lambda state: self._trouble(cloud, state),
-            reraise=True,
-        )
         while not self._stop.is_set():
-            seen = tries(cloud.poll)
+            seen = retry_call(
+                cloud.poll,
+                RETRY,
+                retryable=lambda error: isinstance(error, MetadataError),
+                closed=self._stop,
+                on_failure=partial(self._report_trouble, cloud),
+            )
             if self._troubled:
                 self._troubled = False
                 self._tell(f"the metadata server of {cloud.name} answers again")
             self._take(cloud, seen)
             self._stop.wait(cloud.every_s)
 
-    def _trouble(self, cloud: Cloud, state: tenacity.RetryCallState) -> None:
-        """A look failed, and there will be another."""
-        if state.attempt_number < PATIENT_TRIES or self._troubled or state.outcome is None:
+    def _report_trouble(self, cloud: Cloud, failures: int, error: BaseException) -> None:
+        """Reports once that the server has failed several times in a row."""
+        if failures < PATIENT_TRIES or self._troubled:
             return
         self._troubled = True
-        error = state.outcome.exception()
         self._tell(
             f"the metadata server of {cloud.name} is in trouble, so a notice may be missed; trying "
-            f"on ({one_line(error) if error is not None else 'no answer'})"
+            f"on ({one_line(error)})"
         )
 
     def _take(self, cloud: Cloud, seen: PollResult) -> None:

@@ -20,6 +20,7 @@ from elasticzero.errors import ElasticZeroError, StoreUnavailable
 from elasticzero.launcher.protocol.documents import Done, Member, World, to_bytes
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import StoreHealth
+from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.store.api import Condition, LeaseLost, Store, job_prefix
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
 from elasticzero.launcher.store.recovery import StoreRecovery
@@ -176,17 +177,18 @@ class RendezvousNode:
         return self._observer.done() is not None
 
     def close_for_all(self, done: Done) -> None:
-        """Say that the run is over; raises `StoreUnavailable` when that could not be written."""
-        deadline_s = time.monotonic() + self.limits.close_timeout_s
+        """Writes that the run is over; raises `StoreUnavailable` if the store stays away."""
         absent = Condition(key=DONE, mod_revision=0)
-        while True:
-            try:
-                self._store.write({DONE: to_bytes(done)}, conditions=[absent])
-                return
-            except StoreUnavailable:
-                if time.monotonic() > deadline_s:
-                    raise
-            time.sleep(RETRY_S)
+        retry_call(
+            lambda: self._store.write({DONE: to_bytes(done)}, conditions=[absent]),
+            RetryPolicy(
+                first_pause_s=RETRY_S,
+                max_pause_s=RETRY_S,
+                spread=0.0,
+                timeout_s=self.limits.close_timeout_s,
+            ),
+            retryable=lambda error: isinstance(error, StoreUnavailable),
+        )
 
     def ends_the_run(self) -> bool:
         """Whether the end of this node ends the run: it trains in the present world."""

@@ -14,6 +14,7 @@ from elasticzero.launcher.preemption.metadata import MetadataError, MetadataServ
 from elasticzero.launcher.preemption.providers import Advice, Cloud
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher, address_variable
 from elasticzero.launcher.protocol.view import PreemptionNotice
+from elasticzero.launcher.retry import RetryPolicy
 from tests.clouds import PATIENCE_S, Aws, Azure, Gcp, Metadata, Reply, Request
 
 PLAYED: tuple[type[Metadata], ...] = (Aws, Gcp, Azure)
@@ -229,7 +230,8 @@ def test_no_trouble_is_taken_for_a_notice(played: type[Metadata], trouble: str) 
 def test_a_notice_after_trouble_is_heard(
     played: type[Metadata], ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticzero.launcher.preemption.watcher.MOST_PAUSE_S", 0.1)
+    quick = RetryPolicy(first_pause_s=0.1, max_pause_s=0.1)
+    monkeypatch.setattr("elasticzero.launcher.preemption.watcher.RETRY", quick)
     with played() as server, watch(server.choice, ears, server):
         server.trouble = Reply(503)
         ears.wait(lambda: ears.heard("is in trouble"))

@@ -7,7 +7,6 @@ not used (one endpoint only, no deadlines, watches that die at the first error).
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
+from elasticzero.launcher.retry import RetryPolicy
 from elasticzero.launcher.store.data_loss import Asked, History
 from elasticzero.launcher.store.etcd.access import (
     Access,
@@ -112,6 +112,9 @@ class Connection:
         if not self.endpoints:
             raise UserError("no etcd endpoint was given; name at least one, as HOST:PORT")
         self.timeouts = timeouts
+        self.retry = RetryPolicy(
+            first_pause_s=timeouts.backoff_s, max_pause_s=timeouts.backoff_max_s
+        )
         self._access = access
         authenticated = access.user is not None
         self._login = TokenCache(self._log_in, timeouts.login_s) if authenticated else None
@@ -323,10 +326,8 @@ class Connection:
             call.cancel()
 
     def pause(self, failures: int) -> None:
-        """Wait before the next try, longer after more failures in a row; `close` ends the wait."""
-        doubled_s = self.timeouts.backoff_s * 2.0 ** min(failures - 1, 20)
-        longest_s = min(self.timeouts.backoff_max_s, doubled_s)
-        self.closed.wait(longest_s * random.uniform(0.5, 1.0))
+        """Waits before the next try, longer after more failures in a row; `close` ends the wait."""
+        self.closed.wait(self.retry.pause_s(failures))
 
     def close(self) -> None:
         """Fail all calls and streams, now and later."""

@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import tenacity
-
 from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.store.api import (
     Condition,
     Lease,
@@ -184,28 +184,20 @@ class EtcdStore:
 
         deadline_s: of each try, where that is not `request_s` too.
         """
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(
-                lambda error: (
-                    isinstance(error, CallFailed)
-                    and error.code in TRANSIENT
-                    and not self._connection.closed.is_set()
-                )
-            ),
-            stop=tenacity.stop_all(
-                tenacity.stop_after_delay(self._timeouts.request_s),
-                tenacity.stop_after_attempt(len(self._connection.endpoints)),
-            ),
-            wait=tenacity.wait_random_exponential(
-                multiplier=self._timeouts.backoff_s, max=self._timeouts.request_s / 4
-            ),
-            sleep=tenacity.sleep_using_event(self._connection.closed),
-            reraise=True,
-        )
+        ask = partial(self._connection.call_in_history, operation, method, request)
         try:
-            ask = self._connection.call_in_history
-            answer: tuple[Any, int] = tries(ask, operation, method, request, deadline_s=deadline_s)
-            return answer
+            return retry_call(
+                partial(ask, deadline_s=deadline_s),
+                RetryPolicy(
+                    first_pause_s=self._timeouts.backoff_s,
+                    max_pause_s=self._timeouts.request_s / 4,
+                    spread=1.0,
+                    timeout_s=self._timeouts.request_s,
+                    min_tries=len(self._connection.endpoints),
+                ),
+                retryable=lambda e: isinstance(e, CallFailed) and e.code in TRANSIENT,
+                closed=self._connection.closed,
+            )
         except CallFailed:
             self._connection.explain_silence()
             raise

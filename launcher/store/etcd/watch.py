@@ -12,16 +12,19 @@ asking for everything again would make etcd slower still.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
+from elasticzero.launcher.retry import retry_call
 from elasticzero.launcher.store.api import Entry, PrefixState
 from elasticzero.launcher.store.data_loss import Asked
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
@@ -247,16 +250,17 @@ class WatchMultiplexer:
                 watch.begin(self._read_patiently(watch.prefix))
 
     def _read_patiently(self, prefix: str) -> PrefixState:
-        deadline_s = self._connection.timeouts.request_s
-        for failures in range(1, SLOW_READS):
-            try:
-                return self._read(prefix, deadline_s)
-            except CallFailed as error:
-                if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise
-            self._connection.pause(failures)
-            deadline_s *= 2
-        return self._read(prefix, deadline_s)
+        """Returns what the prefix holds; each try after a slow one may take twice as long."""
+        first_s = self._connection.timeouts.request_s
+        deadlines_s = (first_s * 2**tries for tries in itertools.count())
+        return retry_call(
+            lambda: self._read(prefix, next(deadlines_s)),
+            replace(self._connection.retry, timeout_s=0.0, min_tries=SLOW_READS),
+            retryable=lambda error: (
+                isinstance(error, CallFailed) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            ),
+            closed=self._connection.closed,
+        )
 
     def _answered(self, stream: _Stream, response: Any) -> EtcdWatch | None:
         """The watch that etcd has begun, or refused, under the response's number; None: it was
