@@ -11,7 +11,7 @@ from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import JOB_OPTIONS, LOCAL_OPTIONS, RUN_OPTIONS
-from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
+from elasticzero.launcher.options.torchrun import IDLE, MAPPED
 from tools import prose
 from tools.markdown import code, marked, sentence, table
 
@@ -38,16 +38,13 @@ def _parsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _run_page(parser: Parser) -> list[str]:
-    torchruns = [option for option in TORCHRUN_OPTIONS if option.help.startswith("torchrun's: ")]
-    idle = [option for option in torchruns if "accepted without effect" in option.help]
-    taken = [o for o in TORCHRUN_OPTIONS if o not in idle]
     return [
         prose.SCRIPT,
         _option_table(RUN_OPTIONS),
         "### Options of torchrun\n\n" + prose.TORCHRUN,
-        _option_table(taken),
+        _option_table(MAPPED),
         "### Options of torchrun without effect\n\n" + prose.TORCHRUN_IDLE,
-        _option_table(idle),
+        _option_table(IDLE),
     ]
 
 
@@ -105,7 +102,7 @@ def _told(text: str) -> tuple[str, str]:
 
 
 def _meaning(option: Option) -> str:
-    text = option.help.removeprefix("torchrun's: ").removeprefix("accepted without effect: ")
+    text = option.help
     several = " The option may be given several times." if option.is_list else ""
     return marked(sentence(_told(text)[0]) + several)
 

@@ -2,7 +2,7 @@
 
 GENERATED = "<!-- `make reference` writes this page from the code; do not edit it. -->"
 
-NAMES = ("ddp", "etcd", "gloo", "torchrun", "xxh3_128")
+NAMES = ("ddp", "etcd", "etcd's", "gloo", "torchrun", "xxh3_128")
 """Words that begin with a small letter at the front of a sentence too."""
 
 CONFIGURATION = """\

@@ -37,12 +37,19 @@ _MOST_LINES = 20
 
 def _add_reshard(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", help=catalog.RESOLVABLE)
-    command.add_argument("target", help="checkpoint directory to write the step into")
+    command.add_argument("target", help="The step is written into this checkpoint directory.")
     command.add_argument(
-        "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+        "--world-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="The checkpoint is written for N ranks.",
     )
     command.add_argument(
-        "--strategy", choices=STRATEGIES, help="distribute tensors as this strategy does"
+        "--strategy",
+        choices=STRATEGIES,
+        help="The tensors are distributed over the ranks as this strategy does. (default: as in "
+        "the checkpoint)",
     )
     _add_dtype(command)
     _add_copy_options(command)
@@ -51,9 +58,9 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
 
 def _add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("a", help=catalog.RESOLVABLE)
-    command.add_argument("b", help="the checkpoint to compare it with")
+    command.add_argument("b", help="It is compared with this checkpoint.")
     command.add_argument(
-        "--model-only", action="store_true", help="compare the model's tensors only"
+        "--model-only", action="store_true", help="Only the tensors of the model are compared."
     )
     _add_copy_options(command, workers=False)
     command.set_defaults(run_command=_diff)
@@ -61,28 +68,32 @@ def _add_diff(command: argparse.ArgumentParser) -> None:
 
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", help=catalog.RESOLVABLE)
-    command.add_argument("target", help="new directory")
+    command.add_argument("target", help="The files are written into this new directory.")
     command.add_argument(
         "--format",
         choices=("hf", "dcp"),
         default="hf",
-        help="hf: Hugging Face safetensors (default); dcp: torch.distributed.checkpoint",
+        help="hf writes safetensors of Hugging Face, dcp writes torch.distributed.checkpoint. "
+        "(default: hf)",
     )
     command.add_argument(
         "--max-shard-size",
         type=_bytes,
         metavar="SIZE",
-        help="hf: largest file, such as 500MB or 2GiB (default: 5GB)",
+        help="With hf, no file is larger than SIZE, such as 500MB or 2GiB. (default: 5GB)",
     )
     command.add_argument(
-        "--config", type=Path, help="hf: the model's config.json, to be copied beside the weights"
+        "--config",
+        type=Path,
+        help="With hf, this config.json of the model is copied beside the weights.",
     )
     command.add_argument(
         "--what",
         choices=("model", "all"),
         default="model",
-        help="dcp: the model's tensors under the keys of its own state_dict() (default), or all "
-        'state as {"model": ..., "optimizer": ...}',
+        help="With dcp, model writes the model's tensors under the keys of its own "
+        "state_dict(), and "
+        'all writes all state as {"model": ..., "optimizer": ...}. (default: model)',
     )
     _add_dtype(command)
     _add_copy_options(command)
@@ -90,28 +101,42 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help="what to import: a directory, or a safetensors file")
-    command.add_argument("target", help="checkpoint directory to write a step into")
+    command.add_argument("path", help="This directory or safetensors file is imported.")
+    command.add_argument("target", help="The step is written into this checkpoint directory.")
     command.add_argument(
         "--format",
         choices=("hf", "dcp"),
         required=True,
-        help="hf: Hugging Face safetensors; dcp: torch.distributed.checkpoint",
-    )
-    command.add_argument("--step", type=int, default=0, metavar="N", help="default: 0")
-    command.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)"
+        help="hf reads safetensors of Hugging Face, dcp reads torch.distributed.checkpoint.",
     )
     command.add_argument(
-        "--strategy", choices=STRATEGIES, help="distribute tensors as this strategy does"
+        "--step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The checkpoint is that of step N. (default: 0)",
     )
-    command.add_argument("--model-only", action="store_true", help="dcp: import the model only")
+    command.add_argument(
+        "--world-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="The checkpoint is written for N ranks. (default: 1)",
+    )
+    command.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="The tensors are distributed over the ranks as this strategy does. (default: evenly)",
+    )
+    command.add_argument(
+        "--model-only", action="store_true", help="With dcp, only the model is imported."
+    )
     command.add_argument(
         "--alias",
         type=_alias,
         action="append",
         metavar="NAME=KEPT",
-        help="two names of one tensor in the model: store it under the second",
+        help="NAME and KEPT are two names of one tensor in the model; it is stored under KEPT.",
     )
     _add_dtype(command)
     _add_copy_options(command)
@@ -122,8 +147,9 @@ def _add_dtype(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype",
         choices=tuple(CAST_DTYPES),
-        help="convert the model's floating-point tensors of 16 to 64 bits (needs torch); float8, "
-        "which means nothing without its scales, optimizer state and masters stay as they are",
+        help="The model's floating-point tensors of 16 to 64 bits are converted, which needs "
+        "torch; "
+        "float8 tensors, optimizer state and master weights stay as they are.",
     )
 
 
@@ -133,18 +159,20 @@ def _add_copy_options(command: argparse.ArgumentParser, *, workers: bool = True)
         type=_bytes,
         default=step_copy.DEFAULT_BUFFER_BYTES,
         metavar="SIZE",
-        help="memory for the buffers of all threads together (default: 64MiB); more helps where "
-        "many ranks wrote the checkpoint",
+        help="The buffers of all threads together use SIZE bytes of memory; more is faster "
+        "where many "
+        "ranks "
+        "wrote the checkpoint. (default: 64MiB)",
     )
     command.add_argument(
-        "-q", "--quiet", action="store_true", help="do not show progress on stderr"
+        "-q", "--quiet", action="store_true", help="No progress is shown on stderr."
     )
     if workers:
         command.add_argument(
             "--workers",
             type=int,
             metavar="N",
-            help="number of threads (default: two per core, at most 8)",
+            help="N threads copy. (default: two per core, at most 8)",
         )
 
 

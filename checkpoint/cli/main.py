@@ -22,13 +22,15 @@ from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.text import complain, say, shown
 
 CHECKPOINT_COMMANDS = {
-    "list": "the steps in a directory, and which are whole by sizes (verify reads bytes)",
-    "inspect": "what a checkpoint holds",
-    "verify": "read every byte and compare its checksum",
-    "reshard": "write a checkpoint for another world size",
-    "diff": "whether two checkpoints hold the same state, whatever their shapes",
-    "export": "write a checkpoint for other programs",
-    "import": "write what other programs saved as a checkpoint",
+    "list": "Lists the steps in a directory, and checks the sizes of their files (verify reads "
+    "their bytes).",
+    "inspect": "Shows what a checkpoint holds.",
+    "verify": "Reads every byte and compares its checksum.",
+    "reshard": "Writes a checkpoint for another world size.",
+    "diff": "Compares the state that two checkpoints hold, whatever their world sizes and "
+    "strategies.",
+    "export": "Converts a checkpoint to a format of other programs.",
+    "import": "Converts what other programs have saved to a checkpoint.",
 }
 
 
@@ -42,10 +44,10 @@ def add_commands(
     """
     subparsers.dest = argparse.SUPPRESS  # argparse then names all commands where none is given
     for name, text in CHECKPOINT_COMMANDS.items():
-        command = subparsers.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}."
+        command = subparsers.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "--json", action="store_true", help="The result is printed as JSON, for scripts."
         )
-        command.add_argument("--json", action="store_true", help="print JSON, for scripts")
         if words is None or name in words:
             _add_options(command, name)
 
@@ -53,13 +55,16 @@ def add_commands(
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     match name:
         case "list":
-            command.add_argument("directory", help="checkpoint directory; a path or a URL")
+            command.add_argument("directory", help="The checkpoint directory is a path or a URL.")
             command.set_defaults(run_command=_list)
         case "inspect":
             command.add_argument("path", help=catalog.RESOLVABLE)
             command.set_defaults(run_command=_inspect)
         case "verify":
-            text = "checkpoint directory (every step in it), or one step's"
+            text = (
+                "The path or URL is that of a checkpoint directory (every step is verified) "
+                "or of one step."
+            )
             command.add_argument("path", help=text)
             command.set_defaults(run_command=_verify)
         case _:

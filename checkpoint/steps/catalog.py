@@ -28,7 +28,10 @@ from elasticzero.text import complain, list_text
 MANIFEST_LIMIT_BYTES = 1 << 28
 FILES_AT_ONCE = 16
 """Maximum number of files whose sizes are requested at the same time."""
-RESOLVABLE = "checkpoint directory (its newest good step), or one step's; a path or a URL"
+RESOLVABLE = (
+    "The path or URL is that of a checkpoint directory (its newest good step is taken) "
+    "or of one step."
+)
 """Description of the argument of `resolve`, for the help of commands."""
 _NOT_OURS_TO_JUDGE = ("lost+found",)
 """Names that a new volume may contain, which do not make a directory foreign."""

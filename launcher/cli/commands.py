@@ -36,30 +36,40 @@ def _add_local(parser: Parser) -> None:
 
 
 def _add_status(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument(
+        "--json", action="store_true", help="The status is printed as JSON, for scripts."
+    )
     add_job_options(parser)
     parser.set_defaults(run_command=_status)
 
 
 def _add_drain(parser: Parser) -> None:
-    parser.add_argument("node", metavar="NODE", help="its name, as `elasticzero status` shows it")
+    parser.add_argument(
+        "node", metavar="NODE", help="The node has this name in `elasticzero status`."
+    )
     _add_steering(parser)
 
 
 def _add_scale(parser: Parser) -> None:
-    parser.add_argument("nnodes", metavar="MIN:MAX", help="or N, for exactly so many")
+    parser.add_argument(
+        "nnodes",
+        metavar="MIN:MAX",
+        help="The job is to run on MIN to MAX nodes; N means exactly N.",
+    )
     _add_steering(parser)
 
 
 def _add_steering(parser: Parser) -> None:
     add_job_options(parser)
-    parser.add_argument("--wait", action="store_true", help="return when it has happened")
+    parser.add_argument(
+        "--wait", action="store_true", help="The command returns once the change has happened."
+    )
     parser.add_argument(
         "--wait-timeout",
         type=float,
         default=300.0,
         metavar="S",
-        help="seconds to wait at most (default: 300)",
+        help="With --wait, the command waits at most S seconds. (default: 300)",
     )
     parser.set_defaults(run_command=_steer)
 

@@ -16,13 +16,13 @@ from elasticzero.launcher.options.parser import Parser
 from elasticzero.text import complain
 
 COMMANDS = {
-    "run": "run this node's part of a job",
-    "local": "run a whole cluster on this machine, with faults on request",
-    "status": "what a job is doing",
-    "drain": "have a node leave at the next step",
-    "scale": "change the fewest and most nodes of a job",
-    "stop": "end a job at the next step, with its state saved",
-    "checkpoint": "look at checkpoints and change their shape",
+    "run": "Runs this node's part of a job.",
+    "local": "Runs a whole cluster on this machine, with faults on request.",
+    "status": "Shows what a job and its nodes are doing.",
+    "drain": "Has a node leave its job at the next step.",
+    "scale": "Changes the minimum and maximum number of nodes of a job.",
+    "stop": "Ends a job at the next step and saves its state.",
+    "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
 }
 
 
@@ -37,7 +37,9 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     )
     for name, text in COMMANDS.items():
         with_arguments = name in ("run", "local")
-        command = commands.add_parser(name, help=text, allow_abbrev=not with_arguments)
+        command = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=not with_arguments
+        )
         if words is None or name == named:
             _add_options(command, name, words)
     return parser

@@ -44,6 +44,8 @@ class Option:
     """The field of `AgentOptions` that the value fills, such as `grace_s`, `policy.spares` or
     `keep.last`; empty: `agent_options` works it out."""
     in_local: InLocal = "passed on"
+    group: str = ""
+    """The heading under which the help lists it; empty: among the command's own options."""
 
     @property
     def name(self) -> str:

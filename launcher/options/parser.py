@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,22 @@ from typing import Any, NoReturn
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.option import Option, spellings
 from elasticzero.launcher.options.spelling import spelled_out
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Lists each option with dashes only, though underscores are accepted too."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        super().add_usage(usage, [_with_dashes(action) for action in actions], groups, prefix)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(_with_dashes(action))
+
+
+def _with_dashes(action: argparse.Action) -> argparse.Action:
+    shown = copy.copy(action)
+    shown.option_strings = [flag for flag in action.option_strings if "_" not in flag]
+    return shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
         self.options: tuple[Option, ...] = ()
         """What `add_options` gave the parser."""
         self.complete: Callable[[argparse.Namespace], None] | None = None
@@ -49,14 +66,18 @@ class Parser(argparse.ArgumentParser):
 def add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
     """Give a parser the options of a command that runs a script, and the script."""
     add_options(parser, options, required)
-    parser.add_argument("script", help="training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("script", help="This training script runs in every worker.")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."
+    )
     parser.prepare = lambda words: spelled_out(words, options)
 
 
 def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
     """Give a parser these options. required: names of those that must have a value."""
     parser.options = tuple(options)
+    headings = dict.fromkeys(option.group for option in options if option.group)
+    groups = {heading: parser.add_argument_group(heading) for heading in headings}
     for option in options:
         flags = [
             spelling
@@ -66,13 +87,14 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
         text = option.help
         if option.default is not None and not option.is_switch:
             text += f" (default: {option.default})"
+        place = groups.get(option.group, parser)
         if option.is_switch:
             action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
-            parser.add_argument(
+            place.add_argument(
                 *flags, dest=option.name, action=action, default=argparse.SUPPRESS, help=text
             )
         else:
-            parser.add_argument(
+            place.add_argument(
                 *flags,
                 dest=option.name,
                 action="append" if option.is_list else "store",

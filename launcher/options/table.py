@@ -32,33 +32,46 @@ DEFAULT_HTTP_PORT = 9400
 JOB_OPTIONS = (
     Option(
         ("--etcd", "--rdzv-endpoint"),
-        "etcd endpoints, HOST:PORT,…; with TLS https://HOST:PORT,…",
+        "etcd is reached at these endpoints, separated by commas; https://HOST:PORT uses TLS.",
         metavar="HOST:PORT",
         in_local="taken",
     ),
     Option(
         ("--job", "--rdzv-id"),
-        "name of the training run; the same on every node",
+        "The job has this name, which is the same on every node.",
         metavar="ID",
         in_local="taken",
     ),
     Option(
         ("--etcd-cacert",),
-        "PEM file of the authority that signs etcd's certificate; default: the system's",
+        "etcd's certificate must be signed by the authority in this PEM file. (default: one of "
+        "the system's authorities)",
         metavar="FILE",
     ),
-    Option(("--etcd-cert",), "PEM file of the certificate to show to etcd", metavar="FILE"),
-    Option(("--etcd-key",), "PEM file of its key", metavar="FILE"),
+    Option(
+        ("--etcd-cert",),
+        "This PEM file holds the client certificate that is shown to etcd.",
+        metavar="FILE",
+    ),
+    Option(
+        ("--etcd-key",),
+        "This PEM file holds the private key of the client certificate.",
+        metavar="FILE",
+    ),
     Option(
         ("--etcd-user",),
-        f"user of etcd; the password comes from --etcd-password-file or {ETCD_PASSWORD}",
+        "This user logs in to etcd; the password comes from --etcd-password-file or "
+        f"{ETCD_PASSWORD}.",
         metavar="NAME",
     ),
-    Option(("--etcd-password-file",), "file with that user's password", metavar="FILE"),
+    Option(
+        ("--etcd-password-file",), "This file holds the password of the etcd user.", metavar="FILE"
+    ),
     Option(
         ("--token-file",),
-        f"file with the password of what agents serve, the same on every node; or {TOKEN}; "
-        "default: the first node makes one and puts it into etcd",
+        "This file holds the job's token, the password of the agents' HTTP servers, which is "
+        f"the same on every node; {TOKEN} may hold it instead. (default: the first node makes a "
+        "token and stores it in etcd)",
         metavar="FILE",
     ),
 )
@@ -67,7 +80,7 @@ JOB_OPTIONS = (
 RUN_OPTIONS = (
     Option(
         ("--nnodes",),
-        "fewest and most nodes, MIN:MAX or N",
+        "The job runs on MIN to MAX nodes; N means exactly N.",
         "1:1",
         metavar="MIN:MAX",
         pet=True,
@@ -75,7 +88,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--nproc-per-node",),
-        "workers on this node: a number, auto, gpu or cpu",
+        "This node runs N workers; gpu and cpu mean one for each GPU or CPU, and auto means gpu "
+        "where there are GPUs and 1 elsewhere.",
         "auto",
         metavar="N",
         pet=True,
@@ -83,15 +97,20 @@ RUN_OPTIONS = (
     *(replace(option, flags=option.flags[:1]) for option in JOB_OPTIONS),
     Option(
         ("--strategy",),
-        "how state lies on the ranks",
+        "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
+        "zero2 the gradients too, zero3 the parameters too.",
         "ddp",
         choices=STRATEGIES,
         field="policy.strategy",
     ),
-    Option(("--checkpoint-dir",), "directory that all nodes share", metavar="DIR"),
+    Option(
+        ("--checkpoint-dir",),
+        "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
+        metavar="DIR",
+    ),
     Option(
         ("--checkpoint-every",),
-        "steps between checkpoints; 0: at the end only",
+        "A checkpoint is saved every N steps; 0 saves one at the end only.",
         0,
         int,
         metavar="N",
@@ -100,7 +119,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--save-timeout",),
-        "seconds for which saves of the last state are tried again, before the job ends without it",
+        "A failed save of the last state is retried for S seconds; then the job ends without it.",
         600.0,
         float,
         metavar="S",
@@ -109,22 +128,22 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--keep",),
-        "checkpoints that stay: the newest N good ones; default: all",
+        "Only the newest N good checkpoints are kept. (default: all)",
         metavar="N",
         parse=whole_number("a whole number, 1 or more, is expected"),
         field="keep.last",
     ),
     Option(
         ("--keep-every",),
-        "with --keep: also those of steps that K divides stay, for good",
+        "With --keep, checkpoints whose step is a multiple of K are never removed.",
         metavar="K",
         parse=whole_number("a whole number, 1 or more, is expected"),
         field="keep.every",
     ),
     Option(
         ("--snapshot-every",),
-        "steps between snapshots in the nodes' memory; 0: none; auto: as often as half a "
-        "percent of the time allows",
+        "A snapshot is taken into the nodes' memory every N steps; 0 takes none, auto takes "
+        "them as often as half a percent of the training time allows.",
         "auto",
         metavar="N",
         parse=steps_or_auto,
@@ -132,30 +151,31 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--snapshot-dir",),
-        "shared memory that snapshots lie in; what finds no room there goes to a file in the "
-        "temporary directory (TMPDIR)",
+        "Snapshots are stored in this directory of shared memory; what does not fit is stored "
+        "in the temporary directory (TMPDIR).",
         "/dev/shm",
         metavar="DIR",
     ),
     Option(
         ("--verify-replicas",),
-        "steps from one proof to the next that parameters, optimizer state and tracked objects "
-        "are equal on all ranks; 0: none; auto: as often as 0.03 percent of the time allows",
+        "The ranks verify every N steps that their parameters, optimizer state and "
+        "tracked objects are equal; 0 never does, auto does as often as 0.03 percent of the "
+        "training time allows.",
         "auto",
-        metavar="EVERY",
+        metavar="N",
         parse=steps_or_auto,
         field="verify_every",
     ),
     Option(
         ("--spares",),
-        "nodes beyond MAX that wait, ready to take a lost one's place; default: all that come",
+        "At most N nodes beyond MAX wait to replace a lost node. (default: all that come)",
         metavar="N",
         parse=whole_number("a number of nodes, 0 or more, is expected"),
         field="policy.spares",
     ),
     Option(
         ("--max-restarts",),
-        "failures in a row without progress before giving up",
+        "The job is restarted at most N times in a row without progress; then it fails.",
         3,
         int,
         metavar="N",
@@ -165,8 +185,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--hang-timeout",),
-        "seconds without a step after which workers are replaced; auto: ten times the longest of "
-        "the last steps, at least 60; 0: never",
+        "Workers are replaced after S seconds without a step; auto is ten times the "
+        "longest of the last steps and at least 60, 0 disables it.",
         "auto",
         metavar="S",
         parse=seconds_or_auto,
@@ -174,7 +194,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--exit-timeout",),
-        "seconds that a worker's process may go on after its script and exit functions; 0: any",
+        "A worker's process is killed if it still runs S seconds after its script and "
+        "exit functions have ended; 0 sets no limit.",
         30.0,
         float,
         metavar="S",
@@ -182,7 +203,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--keep-workers",),
-        "keep the processes of workers over a change of the world, where nothing speaks against it",
+        "The next generation reuses the workers' processes where that is safe.",
         False,
         is_switch=True,
         has_off=True,
@@ -190,56 +211,60 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--strict-checkpoint",),
-        "end the job when a checkpoint is damaged, instead of going on from the one before",
+        "A damaged checkpoint ends the job; otherwise training resumes from the checkpoint "
+        "before it.",
         False,
         is_switch=True,
         field="policy.strict_checkpoint",
     ),
     Option(
         ("--log-dir",),
-        "workers' output goes to DIR/JOB/NODE/LOCAL_RANK.log, and no more to the terminal",
+        "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
+        "terminal. (default: a temporary directory, and the terminal)",
         metavar="DIR",
         pet=True,
         in_local="taken",
     ),
     Option(
         ("--log-level",),
-        "the least level of the lines that the agent writes about the job",
+        "The agent logs messages of this level and above.",
         "info",
         choices=("debug", "info", "warning", "error"),
     ),
     Option(
         ("--log-format",),
-        "json: one JSON object a line, with the time, level, node, generation and rank",
+        "The agent logs text, or JSON: one object a line with the time, level, node, generation "
+        "and rank.",
         "text",
         choices=("text", "json"),
         in_local="absent",
     ),
     Option(
         ("--tee",),
-        "repeat workers' output here too, also with --log-dir; torchrun's --tee STREAMS (as "
-        "--redirects) is taken too",
+        "The workers' output is repeated on the terminal even with --log-dir; torchrun's --tee "
+        "STREAMS is accepted too (see --redirects).",
         False,
         is_switch=True,
         in_local="taken",
     ),
     Option(
         ("--node-name",),
-        "name of this node, its own among all; default: the host's, with a number where another "
-        "agent of the job runs on it",
+        "This node has this name, which must be unique in the job. (default: the host name, "
+        "with a number where another agent of the job runs on this machine)",
         metavar="NAME",
         in_local="absent",
     ),
     Option(
         ("--host",),
-        "address under which other nodes reach this one; gloo uses its interface",
+        "Other nodes reach this node at this address; gloo uses its network interface. "
+        "(default: the address from which this node reaches etcd)",
         metavar="ADDRESS",
         in_local="absent",
     ),
     Option(
         ("--http-port",),
-        f"port of /metrics, /healthz, /status; 0: any; default: {DEFAULT_HTTP_PORT}, or the next "
-        "one that is free",
+        "The agent serves /metrics, /healthz and /status at this port; 0 takes any free port. "
+        f"(default: {DEFAULT_HTTP_PORT}, or the next one that is free)",
         None,
         int,
         metavar="PORT",
@@ -247,14 +272,15 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--http-host",),
-        "address the HTTP server listens on",
+        "The agent's HTTP server listens on this address.",
         "0.0.0.0",
         metavar="ADDRESS",
         in_local="absent",
     ),
     Option(
         ("--settle",),
-        "seconds without a new node before the first generation starts below MAX",
+        "The first generation starts with fewer than MAX nodes once no node has come for S "
+        "seconds.",
         3.0,
         float,
         metavar="S",
@@ -262,7 +288,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--lease-ttl",),
-        "seconds after which a silent node is presumed gone",
+        "A node that has been silent for S seconds is presumed lost.",
         5,
         int,
         metavar="S",
@@ -271,7 +297,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--preemption",),
-        "the cloud whose preemption notices make this node leave; auto: the one that answers",
+        "This node leaves when this cloud announces its preemption; auto detects the cloud.",
         "auto",
         choices=("auto", "none", "aws", "gcp", "azure"),
         field="preemption",
@@ -279,7 +305,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--grace",),
-        "seconds from SIGTERM to the end of this node: what starts it kills it then",
+        "This node leaves within S seconds after SIGTERM, because the scheduler is "
+        "expected to kill it then.",
         25.0,
         float,
         metavar="S",
@@ -288,16 +315,21 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--join-timeout",),
-        "seconds to wait for etcd and for MIN nodes",
+        "The agent waits S seconds for etcd and for MIN nodes; then it fails.",
         600.0,
         float,
         metavar="S",
         field="policy.join_timeout_s",
     ),
-    Option(("--restart",), "run a job again that is already done", False, is_switch=True),
+    Option(
+        ("--restart",),
+        "A job that has ended runs again, from its newest checkpoint.",
+        False,
+        is_switch=True,
+    ),
     Option(
         ("--standalone",),
-        "one node, with an etcd of its own (the default when MAX is 1)",
+        "The job runs on one node, with an etcd of its own; this is the default when MAX is 1.",
         False,
         is_switch=True,
         pet=True,
@@ -319,16 +351,21 @@ TEE_STREAMS = Option(
 _ALL_OF_RUN = (*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
 
 LOCAL_OPTIONS = (
-    Option(("--nodes",), "nodes at the start", type=int, metavar="N", own=False),
+    Option(("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", own=False),
     Option(
         ("--fault",),
-        "kill-node, kill-worker, drain or join, when the job reaches STEP; "
-        "kill-node:NODE@STEP names the node",
+        "WHAT happens when the job reaches STEP: kill-node, kill-worker, drain or join; "
+        "WHAT:NODE@STEP chooses the node.",
         metavar="WHAT@STEP",
         is_list=True,
         own=False,
     ),
-    Option(("--nnodes",), "fewest and most nodes (default: 1:N)", metavar="MIN:MAX", own=False),
+    Option(
+        ("--nnodes",),
+        "The job runs on MIN to MAX nodes. (default: 1:N)",
+        metavar="MIN:MAX",
+        own=False,
+    ),
 )
 """Options of `local` that `run` does not have, or has with another meaning."""
 

@@ -21,69 +21,90 @@ _NEVER = frozenset({"SIGKILL", "SIGSTOP"})
 def _mapped(flag: str, help: str, metavar: str | None = None, **more: Any) -> Option:
     flags = (flag, *more.pop("also", ()))
     in_local = more.pop("in_local", "absent")
-    return Option(flags, help, metavar=metavar, pet=True, own=False, in_local=in_local, **more)
+    return Option(
+        flags,
+        help,
+        metavar=metavar,
+        pet=True,
+        own=False,
+        in_local=in_local,
+        group="options of torchrun",
+        **more,
+    )
 
 
 MAPPED = (
     _mapped(
         "--rdzv-backend",
-        "torchrun's: c10d or static: the host of --rdzv-endpoint or --master-addr starts an etcd; "
-        "etcd, etcd-v2 or elasticzero: --rdzv-endpoint is an etcd",
+        "With c10d or static, the host of --rdzv-endpoint or --master-addr starts an etcd; with "
+        "etcd, etcd-v2 or elasticzero, an etcd runs at --rdzv-endpoint.",
         "NAME",
     ),
-    _mapped("--rdzv-endpoint", "torchrun's: as --etcd, unless --rdzv-backend says more", "ADDRESS"),
-    _mapped("--rdzv-id", "torchrun's: as --job", "ID"),
+    _mapped(
+        "--rdzv-endpoint",
+        "It has the meaning of --etcd, unless --rdzv-backend is c10d or static.",
+        "ADDRESS",
+    ),
+    _mapped("--rdzv-id", "It has the meaning of --job.", "ID"),
     _mapped(
         "--rdzv-conf",
-        "torchrun's: join_timeout, last_call_timeout, lease_ttl, is_host, etcd's certificates",
+        "These keys are used: join_timeout, last_call_timeout, lease_ttl, is_host, and those of "
+        "etcd's certificates.",
         "KEY=VALUE,…",
     ),
-    _mapped("--node-rank", "torchrun's: 0 starts the etcd of a static rendezvous", "N", type=int),
-    _mapped("--master-addr", "torchrun's: host of the etcd of a static rendezvous", "HOST"),
-    _mapped("--master-port", "torchrun's: its port (default: 29500)", "PORT", type=int),
-    _mapped("--local-addr", "torchrun's: as --host", "ADDRESS"),
+    _mapped(
+        "--node-rank", "The node of rank 0 starts the etcd of a static rendezvous.", "N", type=int
+    ),
+    _mapped("--master-addr", "The etcd of a static rendezvous runs on this host.", "HOST"),
+    _mapped(
+        "--master-port",
+        "The etcd of a static rendezvous listens on this port. (default: 29500)",
+        "PORT",
+        type=int,
+    ),
+    _mapped("--local-addr", "It has the meaning of --host.", "ADDRESS"),
     _mapped(
         "--role",
-        "torchrun's: ROLE_NAME of the workers",
+        "Workers find this text in the variable ROLE_NAME.",
         "NAME",
         default=DEFAULT_ROLE,
         in_local="passed on",
     ),
     _mapped(
         "--redirects",
-        "torchrun's: streams that are kept off the terminal: 0 none, 1 stdout, 2 stderr, 3 both, "
-        "or by local rank as 0:3,1:1",
+        "These streams are kept off the terminal: 0 none, 1 stdout, 2 stderr, 3 both, or by "
+        "local rank as in 0:3,1:1.",
         "STREAMS",
         also=("-r",),
         in_local="taken",
     ),
     _mapped(
         "--local-ranks-filter",
-        "torchrun's: local ranks whose output is repeated on the terminal",
+        "Only the output of these local ranks is repeated on the terminal.",
         "RANK,…",
         in_local="taken",
     ),
     _mapped(
         "--no-python",
-        "torchrun's: SCRIPT is a program, run without Python",
+        "SCRIPT is a program, which runs without Python.",
         is_switch=True,
         default=False,
         in_local="passed on",
     ),
     _mapped(
         "--signals-to-handle",
-        "torchrun's: signals at which this node leaves as at SIGTERM",
+        "This node leaves at these signals, as at SIGTERM.",
         "NAME,…",
     ),
     _mapped(
         "--virtual-local-rank",
-        "torchrun's: each worker has LOCAL_RANK 0 and sees its own GPU only",
+        "Each worker has LOCAL_RANK 0 and sees its own GPU only.",
         is_switch=True,
         default=False,
     ),
     _mapped(
         "--module",
-        "SCRIPT is a module, as with python -m",
+        "SCRIPT is a module, as with python -m.",
         is_switch=True,
         default=False,
         also=("-m",),
@@ -111,13 +132,14 @@ SILENT = ("--run-path",)
 IDLE = tuple(
     Option(
         (flag,),
-        f"torchrun's: accepted without effect: {why}",
+        f"It has no effect: {why}.",
         metavar=None if flag == "--run-path" else "VALUE",
         is_switch=flag == "--run-path",
         default=False if flag == "--run-path" else None,
         pet=flag not in _WITHOUT_VARIABLE,
         own=False,
         in_local="absent",
+        group="options of torchrun without effect",
     )
     for flag, why in _IDLE.items()
 )
