@@ -196,14 +196,18 @@ class BlockReader:
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
                 "use another step"
             )
-        self._rooms = self._kept = memoryview(b"")
-        self._kept_from = 0
+        self.forget()
 
     def twin(self) -> BlockReader:
         """Returns another reader of the file, with a buffer of its own, for another thread."""
         twin = copy.copy(self)
-        twin._rooms = twin._kept = memoryview(b"")
+        twin.forget()
         return twin
+
+    def forget(self) -> None:
+        """Drops the block that is kept from the last reading, and its buffer."""
+        self._rooms = self._kept = memoryview(b"")
+        self._kept_from = 0
 
     @property
     def where(self) -> str:

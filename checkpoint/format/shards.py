@@ -119,7 +119,7 @@ class ShardReader:
     def twin(self) -> ShardReader:
         """Returns another reader of the shard, for another thread."""
         twin = copy.copy(self)
-        twin._blocks = self._blocks.twin()
+        twin._blocks = self._blocks.twin()  # noqa: SLF001 - of the same class
         return twin
 
     @property

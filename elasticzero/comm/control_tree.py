@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import RankInfo
-from elasticzero.comm.torch_internals import PrefixStore, Store
+from elasticzero.torch_internals import PrefixStore, Store
 
 ARITY = 16
 """Maximum number of ranks directly below one rank; 6,400 ranks make four levels."""

@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from elasticzero.comm.torch_internals import nccl_backends
+from elasticzero.torch_internals import nccl_backends
 
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Settings that are always made: torch's own watchdog would abort at a peer's death, or end the

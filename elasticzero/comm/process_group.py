@@ -27,9 +27,9 @@ from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import RankInfo
-from elasticzero.comm.torch_internals import PrefixStore, TCPStore, collectives_begun
 from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
+from elasticzero.torch_internals import PrefixStore, TCPStore, collectives_begun
 
 DESTROY_TIMEOUT_S = 0.5
 """Time in seconds after which the destruction of a group counts as hanging."""

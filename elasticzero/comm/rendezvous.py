@@ -16,9 +16,9 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from elasticzero.comm.torch_internals import PrefixStore, TCPStore
 from elasticzero.errors import RetryError
 from elasticzero.text import list_text
+from elasticzero.torch_internals import PrefixStore, TCPStore
 
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 LOOK_MAX_S = 0.2

@@ -52,7 +52,7 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     for gradient in gradients:
         by_width.setdefault(_wide(gradient), []).append(gradient)
     for dtype, same in by_width.items():
-        norms = torch._foreach_norm(same, 2, dtype=dtype)
+        norms = torch._foreach_norm(same, 2, dtype=dtype)  # noqa: SLF001 - as torch.optim does
         square += torch.stack([norm.to(device) for norm in norms]).double().square().sum()
     return square
 

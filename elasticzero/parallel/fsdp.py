@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, P
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
+from elasticzero.torch_internals import HashStore
 
 
 class FullyPartitioned:
@@ -223,5 +223,5 @@ def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parame
 def _local(tensor: Tensor) -> Tensor:
     """This rank's elements, sharing memory."""
     if isinstance(tensor, DTensor):
-        return tensor._local_tensor.detach()
+        return tensor.to_local().detach()
     return tensor.detach()

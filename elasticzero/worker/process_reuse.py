@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from elasticzero.comm.process_group import ProcessGroups, destroy_groups
-from elasticzero.comm.torch_internals import script_groups
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting
 from elasticzero.processes import children_of, resident_bytes
 from elasticzero.state.rng import RngState
+from elasticzero.torch_internals import script_groups
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 CLEAR_S = 3.0
@@ -114,7 +114,7 @@ def _threads() -> dict[int | None, str]:
     return {
         thread.ident: thread.name
         for thread in threading.enumerate()
-        if not isinstance(thread, threading._DummyThread)
+        if not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
     }
 
 

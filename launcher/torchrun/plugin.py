@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousHandler,
         RendezvousInfo,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from elasticzero.launcher.store.etcd.access import Access
     from elasticzero.launcher.torchrun.node import NodePlacement, RendezvousNode, RendezvousRefused
     from elasticzero.launcher.torchrun.rules import RoundLimits
+    from elasticzero.torch_internals import TCPStore
 else:
     RendezvousHandler = object  # `create` registers the class with torch's
 
@@ -265,7 +265,7 @@ class Handler(RendezvousHandler):
 
 def _open(place: NodePlacement) -> TCPStore:
     """The store of a world: the first node serves it, the others connect to it."""
-    from torch._C._distributed_c10d import TCPStore
+    from elasticzero.torch_internals import TCPStore
 
     lifetime = timedelta(seconds=STORE_TIMEOUT_S)
     if place.socket is None:

@@ -54,7 +54,7 @@ def _run_exit_functions() -> None:
         with suppress(BaseException):
             function()
     with suppress(BaseException):
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001 - Python has no public name
 
 
 def _wait_for_threads(limit_s: float) -> list[str]:

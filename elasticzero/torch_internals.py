@@ -1,7 +1,8 @@
-"""What this package needs of `torch.distributed` and what torch does not offer in public.
+"""Gives access to the parts of `torch.distributed` that torch does not offer in public.
 
-No other file of the package reaches into torch's process groups (`gloo.py` replaces one function
-of theirs, and `parallel/fsdp_uses.py` reads FSDP2's).
+Two other files depend on torch's internals, and each says what to check: `comm/gloo.py` replaces a
+function of torch and reads the names of threads, and `parallel/fsdp_uses.py` reads FSDP2's groups.
+ruff (SLF001, TID251) refuses private names and `torch._C` in every other file.
 
 Check after an upgrade of torch:
  - `torch._C._distributed_c10d` has the stores, which `torch.distributed` does not declare to type
@@ -21,9 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import (  # noqa: TID251 - the one place
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 __all__ = [
+    "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
