@@ -11,12 +11,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
 from elasticzero.errors import RetryError
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.text import list_text
 from elasticzero.torch_internals import PrefixStore, TCPStore
 
@@ -56,6 +57,12 @@ class RankInfo:
     start_timeout_s: float = 300.0
     """Time limit in seconds for every rank's script to register, counted from this rank's call."""
     collective_timeout_s: float = 600.0
+
+    @classmethod
+    def from_assignment(cls, assignment: Assignment) -> RankInfo:
+        """Returns what an agent's assignment says about its worker's rank and addresses."""
+        shared = {f.name: getattr(assignment, f.name) for f in fields(cls)}
+        return cls(**{**shared, "local_rank": assignment.visible_local_rank})
 
 
 def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:

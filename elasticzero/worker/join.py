@@ -35,20 +35,7 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     what an `Abort` does after that.
     """
     a = link.assignment
-    info = RankInfo(
-        rank=a.rank,
-        world_size=a.world_size,
-        local_rank=a.visible_local_rank,
-        master_address=a.master_address,
-        master_port=a.master_port,
-        store_fd=a.store_fd,
-        token=a.token,
-        password=a.password,
-        host=a.host,
-        connect_timeout_s=a.connect_timeout_s,
-        start_timeout_s=a.start_timeout_s,
-        collective_timeout_s=a.collective_timeout_s,
-    )
+    info = RankInfo.from_assignment(a)
     if link.standalone:
         return device_of(info), None
     os.environ.pop(

@@ -55,6 +55,8 @@ BUSY_S = 0.02
 """The same while a round is open or workers start."""
 LONG_ROUND_S = 5.0
 """A round that waits for nodes need not be looked at every BUSY_S."""
+RETIRE_S = 2.0
+"""Seconds within which killed workers of an older generation are expected to be gone."""
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -317,13 +319,20 @@ class Agent:
         return self._agreed.secret if self._agreed.record.token is None else None
 
     def _retire_group(self) -> dict[int, Worker]:
-        """No worker of an older generation lives on beside the new ones; returns those that are
-        ready for the new one, by local rank."""
+        """Kills the workers of the older generation; returns those that are ready for the next one,
+        by local rank.
+
+        This blocks the loop for RETIRE_S at most, and takes in the workers' last messages itself.
+        It must: two generations may share neither a GPU, nor memory, nor a port. Workers seldom run
+        here, for a node has reported that they stopped before a world names it again, and SIGKILL
+        then takes milliseconds. The lease is renewed by a thread of its own meanwhile. A process
+        that the kernel cannot end, as in I/O that hangs, is left behind.
+        """
         group = self._group
         if group is None:
             return {}
         group.kill()
-        deadline_s = time.monotonic() + 2.0
+        deadline_s = time.monotonic() + RETIRE_S
         while group.view(0.0).running and time.monotonic() < deadline_s:
             select.select([self._server], [], [], 0.05)
             self._receive(time.monotonic())

@@ -201,7 +201,7 @@ class AgentCore:
                     self._confirm(view, decision, now_s)
             except StoreUnavailable as error:
                 self._listener.store_trouble(error)
-                self._store.membership.well_since_s = self._clock()
+                self._store.membership.note_outage(self._clock())
                 self._backoff_until_s = self._clock() + BACKOFF_S
         return view, decision
 
@@ -270,7 +270,7 @@ class AgentCore:
         basis = writer.reread(view, ends=ends)
         asked_s = self._clock()
         if ends and asked_s - now_s > self.policy.alive_s / 2:
-            self._store.membership.well_since_s = asked_s
+            self._store.membership.note_outage(asked_s)
         view, decision = self._observe_and_decide(asked_s)
         for action in decision.actions:
             match action:

@@ -53,8 +53,7 @@ class Membership:
         draw_incarnation: Callable[[], str] = new_incarnation,
     ) -> None:
         self.me = member
-        self.well_since_s = 0.0
-        """Since when no interruption of the own lease was seen."""
+        self._well_since_s = 0.0
         self._store = store
         self._ttl_s = ttl_s
         self._socket = store_socket
@@ -95,6 +94,18 @@ class Membership:
         """When the store last confirmed the lease."""
         return self._lease.confirmed_s if self._lease is not None else 0.0
 
+    @property
+    def well_since_s(self) -> float:
+        """Returns the end of the last outage that this node has noticed."""
+        return self._well_since_s
+
+    def note_outage(self, ended_s: float) -> None:
+        """Notes that the store was away until then.
+
+        Other nodes could not write either, so their time to answer begins anew.
+        """
+        self._well_since_s = ended_s
+
     def still_registered(self) -> Condition:
         """Holds only while this registration stands: no write of a leader whose place was taken."""
         entry = self._store.read(self.key).entries.get(self.key)
@@ -110,7 +121,7 @@ class Membership:
         self._stands = False
         self._seen_revision = -1
         self._retry_s = 0.0
-        self.well_since_s = now_s
+        self.note_outage(now_s)
 
     def join(
         self,
@@ -159,7 +170,7 @@ class Membership:
         unlooked_s = now_s - self._last_check_s + self._ttl_s / 3
         longest_s = max(OUTAGE_SHARE_OF_TTL * self._ttl_s, unlooked_s)
         if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > longest_s:
-            self.well_since_s = lease.confirmed_s
+            self.note_outage(lease.confirmed_s)
         self._last_check_s = now_s
         self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
         left_out = not named and self._seen_revision != world_revision
@@ -168,7 +179,7 @@ class Membership:
         self._retry_s = now_s + self._pause_s()
         self._tries += 1
         if lease.lost:
-            self.well_since_s = now_s
+            self.note_outage(now_s)
         with suppress(StoreUnavailable, LeaseLost):
             if left_out and self.key in self._store.read(self.key).entries:
                 self._seen_revision = world_revision
