@@ -43,7 +43,6 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale 
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m mypy examples tools
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 	$(RUN) -m tools.reference --check

@@ -85,7 +85,7 @@ class Place:
             self._launch(world, ["profile"], script="checkpoint_profile.py")
             for world in (RANKS, MORE_RANKS)
         ]
-        about = {"place": self.where, "state_bytes": self.size}
+        about: dict[str, Any] = {"place": self.where, "state_bytes": self.size}
         return [Profile(**about | row) for rows in found for row in rows]
 
     def _ranks(self, world: int, case: str) -> Iterator[Row]:

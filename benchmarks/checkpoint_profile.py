@@ -98,7 +98,7 @@ def table(found: list[Profile], in_words: Callable[[int], str]) -> str:
 def main() -> None:
     order = start()
     rank = Rank(order)
-    reader.MAX_THREADS = 1
+    reader.MAX_THREADS = 1  # type: ignore[attr-defined]
     if order.world == 2:
         _profile(rank, "stall", rank.stall(), "elasticzero")
         _profile(rank, "write", rank.write(), "elasticzero, from shared memory")

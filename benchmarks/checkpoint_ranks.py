@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -149,7 +150,8 @@ class Rank:
 
         @contextmanager
         def theirs() -> Iterator[Work]:
-            path, saving = self.fresh("dcp"), []
+            path = self.fresh("dcp")
+            saving: list[Any] = []
             state = self.state.dtensors()
             yield lambda: saving.append(
                 dcp.async_save(state, checkpoint_id=path, process_group=self.background)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def train(session: ez.Session, pairs: int, out: Path) -> None:
     name = session._assignment.strategy
     data = TensorDataset(torch.randn(4096, WIDTH), torch.randn(4096, 16))
     what, step = bare(name, session)
-    sampler = DistributedSampler(data, session.world_size, session.rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, session.world_size, session.rank)
     part = GLOBAL_BATCH // session.world_size
     model, _ = session.prepare(network(), adam)
     session.restore()

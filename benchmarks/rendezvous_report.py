@@ -62,6 +62,9 @@ class Size:
     def median(self, value: Callable[[Round], float]) -> float:
         return statistics.median(map(value, self.rounds))
 
+    def median_of(self, event: Event, value: Callable[[Phase], float]) -> float:
+        return self.median(lambda r: value(event(r)))
+
     def of_each(self, event: Event, value: Callable[[Phase], float]) -> float:
         """Of one agent in an event."""
         return self.median(lambda r: value(event(r)) / event(r).agents)
@@ -89,6 +92,10 @@ def times_table(sizes: list[Size]) -> str:
     return "\n".join(lines)
 
 
+def requests_of(kind: str) -> Callable[[Phase], float]:
+    return lambda phase: phase.requests.get(kind, 0)
+
+
 def requests_table(sizes: list[Size]) -> str:
     """Requests of one agent in one event."""
     lines = [
@@ -98,9 +105,7 @@ def requests_table(sizes: list[Size]) -> str:
     ]
     for size in sizes:
         for name, event in EVENTS:
-            kinds = [
-                size.of_each(event, lambda p, kind=kind: p.requests.get(kind, 0)) for kind in KINDS
-            ]
+            kinds = [size.of_each(event, requests_of(kind)) for kind in KINDS]
             lines.append(
                 f"| {size.agents} | {name} "
                 f"| {size.of_each(event, lambda p: sum(p.requests.values())):.1f} "
@@ -140,11 +145,11 @@ def cores_table(sizes: list[Size]) -> str:
     ]
     for size in sizes:
         for name, event in EVENTS:
-            agents_s = size.median(lambda r, event=event: event(r).agents_cpu_s)
+            agents_s = size.median_of(event, lambda p: p.agents_cpu_s)
             lines.append(
                 f"| {size.agents} | {name} | {agents_s:.2f} | {agents_s / size.agents * 1000:.1f} "
-                f"| {size.median(lambda r, event=event: event(r).etcd_cpu_s):.2f} "
-                f"| {size.median(lambda r, event=event: event(r).seconds):.2f} |"
+                f"| {size.median_of(event, lambda p: p.etcd_cpu_s):.2f} "
+                f"| {size.median_of(event, lambda p: p.seconds):.2f} |"
             )
     return "\n".join(lines)
 

@@ -196,8 +196,13 @@ class Azure(Metadata):
         self.first_s = 0.0
         """What the first look for events takes."""
 
-    def schedule(self, kind: str, in_s: float | None, *names: str, status: str = "Scheduled"):
-        moment = "" if in_s is None else datetime.fromtimestamp(self.now_s() + in_s, UTC)
+    def schedule(
+        self, kind: str, in_s: float | None, *names: str, status: str = "Scheduled"
+    ) -> None:
+        not_before = ""
+        if in_s is not None:
+            moment = datetime.fromtimestamp(self.now_s() + in_s, UTC)
+            not_before = format_datetime(moment, usegmt=True)
         self.events.append(
             {
                 "EventId": f"f020ba2e-{len(self.events)}",
@@ -205,7 +210,7 @@ class Azure(Metadata):
                 "ResourceType": "VirtualMachine",
                 "Resources": list(names or (self.name,)),
                 "EventStatus": status,
-                "NotBefore": moment and format_datetime(moment, usegmt=True),
+                "NotBefore": not_before,
             }
         )
 

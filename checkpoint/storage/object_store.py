@@ -281,7 +281,7 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
     one."""
     scheme = url.split("://")[0]
     try:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
 
         fs, root = fsspec.core.url_to_fs(url, **_options(scheme, fsspec.config.conf))
     except ImportError as error:

@@ -60,7 +60,7 @@ class Seen:
         """Steps of the generation before that are done again in this one."""
         if generation - 1 not in self.worlds:
             return 0
-        before = max(self.reached(generation - 1), self.worlds[generation - 1]["resume_step"])
+        before = max(self.reached(generation - 1), int(self.worlds[generation - 1]["resume_step"]))
         return max(0, before - int(self.worlds[generation]["resume_step"]))
 
     def held(self, generation: int) -> int:

@@ -170,8 +170,12 @@ class Stage:
 
     def _whole(self, after: int) -> None:
         """Wait for a world of all nodes that trains."""
-        names = lambda: {node.name for node in self._told.cluster.running()}  # noqa: E731
-        self._wait("a world of all", lambda: self._seen.trains(names(), after - 1))
+
+        def trains() -> bool:
+            names = {node.name for node in self._told.cluster.running()}
+            return self._seen.trains(names, after - 1)
+
+        self._wait("a world of all", trains)
         assert len(self._seen.members) == len(self._shape), f"{self._cell}: {self._seen.members}"
 
     # Steps of the protocol.

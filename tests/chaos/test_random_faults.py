@@ -56,7 +56,8 @@ def goodput(told: Story, until_s: float) -> float:
     ]
     times = [at_s for _, at_s in steps]
     count = max(step for (_, step), _ in steps)
-    return count * statistics.median(gaps) / (max(times) - min(times))
+    share: float = count * statistics.median(gaps) / (max(times) - min(times))
+    return share
 
 
 def play(

@@ -230,7 +230,7 @@ def test_watches_of_one_store_do_not_mix(connect: Connect) -> None:
         for other in "abcdef"[: n + 1]:
             writer.write({f"{other}/k": str(n).encode()})
     for name, told in tolds.items():
-        told.until(lambda s, name=name: [e.value for e in s.entries.values()] == [b"5"])
+        told.until(lambda s: [e.value for e in s.entries.values()] == [b"5"])
         assert {key for values in told.values() for key in values} <= {f"{name}/k"}
         revisions = [snapshot.revision for snapshot in told.snapshots]
         assert revisions == sorted(set(revisions))

@@ -82,6 +82,12 @@ class Story:
     def wait_for_step(self, step: int) -> None:
         self.wait(f"step {step}", lambda: self.step >= step)
 
+    def wait_for_first_step(self, generation: int) -> None:
+        self.wait(f"a step of generation {generation}", lambda: generation in self.lineage.reached)
+
+    def wait_for_generation(self, generation: int) -> None:
+        self.wait(f"generation {generation}", lambda: self.generation >= generation)
+
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
         """Exit codes by node, after steps that nothing slows down."""
         self.pause(0.0)

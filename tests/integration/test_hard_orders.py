@@ -15,7 +15,7 @@ from elasticzero.launcher.agent.assignments import CONNECT_S
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import children_of
-from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
+from tests.integration.clusters import REGRESSION, SCRIPTS, Story, elasticzero, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
 pytestmark = pytest.mark.slow
@@ -230,7 +230,7 @@ def test_the_leader_dies_after_all_have_finished(
     assert told.generation == 1, told.logs()
 
 
-def _said(told, node: str, words: str) -> bool:
+def _said(told: Story, node: str, words: str) -> bool:
     reasons = [e["reason"] for n, e in told.told if n == node and e["event"] == "reason"]
     return any(words in reason for reason in reasons)
 

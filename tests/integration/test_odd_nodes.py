@@ -112,9 +112,9 @@ def test_a_node_whose_worker_crashes_thrice_is_set_aside(
         bad = told.of("world")[-1]["members"][1]
         node = told.cluster.nodes[bad]
         for generation in (1, 2, 3):
-            told.wait("its steps", lambda g=generation: g in told.lineage.reached)
+            told.wait_for_first_step(generation)
             os.kill(told.cluster.workers_of(node)[-1], signal.SIGSEGV)
-            told.wait("the next", lambda g=generation: told.generation > g)
+            told.wait_for_generation(generation + 1)
         assert bad not in told.of("world")[-1]["members"]
         told.wait_for_step(told.step + 5)
         codes = told.wait_for_end()

@@ -164,9 +164,9 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
         told.wait_for_step(2)
         bad = members(told)[1]
         for generation in (1, 2, 3):
-            told.wait("its steps", lambda g=generation: g in told.lineage.reached)
+            told.wait_for_first_step(generation)
             told.cluster.kill_worker(told.cluster.nodes[bad])
-            told.wait("the next", lambda g=generation: told.generation > g)
+            told.wait_for_generation(generation + 1)
         assert bad not in members(told)
         assert reason(told).startswith(f"{bad} is set aside: its workers failed time and again")
         told.wait("its return as a spare", lambda: operator.sees_states().get(bad) == "set aside")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.preemption import providers as clouds
+from elasticzero.launcher.preemption import providers
 from elasticzero.launcher.preemption.metadata import MetadataError, MetadataServer
 from elasticzero.launcher.preemption.providers import Advice, Cloud
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher, address_variable
@@ -33,7 +33,7 @@ TROUBLES = {
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cloud in clouds.CLOUDS.values():
+    for cloud in providers.CLOUDS.values():
         monkeypatch.setattr(cloud, "every_s", 0.05)
 
 
@@ -56,7 +56,7 @@ def azure() -> Iterator[Azure]:
 
 
 def cloud_of(server: Metadata) -> Cloud:
-    return clouds.CLOUDS[server.choice](server.url)
+    return providers.CLOUDS[server.choice](server.url)
 
 
 def left_s(notice: object) -> float:
@@ -110,7 +110,7 @@ def ears() -> Ears:
 
 def watch(choice: str, ears: Ears, *servers: Metadata) -> PreemptionWatcher:
     """A watch that can reach these servers and no others."""
-    environment = {address_variable(name): NOBODY for name in clouds.CLOUDS}
+    environment = {address_variable(name): NOBODY for name in providers.CLOUDS}
     for server in servers:
         environment |= server.environment
     return PreemptionWatcher(choice, ears.leave, ears.tell, environment)
@@ -129,7 +129,7 @@ def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> Non
 
 
 def test_aws_tokens_are_renewed_when_they_are_refused_and_when_they_are_old(aws: Aws) -> None:
-    cloud = cloud_of(aws)
+    cloud = providers.Aws(aws.url)
     assert cloud.poll() is None
     aws.tokens.clear()
     assert cloud.poll() is None
@@ -150,7 +150,7 @@ def test_aws_a_notice_without_a_good_time_is_a_notice(aws: Aws) -> None:
     cloud = cloud_of(aws)
     for moment in (None, "soon", 17, "1990-01-01T00:00:00Z", "2999-01-01T00:00:00"):
         aws.action = {"action": "stop", "time": moment}
-        assert left_s(cloud.poll()) in (0, clouds.AWS_NOTICE_S)
+        assert left_s(cloud.poll()) in (0, providers.AWS_NOTICE_S)
 
 
 def test_aws_a_recommendation_is_only_told(aws: Aws, ears: Ears) -> None:
@@ -172,7 +172,7 @@ def test_gcp_a_waiting_request_is_answered_at_once(gcp: Gcp, ears: Ears) -> None
         assert time.monotonic() - before_s < 5.0, "not only when the long request would have ended"
     reason, by_s = ears.notices[0]
     assert reason == "GCP preemption in 30 s"
-    assert by_s is not None and before_s <= by_s - clouds.GCP_NOTICE_S <= time.monotonic()
+    assert by_s is not None and before_s <= by_s - providers.GCP_NOTICE_S <= time.monotonic()
 
 
 def test_azure_hears_of_its_own_machine_only(azure: Azure) -> None:
@@ -255,7 +255,7 @@ def test_auto_finds_the_cloud(played: type[Metadata], ears: Ears) -> None:
 
 def test_auto_does_not_take_one_cloud_for_another(ears: Ears) -> None:
     with Azure() as azure:
-        everywhere = {address_variable(name): azure.url for name in clouds.CLOUDS}
+        everywhere = {address_variable(name): azure.url for name in providers.CLOUDS}
         with PreemptionWatcher("auto", ears.leave, ears.tell, everywhere):
             ears.wait(lambda: ears.lines)
     assert ears.lines == ["watching for preemption notices of Azure"]
@@ -302,8 +302,14 @@ def test_a_server_that_does_not_answer_holds_up_no_end(played: type[Metadata], e
     assert not [t for t in threading.enumerate() if t.name == "elasticzero-preemption"]
 
 
-def test_a_server_that_is_slow_is_given_up(aws: Aws) -> None:
-    aws.reply = lambda request: time.sleep(1.0) or Reply(404)
+def test_a_server_that_is_slow_is_given_up(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = threading.Event()
+
+    def reply(request: Request) -> Reply:
+        silent.wait(30.0)
+        return Reply(404)
+
+    monkeypatch.setattr(aws, "reply", reply)
     with pytest.raises(MetadataError, match="did not answer"):
         MetadataServer(aws.url).get("/latest/api/token", {}, timeout_s=0.1)
 

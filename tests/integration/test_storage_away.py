@@ -45,7 +45,7 @@ def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
             for _ in range(3):
                 before = told.generation
                 told.cluster.kill_worker(told.node(1))
-                told.wait("a next world", lambda before=before: told.generation > before)
+                told.wait_for_generation(before + 1)
                 told.wait_for_step(told.step + 2)
             step = told.step
             let_write(disk, writes=True)

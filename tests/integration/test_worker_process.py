@@ -340,4 +340,4 @@ def test_the_whole_model_is_given_to_rank_0(pool: Pool, tmp_path: Path, strategy
     saved = ez_checkpoint.load(directory)
     for name, values in found.items():
         stored = saved.get(f"model/{name}", saved.get("model/out.weight"))
-        assert stored.tolist() == values, name
+        assert stored is not None and stored.tolist() == values, name

@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += 1
+            self.get_buffer("seen").add_(1)
         x = x.to(self.scale.dtype)
         for block in self.blocks:
             x = x + block(x)
@@ -70,7 +70,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """By sample: B."""
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(1)
+    squared: Tensor = (model(batch["x"]) - batch["y"]) ** 2
+    return squared.mean(1)
 
 
 def train(session: ez.Session, options: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ class Running:
             if time.monotonic() > deadline_s:
                 raise AssertionError("too late:\n" + self.logs())
             alive = [w.channel for w in self.workers if w.exit_code is None]
-            select.select([self.pool, *alive], [], [], 0.02)
+            select.select([self.pool.fileno(), *(one.fileno() for one in alive)], [], [], 0.02)
             self._hear()
 
     def _hear(self) -> None:

@@ -50,7 +50,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         Model().double(), lambda ps: torch.optim.Adam(ps, lr=0.01), strategy=told["strategy"]
     )
     session.restore()
-    data = torch.randn(40, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    data: Any = torch.randn(40, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for batch in session.batches(data, global_batch=8, micro_batch=2, steps=told["steps"]):
         bad = session.step_count + 1 == BAD_STEP and session.rank == session.world_size - 1
         wrong = told["wrong"] if bad else ""

@@ -49,8 +49,8 @@ class Model(nn.Module):
         for number in range(EXPERTS):
             chosen = kind == number
             if chosen.any():
-                experts = self.experts if self.told.get("blocks") else self._modules
-                expert = experts[number if self.told.get("blocks") else f"expert{number}"]
+                name = f"experts.{number}" if self.told.get("blocks") else f"expert{number}"
+                expert = self.get_submodule(name)
                 x = x + chosen[:, None] * self._run(expert, x)
         if (kind == EXPERTS).any():
             x = x * torch.where(kind == EXPERTS, self.rarely, 1.0)[:, None]
@@ -94,7 +94,8 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return ((model(batch["x"], batch["kind"]) - batch["y"]) ** 2).mean()
+    squared: Tensor = (model(batch["x"], batch["kind"]) - batch["y"]) ** 2
+    return squared.mean()
 
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:

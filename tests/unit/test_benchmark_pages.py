@@ -19,7 +19,7 @@ def benchmarks(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_publish_replaces_its_own_part_alone(benchmarks: Path, tmp_path: Path, name: str) -> None:
-    from performance_page import publish  # type: ignore[import-not-found]
+    from performance_page import publish
 
     for page in (benchmarks / "results").glob("*.md"):
         (tmp_path / page.name).write_text(page.read_text())

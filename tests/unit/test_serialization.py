@@ -111,7 +111,7 @@ class Row:
     ratio: float
 
 
-def test_rows_are_the_records_they_stand_for():
+def test_rows_are_the_records_they_stand_for() -> None:
     assert decode_rows(Row, [["a", 1, 0.5], ["b", 2, 3]], "here") == (
         Row("a", 1, 0.5),
         Row("b", 2, 3.0),
@@ -129,6 +129,6 @@ def test_rows_are_the_records_they_stand_for():
         ([["a", 1, 0.5], [None, 1, 0.5]], r"here\[1\].name: str was expected"),
     ],
 )
-def test_rows_that_are_not_are_refused(rows: Any, words: str):
+def test_rows_that_are_not_are_refused(rows: Any, words: str) -> None:
     with pytest.raises(RecordError, match=words):
         decode_rows(Row, rows, "here")

@@ -22,7 +22,11 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Captured, Saved, SnapshotHeld
-from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.checkpoint_saver import (
+    CheckpointSaver,
+    SaveFailed,
+    SaveFinished,
+)
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
@@ -99,7 +103,7 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
         for news in saver.events():
             for channel in channels.values():
                 with suppress(ChannelClosed):
-                    channel.send(_said(news))
+                    channel.send(_message(news))
     _wait_for(lambda: not saver.unsealed() and not saver.saving)
     for held, step in newest_whole(store):
         saver.save_held(ShardName(held, step, rank, WORLD_SIZE) for rank in RANKS)
@@ -109,9 +113,10 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
     assert not errors, errors
 
 
-def _said(news: SnapshotHeld | SaveFinished) -> SnapshotHeld | Saved:
+def _message(news: SnapshotHeld | SaveFinished | SaveFailed) -> SnapshotHeld | Saved:
     if isinstance(news, SnapshotHeld):
         return news
+    assert isinstance(news, SaveFinished), news
     return Saved(step=news.step, generation=news.generation, error=news.error)
 
 

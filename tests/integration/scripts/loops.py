@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import elasticzero as ez
 
@@ -34,7 +35,7 @@ class Ended:
         self.epochs = list(state["epochs"])
 
 
-class Numbers:
+class Numbers(Dataset[Tensor]):
     """A dataset of one-hot samples: the model learns which were used."""
 
     def __init__(self, samples: int) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import elasticzero as ez
 
-DATA = torch.arange(16.0).view(8, 2)
+DATA: Any = torch.arange(16.0).view(8, 2)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -62,7 +62,7 @@ def data(session: ez.Session, dataset: Any, **more: Any) -> None:
 
 def evaluated(session: ez.Session) -> None:
     prepared(session)
-    session.evaluate(DataLoader(DATA), lambda x: x.mean())  # type: ignore[arg-type, type-var]
+    session.evaluate(DataLoader(DATA), lambda x: x.mean())  # type: ignore[arg-type]
 
 
 def clipped(session: ez.Session, strategy: str, clip: Callable[[Any], Any]) -> None:
@@ -162,12 +162,12 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "no factory": lambda s: s.prepare(network(), "adam") and None,  # type: ignore[arg-type]
         "made nothing": lambda s: s.prepare(network(), lambda _: None) and None,  # type: ignore[arg-type, return-value]
         "forgotten restore": forgotten_restore,
-        "loader": lambda s: data(s, DataLoader(DATA)),  # type: ignore[arg-type]
+        "loader": lambda s: data(s, DataLoader(DATA)),
         "evaluated loader": evaluated,
         "iterable": lambda s: data(s, Stream()),
         "generator": lambda s: data(s, iter(DATA)),
         "dict": lambda s: data(s, {"train": DATA}),
-        "sampler": lambda s: data(s, DATA, sampler=RandomSampler(DATA)),  # type: ignore[arg-type]
+        "sampler": lambda s: data(s, DATA, sampler=RandomSampler(DATA)),
         "batch_size": lambda s: data(s, DATA, batch_size=4),
         "typo": lambda s: data(s, DATA, shufle=True),
         "own step": stepped,

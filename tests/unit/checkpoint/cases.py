@@ -16,6 +16,7 @@ from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.commit import commit
+from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.spans import Rule, Span
 
@@ -68,7 +69,7 @@ def cut(whole: bytes, dtype: str, span: Span) -> bytes:
     return whole[span.start * itemsize(dtype) : span.stop * itemsize(dtype)]
 
 
-def write_ranks(storage: DiskStorage, draft: Manifest, contents: Mapping[str, bytes]) -> None:
+def write_ranks(storage: Storage, draft: Manifest, contents: Mapping[str, bytes]) -> None:
     """The shard files of every rank, without a manifest."""
     for rank in range(draft.layout.world_size):
         held = draft.layout.spans(rank)

@@ -20,14 +20,14 @@ from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, UserError
 from tests.unit.checkpoint.damage_cases import signed
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(1)
     net = model()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": net[0].parameters(), "lr": torch.tensor(0.01)},
         *({"params": [p]} for p in net[2].parameters()),
     ]
@@ -41,8 +41,10 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def equal(a: Any, b: Any) -> bool:
     """Equal in values, types and order, NaN equal to itself."""
-    if isinstance(a, (torch.Tensor, np.ndarray)):
-        return type(a) is type(b) and a.dtype == b.dtype and bool((a == b).all())
+    if isinstance(a, torch.Tensor):
+        return type(a) is type(b) and torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict):
         return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -65,7 +67,7 @@ def test_a_whole_training_state_comes_back_as_it_was(tmp_path: Path) -> None:
     found = checkpoint.load(tmp_path)
     assert equal(found, saved)
     other, again = trained()
-    nn.init.zeros_(other[0].weight)
+    nn.init.zeros_(other.get_parameter("0.weight"))
     other.load_state_dict(found["model"])
     again.load_state_dict(found["optimizer"])
     for thing, old in ((other, net), (again, optimizer)):
@@ -86,11 +88,17 @@ def test_loading_into_a_fresh_script_s_objects(tmp_path: Path) -> None:
     )
     fresh = model()
     rest = torch.optim.AdamW(fresh.parameters())
-    into = {"model": fresh.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 0}
+    into: dict[str, Any] = {
+        "model": fresh.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 0,
+    }
     kept = into["model"]["0.weight"]
     found = checkpoint.load(tmp_path, into)
     assert list(found) == ["model", "optimizer", "epoch"] and found["epoch"] == 3
-    assert found["model"]["0.weight"] is kept and torch.equal(fresh[0].weight, net[0].weight)
+    assert found["model"]["0.weight"] is kept and torch.equal(
+        fresh.get_parameter("0.weight"), net.get_parameter("0.weight")
+    )
     assert fresh[1].num_batches_tracked == 2
 
     empty = checkpoint.load(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Iterator
 
 import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Failed, Logged, SaveState, Stepped
+from elasticzero.ipc.messages import Failed, Logged, Message, SaveState, Stepped
+
+Ends = tuple[Channel, Channel]
 
 
 @pytest.fixture
-def ends():
-    pair = [Channel(end) for end in socket.socketpair()]
+def ends() -> Iterator[Ends]:
+    a, b = socket.socketpair()
+    pair = (Channel(a), Channel(b))
     yield pair
     for end in pair:
         end.close()
@@ -46,13 +50,13 @@ FAILED = Failed(step=1, blame="user", message="ä\n", traceback="line\nline\n", 
 @pytest.mark.parametrize(
     "message", [ASSIGNMENT, FAILED, SaveState(wanted=True), Logged(step=1, scalars={"loss": 0.5})]
 )
-def test_a_message_arrives_as_it_was(ends, message) -> None:
+def test_a_message_arrives_as_it_was(ends: Ends, message: Message) -> None:
     a, b = ends
     a.send(message)
     assert b.receive(1.0) == message
 
 
-def test_many_messages_arrive_in_order(ends) -> None:
+def test_many_messages_arrive_in_order(ends: Ends) -> None:
     a, b = ends
     sent = [Stepped(step=s, at_s=0.5, step_s=0.1, data_wait_s=0.0, samples=8) for s in range(50)]
     for message in sent:
@@ -62,7 +66,7 @@ def test_many_messages_arrive_in_order(ends) -> None:
     assert b.drain() == []
 
 
-def test_what_was_said_before_the_end_is_not_lost(ends) -> None:
+def test_what_was_said_before_the_end_is_not_lost(ends: Ends) -> None:
     a, b = ends
     a.send(SaveState(wanted=True))
     a.close()
@@ -71,7 +75,7 @@ def test_what_was_said_before_the_end_is_not_lost(ends) -> None:
         b.drain()
 
 
-def test_nothing_said_is_none_and_a_closed_end_an_error(ends) -> None:
+def test_nothing_said_is_none_and_a_closed_end_an_error(ends: Ends) -> None:
     a, b = ends
     assert b.receive(0.0) is None
     a.close()
@@ -81,7 +85,7 @@ def test_nothing_said_is_none_and_a_closed_end_an_error(ends) -> None:
         b.send(SaveState(wanted=False))
 
 
-def test_steps_ring_before_there_is_no_room_for_more(ends) -> None:
+def test_steps_ring_before_there_is_no_room_for_more(ends: Ends) -> None:
     a, b = ends
     bell, rings = os.pipe2(os.O_NONBLOCK)
     worker = Channel(a._socket, rings)

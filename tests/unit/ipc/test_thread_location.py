@@ -39,7 +39,8 @@ class Noting(torch.autograd.Function):
 
 
 def test_a_backward_may_wait_for_peers_and_the_scripts_own_code_in_it_does_not() -> None:
-    Noting.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    noted: Tensor = Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+    noted.sum().backward()
     own = Noting.seen
     assert own is not None
     assert not waits(own)

@@ -275,7 +275,7 @@ def test_metadata_that_would_run_code_is_refused_and_nothing_runs(
         (getattr, ("text", "upper")),
         (torch.load, (str(proof),)),
     ):
-        malice = _Malice(run, *arguments)
+        malice: Any = _Malice(run, *arguments)
         for thing in (malice, Metadata({"w": malice}), Metadata({}, malice, {})):
             (victim / METADATA_NAME).write_bytes(pickled.dumps(thing))
             with pytest.raises(UserError, match="no checkpoint of torch needs"):
@@ -365,13 +365,14 @@ def test_metadata_that_makes_no_sense(
 
 def test_metadata_that_says_too_little(tmp_path: Path) -> None:
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size([4]), chunks(([0], [4])))
+    wrong: Any = "tensor"
     for thing in (
         None,
         5,
         Metadata({"w": tensor}, None, {}),
         Metadata({"w": BytesStorageMetadata()}, None, {}),
         Metadata({"w": tensor}, {"w": ()}, {}),
-        Metadata({"w": "tensor"}, None, {}),
+        Metadata({"w": wrong}, None, {}),
         BytesStorageMetadata(),
     ):
         (tmp_path / METADATA_NAME).write_bytes(pickled.dumps(thing))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_names_of_steps() -> None:
         assert step_of(other) is None
 
 
-DAMAGE = {
+DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda v: b"", "does not end in its own digest"),
     "not JSON": (lambda v: sign(b"{]"), "is damaged: not JSON .Expecting property name"),
     "not text": (lambda v: sign(b"\xff\xfe]"), "can't decode"),

@@ -26,7 +26,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.spans import STRATEGIES, Span
+from elasticzero.spans import STRATEGIES, Rule, Span
 from tests.unit.checkpoint.cases import (
     cut,
     draft_of,
@@ -171,7 +171,7 @@ def test_a_damaged_source_gives_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_little_more_is_read_than_is_needed(tmp_path: Path, strategy: str) -> None:
     tensors = {f"t{i}": TensorSpec("F32", (1 << 11, 1 << 10)) for i in range(4)}
-    rule = "fsdp_rows" if strategy == "zero3" else "even"
+    rule: Rule = "fsdp_rows" if strategy == "zero3" else "even"
     layout = Layout(world_size=2, tensors=tensors, groups=(Group(rule, tuple(tensors)),))
     contents = elements(tensors)
     source = Watched(write_step(tmp_path / "old", draft_of(layout), contents))

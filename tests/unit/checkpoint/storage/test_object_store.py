@@ -23,7 +23,8 @@ FAST = RETRY.copy(wait=wait_none(), stop=stop_after_attempt(3))
 
 def answered(status: int) -> Exception:
     error = {"Error": {"Code": str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return botocore.ClientError(error, "PutObject")
+    raised: Exception = botocore.ClientError(error, "PutObject")
+    return raised
 
 
 class Translated(OSError):

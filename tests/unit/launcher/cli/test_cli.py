@@ -18,6 +18,7 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.cli.main import build_parser, main, parse
 from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
 from elasticzero.launcher.observability.event_log import EventReader
+from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.validation import (
@@ -99,7 +100,7 @@ def test_most_nodes(nodes: int, faults: list[str], most: int) -> None:
 
 
 @pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.flags[0])
-def test_every_option_has_a_variable(option, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_has_a_variable(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     value = {int: "7", float: "7.5"}.get(option.type, "seven")
     if option.choices:
         value = option.choices[-1]

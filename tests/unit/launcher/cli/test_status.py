@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,9 @@ JOB = Job(
     control=Control(),
     control_revision=0,
 )
-TRAINING = {
+Statuses = dict[str, dict[str, Any]]
+
+TRAINING: dict[str, Any] = {
     "step": 345,
     "total_steps": 1000,
     "steps_per_s": 2.5,
@@ -49,12 +52,12 @@ TRAINING = {
     "set_aside_s": {"d": 45.0},
     "leaving": False,
 }
-WAITING = {"step": 120, "step_age_s": 9.0, "up_s": 12.0, "leaving": False}
-SAID = {"node-a": TRAINING, "c": WAITING, "d": WAITING}
+WAITING: dict[str, Any] = {"step": 120, "step_age_s": 9.0, "up_s": 12.0, "leaving": False}
+SAID: Statuses = {"node-a": TRAINING, "c": WAITING, "d": WAITING}
 PHASES = {"node-a": "restored", "node-b": "restored"}
 
 
-def lines(job: Job = JOB, said=SAID, phases=PHASES) -> list[str]:
+def lines(job: Job = JOB, said: Statuses = SAID, phases: dict[str, str] = PHASES) -> list[str]:
     return status_text(collect_status(job, phases, said)).splitlines()
 
 
@@ -96,7 +99,7 @@ def test_what_a_node_is_set_aside_for_is_shown() -> None:
     assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
 
 
-def states(job: Job, said=SAID) -> dict[str, str]:
+def states(job: Job, said: Statuses = SAID) -> dict[str, str]:
     return {node["node"]: node["state"] for node in collect_status(job, PHASES, said)["nodes"]}
 
 

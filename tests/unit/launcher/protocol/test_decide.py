@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ from elasticzero.launcher.protocol.documents import (
     Holding,
     Member,
     NodeStrikes,
+    Phase,
     Report,
     World,
 )
@@ -64,7 +66,7 @@ RAM = Resume(
 )
 
 
-def world(*members: Member, **changes) -> World:
+def world(*members: Member, **changes: Any) -> World:
     plain = World(
         generation=3,
         token="t",
@@ -80,7 +82,7 @@ def named(*members: Member) -> dict[str, Member]:
     return {m.node: m for m in members}
 
 
-def says(phase: str, of: Member, **fields) -> Report:
+def says(phase: Phase, of: Member, **fields: Any) -> Report:
     return Report(incarnation=of.incarnation, phase=phase, store_port=29500, **fields)
 
 
@@ -153,15 +155,15 @@ def stopped(step: int, reason: str) -> list[WriteDone]:
     return [WriteDone(Done(outcome="stopped", step=step, reason=reason))]
 
 
-def v(base: View, **changes) -> View:
+def v(base: View, **changes: Any) -> View:
     return replace(base, **changes)
 
 
-def w(base: WorkerGroupState, **changes) -> WorkerGroupState:
+def w(base: WorkerGroupState, **changes: Any) -> WorkerGroupState:
     return replace(base, **changes)
 
 
-def blamed(**fields) -> View:
+def blamed(**fields: Any) -> View:
     """The round's end with a failure of node b."""
     failure = replace(FAILED, **fields)
     return v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", B, failure=failure)})
@@ -396,7 +398,9 @@ DAMAGE = DamagedCheckpoint(20, "/c/step-000000000020/rank-00000: bytes 0 to 8 di
 BAD = {"storage_step": 10, "damage": DAMAGE}
 FOUND = blamed(blame="checkpoint", bad_step=20)
 NOTHING_HELD = says("stopped", A, final_step=20)
-FOUND = v(FOUND, holdings=(), my_report=NOTHING_HELD, reports=FOUND.reports | {"a": NOTHING_HELD})
+FOUND = v(
+    FOUND, holdings=(), my_report=NOTHING_HELD, reports={**(FOUND.reports or {}), "a": NOTHING_HELD}
+)
 L5 = [
     # what is seen; what is done; what is done with --strict-checkpoint
     ("at the start", v(ALONE, members=named(A, B, C), **BAD), WriteWorld, WriteDone),
@@ -410,7 +414,7 @@ L5 = [
 @pytest.mark.parametrize(
     ("view", "usually", "strictly"), [row[1:] for row in L5], ids=[row[0] for row in L5]
 )
-def test_a_damaged_checkpoint(view, usually, strictly):
+def test_a_damaged_checkpoint(view: View, usually: type, strictly: type) -> None:
     for strict, wanted in ((False, usually), (True, strictly)):
         decision = decide(view, NOW, replace(POLICY, strict_checkpoint=strict))
         (action,) = decision.actions
@@ -420,7 +424,9 @@ def test_a_damaged_checkpoint(view, usually, strictly):
             assert decision.reason.startswith(
                 f"the checkpoint of step 20 is damaged: {DAMAGE.reason}; "
             )
-        elif action.world.resume.step < 20:
+            continue
+        assert isinstance(action, WriteWorld)
+        if action.world.resume.step < 20:
             assert action.world.resume.step == 10
             assert (
                 "step 20 is damaged" in decision.reason or "rank 0 on b failed" in decision.reason
@@ -436,7 +442,7 @@ def test_a_damaged_checkpoint(view, usually, strictly):
 @pytest.mark.parametrize(
     ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_rule(view, expected):
+def test_rule(view: View, expected: list[object]) -> None:
     decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
@@ -457,7 +463,7 @@ def next_world(view: View) -> World:
     return written(view).world
 
 
-def test_the_next_world_names_who_is_lost_and_resumes_from_memory():
+def test_the_next_world_names_who_is_lost_and_resumes_from_memory() -> None:
     three = v(
         ENDED,
         world=world(A, B, C),
@@ -472,7 +478,7 @@ def test_the_next_world_names_who_is_lost_and_resumes_from_memory():
     assert following.reason == "b is lost"
 
 
-def test_a_leaving_node_has_no_place_but_is_a_source():
+def test_a_leaving_node_has_no_place_but_is_a_source() -> None:
     leaver = says("stopped", B, leaving=True, holdings=HELD)
     view = v(
         ENDED, members=named(A, B, C), holdings=(), my_report=says("stopped", A, final_step=20),
@@ -484,14 +490,14 @@ def test_a_leaving_node_has_no_place_but_is_a_source():
     assert following.reason == "b left; c joined"
 
 
-def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one():
+def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one() -> None:
     again = replace(B, incarnation="new")
     view = v(SILENT_B, round_s=98.0, members={"a": A, "b": again})
     assert next_world(view).members == (A, again)
     assert written(view).gone == ()
 
 
-def test_the_next_world_uses_the_port_that_the_report_offers():
+def test_the_next_world_uses_the_port_that_the_report_offers() -> None:
     fresh = replace(MY_STOPPED, store_port=31000)
     me = replace(A, store_port=31000)
     view = v(ENDED, me=me, my_report=fresh, reports={"a": fresh, "b": says("stopped", B)})
@@ -522,11 +528,11 @@ def test_the_next_world_uses_the_port_that_the_report_offers():
         (v(ALONE, oldest=False), False),
     ],
 )
-def test_the_leader_is_the_first_member_that_is_alive(view, leads):
+def test_the_leader_is_the_first_member_that_is_alive(view: View, leads: bool) -> None:
     assert is_leader(view) is leads
 
 
-def test_failures_without_progress_are_counted_and_progress_forgives_them():
+def test_failures_without_progress_are_counted_and_progress_forgives_them() -> None:
     origin = Resume(tier="storage", step=20)
     stuck = v(blamed(), round_s=90.0, world=world(A, B, fruitless=1, resume=origin))
     assert next_world(stuck).fruitless == 2
@@ -535,7 +541,7 @@ def test_failures_without_progress_are_counted_and_progress_forgives_them():
     assert next_world(lost).fruitless == 1
 
 
-def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed_over():
+def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed_over() -> None:
     reports = {m.node: says("stopped", m) for m in (A, C)} | {
         "b": says("stopped", B, holdings=HELD)
     }
@@ -550,7 +556,7 @@ def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed
     assert written(view).gone == ("b",), "it registers anew, as a spare"
 
 
-def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation():
+def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation() -> None:
     stuck = Resume(tier="storage", step=20)
     before = tuple(
         FailureRecord(

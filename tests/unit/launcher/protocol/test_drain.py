@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,8 +90,9 @@ FALLEN = Alarm(
     kind="leave",
     reason=f"a leaves: {AWS}; no time to end the running step, so back to the newest snapshot",
 )
+ALIVE = says("alive", A, leaving=True, leave_reason=AWS)
 ROUND = replace(TRAINING, alarm=FALLEN, alarm_s=97.9, round_s=97.9, workers=STOPPING)
-ANSWERED = replace(ROUND, my_report=says("alive", A, leaving=True, leave_reason=AWS))
+ANSWERED = replace(ROUND, my_report=ALIVE)
 AWAY = replace(TRAINING, store=replace(TRAINING.store, reachable=False))
 
 
@@ -113,7 +115,7 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, asked=FLAG_LEAVE)), []),
     ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("a short notice, nearly over", v(TRAINING, notice=by(100.5, heard_s=97.5)), [RaiseAlarm(FALLEN)]),
-    ("the round: answer and stop", v(ROUND, workers=TRAINS), [PutReport(ANSWERED.my_report), StopWorkers(FALLEN.reason)]),
+    ("the round: answer and stop", v(ROUND, workers=TRAINS), [PutReport(ALIVE), StopWorkers(FALLEN.reason)]),
     ("stopping: there is time", v(ANSWERED, notice=by(103.0)), []),
     ("stopping: half the margin is over", v(ANSWERED, notice=by(102.4)), [KillWorkers("not stopped within 1.9 s", spare_saving=True)]),
     ("stopping: who saves is left alone", v(ANSWERED, notice=by(102.0), workers=replace(STOPPING, saving=1)), []),
@@ -185,7 +187,7 @@ def test_without_a_deadline_a_boundary_is_waited_for_as_long_as_it_takes() -> No
     assert boundary_deadline_s(DRAIN, POLICY) == boundary_deadline_s(None, POLICY) == float("inf")
 
 
-def ended(alarm: Alarm | None, mine: dict[str, object], theirs: dict[str, object]) -> View:
+def ended(alarm: Alarm | None, mine: dict[str, Any], theirs: dict[str, Any]) -> View:
     """The round's end, both stopped; b leads no more than a does."""
     my_report = says("stopped", A, holdings=HELD, final_step=20, **mine)
     return v(
@@ -202,7 +204,7 @@ def ended(alarm: Alarm | None, mine: dict[str, object], theirs: dict[str, object
     )
 
 
-LEAVES: dict[str, object] = {"leaving": True, "leave_reason": AWS}
+LEAVES: dict[str, Any] = {"leaving": True, "leave_reason": AWS}
 
 
 def next_world(view: View) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def member(name: str) -> Member:
     return Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1)
 
 
-def world(**changes) -> World:
+def world(**changes: Any) -> World:
     plain = World(
         generation=3,
         token="t",
@@ -74,7 +75,9 @@ def world(**changes) -> World:
         *("on a node that leaves", "beside one that leaves", "peer of one that leaves"),
     ],
 )
-def test_what_counts_against_max_restarts(resume_step, cause, reports, expected) -> None:
+def test_what_counts_against_max_restarts(
+    resume_step: int, cause: tuple[str, Failure] | None, reports: str, expected: int
+) -> None:
     """reports: the nodes that made one; those that leave in capitals."""
     found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
     assert failures_without_progress(world(), resume_step, cause, found) == expected
@@ -94,7 +97,9 @@ UNREAD = Failure(rank=0, blame="environment", message="a shard cannot be read", 
     [(UNREAD, "ab", False), (UNREAD, "abc", True), (OWN, "ab", True)],
     ids=["its holder is gone", "all holders are there", "another failure"],
 )
-def test_a_state_whose_holder_is_gone_is_nobodys_fault(failure, here, counts) -> None:
+def test_a_state_whose_holder_is_gone_is_nobodys_fault(
+    failure: Failure, here: str, counts: bool
+) -> None:
     found = dict.fromkeys(here, said(None)) | {"a": said(failure)}
     started = world(resume=HELD_BY_C)
     assert (
@@ -114,7 +119,9 @@ def test_a_state_whose_holder_is_gone_is_nobodys_fault(failure, here, counts) ->
     ],
     ids=["progress", "thrown back", "not past it", "a drain", "a loss takes it back"],
 )
-def test_what_must_be_got_past(start, before, resume, counted, expected) -> None:
+def test_what_must_be_got_past(
+    start: int, before: int, resume: int, counted: bool, expected: int
+) -> None:
     then = world(resume=Resume(tier="storage", step=start), furthest=before)
     assert progress_floor(then, resume, then.fruitless + counted) == expected
 
@@ -127,7 +134,7 @@ def test_what_was_reached_before_a_failure_threw_it_back_is_no_progress() -> Non
     assert failures_without_progress(behind, 21, ("a", OWN), reports) == 0
 
 
-def told(generation: int, **changes) -> FailureRecord:
+def told(generation: int, **changes: Any) -> FailureRecord:
     plain = FailureRecord(
         generation=generation, node="a", rank=0, blame="user", step=20, message="ValueError: no"
     )
@@ -171,7 +178,9 @@ SURE = (
         ((told(1, blame="environment"), told(2, blame="environment")), ""),
     ],
 )
-def test_errors_that_are_alike_are_the_scripts(row, expected) -> None:
+def test_errors_that_are_alike_are_the_scripts(
+    row: tuple[FailureRecord, ...], expected: str
+) -> None:
     assert repeated_failure_note(row) == expected
 
 
@@ -203,7 +212,13 @@ THRICE = (NodeStrikes(node="a", count=3),)
         *("drain", "went well", "network", "one is away"),
     ],
 )
-def test_strikes(before, a, b, lasted_s, after) -> None:
+def test_strikes(
+    before: tuple[NodeStrikes, ...],
+    a: Failure | None,
+    b: Failure | None,
+    lasted_s: float,
+    after: tuple[NodeStrikes, ...],
+) -> None:
     assert strikes(world(strikes=before), {"a": said(a), "b": said(b)}, lasted_s) == after
 
 
@@ -286,7 +301,9 @@ KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
         "fewer than MIN would be left",
     ],
 )
-def test_which_nodes_are_set_aside_at_once(trained, a, b, c, found) -> None:
+def test_which_nodes_are_set_aside_at_once(
+    trained: int, a: Failure | None, b: Failure | None, c: Failure | None, found: str
+) -> None:
     three = world(members=tuple(map(member, "abc")), trained=trained)
     reports = {"a": said(a), "b": said(b), "c": said(c)}
     assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(found)
@@ -346,7 +363,9 @@ def test_what_a_node_is_set_aside_for_does_not_count_and_strikes_at_once() -> No
         ((told(1, blame="killed"), told(2, node="b", blame="killed")), False),
     ],
 )
-def test_the_same_exception_at_one_step_on_two_nodes(row, so) -> None:
+def test_the_same_exception_at_one_step_on_two_nodes(
+    row: tuple[FailureRecord, ...], so: bool
+) -> None:
     assert is_the_scripts(row) is so
 
 
@@ -367,7 +386,7 @@ def test_all_nodes_that_fail_alike_are_remembered() -> None:
     ids=["at the same step", "at another step", "another error", "the state is past it"],
 )
 def test_snapshots_are_no_progress_for_a_crash_that_recurs(
-    resume_step, step, message, count
+    resume_step: int, step: int, message: str, count: int
 ) -> None:
     """The state comes on from step 15 to 18 by a snapshot; it failed before after step 25."""
     failure = replace(OWN, step=step, message=message)
@@ -400,7 +419,9 @@ def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
         (0, True, False, None),
     ],
 )
-def test_a_death_is_judged_by_when_it_began(code, asked, had_begun, blame) -> None:
+def test_a_death_is_judged_by_when_it_began(
+    code: int, asked: bool, had_begun: bool, blame: str | None
+) -> None:
     failure = judge_exit(2, code, 7, asked=asked, had_begun=had_begun)
     assert (failure.blame if failure is not None else None) == blame
     assert failure is None or (failure.rank, failure.step) == (2, 7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elasticzero.ipc.assignment import Resume
@@ -41,7 +43,7 @@ WAITS = Located(place="train.py:9", waits=True)
         (NEVER, {"silent_s": 1e9, "before_step_s": 1e9, "frozen_s": 1e9}, None),
     ],
 )
-def test_when_a_look_is_due(policy: JobPolicy, seen: dict[str, float], why: str | None) -> None:
+def test_when_a_look_is_due(policy: JobPolicy, seen: dict[str, Any], why: str | None) -> None:
     assert overdue(WorkerGroupState(running=1, **seen), policy) == why
 
 

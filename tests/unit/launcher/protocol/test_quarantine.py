@@ -34,11 +34,11 @@ from tests.unit.launcher.protocol.test_decide import (
 )
 
 
-def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_enough():
+def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_enough() -> None:
     twice = (NodeStrikes(node="b", count=2),)
     three = v(
         blamed(), world=world(A, B, C, strikes=twice), members=named(A, B, C),
-        reports=blamed().reports | {"c": says("stopped", C)},
+        reports={**(blamed().reports or {}), "c": says("stopped", C)},
     )  # fmt: skip
     following = next_world(three)
     assert following.members == (A, C)

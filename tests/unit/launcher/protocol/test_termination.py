@@ -56,7 +56,7 @@ TABLE = [
 @pytest.mark.parametrize(
     ("view", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_rule(view, expected):
+def test_rule(view: View, expected: list[object]) -> None:
     decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
@@ -80,7 +80,7 @@ LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
             f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
         ),
         (
-            v(UNWRITTEN, storage_step=10, holdings=(), my_report=NOTHING_HELD, reports=UNWRITTEN.reports | {"a": NOTHING_HELD}),
+            v(UNWRITTEN, storage_step=10, holdings=(), my_report=NOTHING_HELD, reports={**(UNWRITTEN.reports or {}), "a": NOTHING_HELD}),
             f"; step 20 could not be saved within 60 s, and memory does not hold it: {LOST}",
         ),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.messages import Blame
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
@@ -136,7 +137,9 @@ RESUME_TABLE = [
     [row[1:] for row in RESUME_TABLE],
     ids=[row[0] for row in RESUME_TABLE],
 )
-def test_choose_resume(before, reports, stored, chosen):
+def test_choose_resume(
+    before: World, reports: dict[str, Report], stored: int | None, chosen: Resume
+) -> None:
     assert choose_resume(before, reports, stored) == chosen
 
 
@@ -153,28 +156,34 @@ LINE_UP_TABLE = [
     [row[1:] for row in LINE_UP_TABLE],
     ids=[row[0] for row in LINE_UP_TABLE],
 )
-def test_line_up(before, joiners, staying, most, expected):
+def test_line_up(
+    before: World | None,
+    joiners: list[Member],
+    staying: list[Member],
+    most: int,
+    expected: list[Member],
+) -> None:
     assert list(order_members(before, joiners, staying, most)) == expected
 
 
-def test_ranks_follow_the_order_and_the_workers_of_each_node():
+def test_ranks_follow_the_order_and_the_workers_of_each_node() -> None:
     w = world(member("a", 2), member("b", 1), member("c", 4))
     assert (w.world_size, [w.first_rank(i) for i in range(3)]) == (7, [0, 2, 3])
 
 
-def test_the_root_cause_is_never_a_lost_peer_when_there_is_another():
-    def failed(rank, blame):
+def test_the_root_cause_is_never_a_lost_peer_when_there_is_another() -> None:
+    def failed(rank: int, blame: Blame) -> Report:
         failure = Failure(rank=rank, blame=blame, message="x")
         return Report(incarnation="i", phase="stopped", failure=failure)
 
     reports = {"a": failed(0, "peer"), "b": failed(1, "killed"), "c": failed(2, "user")}
-    assert root_cause(reports)[0] == "c"
+    assert root_cause(reports) == ("c", reports["c"].failure)
     del reports["c"]
-    assert root_cause(reports)[0] == "b"
+    assert root_cause(reports) == ("b", reports["b"].failure)
     assert root_cause({"a": holds()}) is None
 
 
-def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member():
+def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member() -> None:
     members = tuple(
         Member(f"node-{i}", f"{i:08x}", "10.1.2.3", 9400, 40000 + i, 8) for i in range(100)
     )
@@ -184,7 +193,7 @@ def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member():
     assert len(data) < 100 * 70
 
 
-def test_a_world_knows_its_members_places_after_every_way_to_make_one():
+def test_a_world_knows_its_members_places_after_every_way_to_make_one() -> None:
     made = world(A, B)
     for w in (made, world_from_bytes(to_bytes(made)), replace(world(B), members=(A, B))):
         assert [w.find(m.node, m.incarnation) for m in (A, B)] == [0, 1]
@@ -192,7 +201,7 @@ def test_a_world_knows_its_members_places_after_every_way_to_make_one():
         assert not w.names(C)
 
 
-def test_invariants_catch_a_reordered_world():
+def test_invariants_catch_a_reordered_world() -> None:
     before, after = world(A, B, generation=3), world(B, A, generation=4)
     with pytest.raises(AssertionError, match="keep their order"):
         check_invariants(before, after)

@@ -112,7 +112,8 @@ def test_a_wiped_store_is_written_anew(server: MemoryServer, node: Callable[...,
     written = world(7, "a", "b")
     documents = {WORLD: written, CONTROL: asked, f"{ALARM}7": alarm}
     a.store.write({key: to_bytes(value) for key, value in documents.items()})
-    a.look(), b.look()
+    a.look()
+    b.look()
     before = stands(server)
 
     server.restore(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from elasticzero.launcher.protocol.documents import Done, Member, World
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import StoreHealth
 from elasticzero.launcher.torchrun.rules import (
+    Refusal,
     Refuse,
     Register,
     Reopen,
@@ -50,7 +52,7 @@ def world(*members: Member) -> World:
     )
 
 
-def view(me: Member, *members: Member, **changes) -> RoundView:
+def view(me: Member, *members: Member, **changes: Any) -> RoundView:
     """A registered node that has asked for a second, of a store that is well."""
     plain = RoundView(
         me=me,
@@ -110,7 +112,7 @@ def test_it_waits(case: str, seen: RoundView) -> None:
     assert turn.spare == case.startswith("T5")
 
 
-REFUSED = [
+REFUSED: list[tuple[str, Refusal, RoundView]] = [
     ("no etcd", "connection", view(A, members=None, **asked(s=60))),
     (
         "etcd went away",
@@ -131,7 +133,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("case", "kind", "seen"), REFUSED, ids=[r[0] for r in REFUSED])
-def test_it_is_refused(case: str, kind: str, seen: RoundView) -> None:
+def test_it_is_refused(case: str, kind: Refusal, seen: RoundView) -> None:
     turn = decide_rendezvous(seen, NOW, LIMITS)
     assert turn.action == Refuse(kind), case
     assert "etcd:2379" in turn.reason
@@ -238,7 +240,7 @@ def test_newcomers_count_where_there_is_room() -> None:
     [{"min_nodes": 0}, {"min_nodes": 4}, {"lease_ttl_s": 1.0}, {"join_timeout_s": -1.0}],
     ids=str,
 )
-def test_limits_that_cannot_be_meant(wrong: dict) -> None:
+def test_limits_that_cannot_be_meant(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"nodes|lease_ttl|join_timeout"):
         RoundLimits(**{"min_nodes": 1, "max_nodes": 3, **wrong})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
@@ -40,7 +41,8 @@ def test_what_is_written_torch_reads(tmp_path: Path) -> None:
     write(str(path), "rank 1 failed", "its stack", 70)
     assert read(path) == Recorded("rank 1 failed", "its stack")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=70, error_file=str(path))
-    assert failure.message["message"] == "rank 1 failed"
+    message: Any = failure.message
+    assert message["message"] == "rank 1 failed"
     write(str(tmp_path / "nowhere" / "log"), "is passed over", "", 70)
 
 

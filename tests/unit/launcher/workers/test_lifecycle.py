@@ -16,8 +16,8 @@ from elasticzero.launcher.workers.lifecycle import (
     WorkerState,
 )
 
-BEGINNINGS = ([], [Event.ATTACHED], [Event.ATTACHED, Event.RESTORED])
-ENDINGS = (
+BEGINNINGS: tuple[list[Event], ...] = ([], [Event.ATTACHED], [Event.ATTACHED, Event.RESTORED])
+ENDINGS: tuple[list[Event], ...] = (
     [],
     [Event.STOPPING],
     [Event.STOPPING, Event.FAILED],
@@ -28,7 +28,7 @@ ENDINGS = (
     [Event.FINISHED, Event.FAILED],
 )
 """Every order in which a worker reports the end of its training."""
-LAST = ([], [Event.WAITING], [Event.EXITED], [Event.WAITING, Event.EXITED])
+LAST: tuple[list[Event], ...] = ([], [Event.WAITING], [Event.EXITED], [Event.WAITING, Event.EXITED])
 
 
 @st.composite
