@@ -135,7 +135,7 @@ class Story:
 
     def check_nothing_is_left(self) -> None:
         """No process, no shared memory."""
-        deadline_s = time.monotonic() + 5.0
+        deadline_s = time.monotonic() + 30.0
         while (
             left := [pid for pid, at in self.processes if is_alive(pid) and born(pid) == at]
         ) and time.monotonic() < deadline_s:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -217,10 +216,8 @@ def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None
     pids = descendants(process.pid)
     assert len(pids) > 6
     process.send_signal(number)
-    began_s = time.monotonic()
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert time.monotonic() - began_s < 10.0
     assert not [pid for pid in pids if is_alive(pid)]
     assert "Traceback" not in output
 

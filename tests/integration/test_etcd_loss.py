@@ -166,6 +166,6 @@ def test_sigterm_keeps_its_time_while_etcd_is_away(tmp_path: Path, job: str, kil
         codes = told.wait_for_end()
         took_s = time.monotonic() - began_s
         assert set(codes.values()) == {75}, told.logs()
-        assert took_s < grace_s + 5.0, told.logs()
+        assert took_s < grace_s + 20.0, told.logs()
         saved = [event["step"] for event in told.of("checkpoint")]
         assert saved and max(saved) >= 9, told.logs()

@@ -149,7 +149,7 @@ def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
             told.wait("its end", lambda: not told.cluster.running(), 60.0)
             took_s = time.monotonic() - sent_s
         assert told.node(0).process.returncode == code, told.logs()
-        assert took_s < 20.0, f"{took_s:.1f} s"
+        assert took_s < 40.0, f"{took_s:.1f} s"
         if sent is signal.SIGTERM:
             expected = "left: its time is up; step 102, held in memory, is not saved"
             assert expected in terminal(told), terminal(told)

@@ -86,7 +86,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 def ask(server: AgentServer, path: str, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         connection.request(
             method, path, headers={k.replace("_", "-"): v for k, v in headers.items()}
@@ -99,7 +99,7 @@ def ask(server: AgentServer, path: str, method: str = "GET", **headers: str) -> 
 
 def raw(server: AgentServer, request: bytes) -> bytes:
     """Everything the server answers to these bytes, until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
         answer = b""
         try:
             s.sendall(request)
@@ -282,7 +282,7 @@ def test_other_methods_are_refused(server: AgentServer) -> None:
 
 
 def test_many_requests_on_one_connection(server: AgentServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     for start in range(0, 50_000, 1_000):
         headers = {**BEARER, "Range": f"bytes={start}-{start + 999}"}
         connection.request("GET", FILE, headers=headers)
@@ -323,7 +323,7 @@ def test_a_client_that_leaves_in_the_middle_harms_nobody(server: AgentServer) ->
         b"GET /sta",
         f"GET {FILE} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode(),
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
             s.sendall(request)
     assert ask(server, FILE, **BEARER)[2] == CONTENT
@@ -349,7 +349,7 @@ def test_a_client_that_never_ends_its_request_is_closed(
         assert s.recv(12) == b"HTTP/1.1 200"
         time.sleep(0.6)  # a rest between two requests is no sin
         s.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         try:
             while True:
                 s.sendall(b"a")
@@ -367,7 +367,7 @@ def test_strangers_cannot_take_all_connections(
     """For a new one the oldest that has shown no token is closed."""
     monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
     with agent.serve() as server:
-        known = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        known = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         known.request("GET", FILE, headers={**BEARER, "Range": "bytes=0-9"})
         assert known.getresponse().read() == CONTENT[:10]
         first_socket = known.sock
@@ -399,7 +399,7 @@ def test_too_many_with_the_token_are_closed_and_others_served_again(
             ask(server, "/healthz")
         for s in held:
             s.close()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while True:
             try:
                 assert ask(server, "/healthz")[0] == 200
@@ -411,13 +411,13 @@ def test_too_many_with_the_token_are_closed_and_others_served_again(
 def test_close_ends_connections_and_threads(agent: Agent) -> None:
     before = set(threading.enumerate())
     server = agent.serve()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
         s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert s.recv(12) == b"HTTP/1.1 200"
         server.close()
         while s.recv(65536):
             pass
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while set(threading.enumerate()) - before:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -434,7 +434,7 @@ def test_every_address_is_served_where_none_is_named(agent: Agent) -> None:
     with agent.serve(host="") as server:
         assert ask(server, "/healthz")[0] == 200
         if socket.has_dualstack_ipv6():
-            connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+            connection = http.client.HTTPConnection("::1", server.port, timeout=30)
             try:
                 connection.request("GET", "/healthz")
                 assert connection.getresponse().status == 200

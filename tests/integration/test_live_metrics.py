@@ -23,7 +23,7 @@ def get(port: int, path: str, token: str = "") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return str(answer.read().decode())
 
 

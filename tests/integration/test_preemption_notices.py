@@ -169,7 +169,9 @@ def test_gcp_a_waiting_request_is_answered_at_once(gcp: Gcp, ears: Ears) -> None
         before_s = time.monotonic()
         gcp.preempt()
         ears.wait(lambda: ears.notices)
-        assert time.monotonic() - before_s < 5.0, "not only when the long request would have ended"
+        assert time.monotonic() - before_s < providers.LONG_POLL_S / 2, (
+            "not when the long request ends"
+        )
     reason, by_s = ears.notices[0]
     assert reason == "GCP preemption in 30 s"
     assert by_s is not None and before_s <= by_s - providers.GCP_NOTICE_S <= time.monotonic()
@@ -297,7 +299,7 @@ def test_a_server_that_does_not_answer_holds_up_no_end(played: type[Metadata], e
         with watch(server.choice, ears, server):
             server.wait(1)
             before_s = time.monotonic()
-        assert time.monotonic() - before_s < 2.0
+        assert time.monotonic() - before_s < 4.0, "a request alone is given up after 5 s"
         silent.set()
     assert not [t for t in threading.enumerate() if t.name == "elasticzero-preemption"]
 

@@ -63,7 +63,7 @@ def test_a_run_behind_locks_survives_a_killed_node(
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/status", headers={"Authorization": f"Bearer {JOB_TOKEN}"}
             )
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=30) as answer:
                 status = answer.read().decode()
             assert json.loads(status)["job"] == job
             shown = subprocess.run(

@@ -93,7 +93,7 @@ def test_nodes_meet_at_the_store_of_the_first(nodes: Nodes) -> None:
         if info.bootstrap_store_info is not None
     }
     assert len(addresses) == 1
-    with socket.create_connection(addresses.pop(), timeout=10):
+    with socket.create_connection(addresses.pop(), timeout=30):
         pass
     assert (a.get_backend(), a.get_run_id()) == ("elasticzero", nodes.run_id)
     assert isinstance(a, RendezvousHandler) and a.use_agent_store
@@ -109,7 +109,7 @@ def test_workers_may_have_a_store_of_their_own(
     ports = {i.bootstrap_store_info.master_port for i in infos if i.bootstrap_store_info}
     assert len(ports) == 1 and not a.use_agent_store
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", ports.pop()), timeout=10)
+        socket.create_connection(("127.0.0.1", ports.pop()), timeout=30)
 
 
 def test_a_newcomer_is_waited_for_and_taken_and_those_who_were_there_keep_their_order(

@@ -72,9 +72,9 @@ def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
         if name.startswith(("model/", "optimizer/")):  # zeros: of a parameter never stepped
             assert not found[name].any(), name
     for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape, name
-        difference = (found[name].double() - tensor.double()).abs().max().item()
-        assert difference <= 1e-9, name
+        torch.testing.assert_close(
+            found[name].double(), tensor.double(), rtol=0, atol=1e-9, msg=f"{name}: ".__add__
+        )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

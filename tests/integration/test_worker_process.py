@@ -225,7 +225,7 @@ def test_a_worker_does_not_outlive_its_agent(pool: Pool, tmp_path: Path) -> None
     for worker in running.workers:
         worker.channel.close()
         worker.exit_code = 1
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while not {w.pid for w in running.workers} <= pool.ended().keys():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -236,7 +236,7 @@ def test_a_peer_that_never_comes_is_waited_for_in_vain_only_so_long(
 ) -> None:
     told = {"strategy": "ddp", "steps": 4}
     running = pool.start(SCRIPT, [json.dumps(told)], 1, of=2, start_timeout_s=0.5)
-    running.until(running.ended, 20)
+    running.until(running.ended)
     worker = running.workers[0]
     assert worker.exit_code == 75
     failed = worker.last(Failed)

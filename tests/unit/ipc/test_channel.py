@@ -53,7 +53,7 @@ FAILED = Failed(step=1, blame="user", message="ä\n", traceback="line\nline\n", 
 def test_a_message_arrives_as_it_was(ends: Ends, message: Message) -> None:
     a, b = ends
     a.send(message)
-    assert b.receive(1.0) == message
+    assert b.receive(30.0) == message
 
 
 def test_many_messages_arrive_in_order(ends: Ends) -> None:
@@ -61,7 +61,7 @@ def test_many_messages_arrive_in_order(ends: Ends) -> None:
     sent = [Stepped(step=s, at_s=0.5, step_s=0.1, data_wait_s=0.0, samples=8) for s in range(50)]
     for message in sent:
         a.send(message)
-    assert [b.receive(1.0), b.receive(1.0)] == sent[:2]
+    assert [b.receive(30.0), b.receive(30.0)] == sent[:2]
     assert b.drain() == sent[2:]
     assert b.drain() == []
 
@@ -80,7 +80,7 @@ def test_nothing_said_is_none_and_a_closed_end_an_error(ends: Ends) -> None:
     assert b.receive(0.0) is None
     a.close()
     with pytest.raises(ChannelClosed):
-        b.receive(1.0)
+        b.receive(30.0)
     with pytest.raises(ChannelClosed):
         b.send(SaveState(wanted=False))
 

@@ -165,4 +165,4 @@ def test_a_server_that_never_answers_is_soon_given_up(silent_server: socket.sock
         began_s = time.monotonic()
         with pytest.raises(StorageError, match=r"s3://silent-bucket/run.*[Tt]ime"):
             use()
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < 30.0
