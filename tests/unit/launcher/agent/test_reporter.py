@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.ipc.messages import SnapshotInterval, Stepped
+from elasticzero.ipc.messages import (
+    Captured,
+    Failed,
+    MemoryShort,
+    Restored,
+    SnapshotHeld,
+    SnapshotInterval,
+    Stepped,
+    Stopping,
+)
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
+from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
@@ -131,3 +142,29 @@ def test_trouble_with_etcd_is_not_told_at_every_try(
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("store_trouble") == 1
     assert capsys.readouterr().err.count("does not answer") == 1
+
+
+def test_events_made_of_messages_have_their_documented_fields(
+    reporter: AgentReporter, tmp_path: Path
+) -> None:
+    """docs/reference/events.md could name a field that a message has lost, or miss a new one."""
+    group, worker = group_of(tmp_path / "0.log")
+    for message in (
+        Restored(step=1, tier="ram", connect_s=0.1, build_s=0.1, restore_s=0.1, bytes_read=8),
+        Stepped(step=2, at_s=0.0, step_s=0.1, data_wait_s=0.0, samples=1),
+        Captured(step=2, generation=1, rank=0, world_size=1, bytes=8),
+        SnapshotInterval(every=4, cost_s=0.01, step_s=0.1),
+        MemoryShort(needed_bytes=2, free_bytes=1),
+        Stopping(step=2, clean=True, complete=True, reason="the world grows"),
+        Failed(step=2, blame="user", message="no", traceback=""),
+    ):
+        reporter.heard(group, [(worker, message)], 0.0)
+    reporter.kept(SnapshotHeld(step=2, generation=1))
+    reporter.saved(SaveFinished(step=2, generation=1, seconds=0.1, bytes=8, committed=True))
+    failed = SaveFailed(step=2, generation=1, error="no", newest=None, pause_s=0.1)
+    reporter.save_failed(failed)
+    reporter.looked(group, Failure(rank=0, blame="hung", message="no step"))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    found = {event["event"]: event.keys() - {"event", "time"} for event in events}
+    assert len(found) == 12
+    assert found == {name: EVENTS[name].fields.keys() for name in found}
