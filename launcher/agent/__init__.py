@@ -1,1 +1,1 @@
-"""The agent of one node: it observes, decides and acts."""
+"""Runs the agent of one node, which observes, decides and acts."""

@@ -1,8 +1,9 @@
-"""The agent of one node: observe, decide, act.
+"""Runs the agent of one node, with its processes, its store and its clock, in one loop and one
+thread.
 
-One loop in one thread. Store threads and workers only wake it; it gathers what is so into a
-`View`, asks `decide`, and performs the actions. Every action may be lost or done twice without
-harm: reports and alarms are overwritten by equal ones, worlds are written under a condition.
+Threads of the store and workers only wake the loop. It gathers what is known into a `View`, calls
+`decide`, and performs the actions. Every action may be lost or done twice without harm: reports and
+alarms are overwritten by equal ones, worlds are written under a condition.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker, kill_all
 
 REST_S = 0.25
-"""The loop looks at the clock, and hears of steps, so often when nothing happens."""
+"""Seconds between two turns of the loop, in which it also receives steps, while nothing happens."""
 BUSY_S = 0.02
-"""The same while a round is open or workers start."""
+"""Seconds between two turns of the loop while a round is open or workers start."""
 LONG_ROUND_S = 5.0
-"""A round that waits for nodes need not be looked at every BUSY_S."""
+"""Seconds after which a round that waits for nodes is no longer checked every BUSY_S."""
 RETIRE_S = 2.0
 """Seconds within which killed workers of an older generation are expected to be gone."""
 PRELOAD = (
@@ -69,7 +70,8 @@ PRELOAD = (
     "elasticzero.parallel.zero",
     "elasticzero.parallel.fsdp",
 )
-"""What a worker would import anyway, the strategies among it, which are imported when created."""
+"""Modules that a worker would import anyway, and the strategies, which are imported when
+created."""
 
 
 class Agent:
@@ -83,11 +85,11 @@ class Agent:
         metrics: Metrics,
         agreed: Agreed,
     ) -> None:
-        """agreed: on the job's token, the password of what agents serve."""
+        """agreed: the agreement on the job's token, the password of what agents serve."""
         self.options = options
         self._agreed = agreed
         self.adopted: Callable[[Secret], None] = lambda token: None
-        """Told of the job's token when it becomes another one."""
+        """Called with the job's token when it becomes another one."""
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -100,7 +102,7 @@ class Agent:
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
         self.claim: OwnedDirectory | None = None
-        """Of this node's memory and name on this machine; released when the agent ends."""
+        """Claim of this node's memory and name on this machine; released when the agent ends."""
         subscriptions = Subscriptions(store, self._observer, membership)
         self._cluster = ClusterObserver(
             store,
@@ -135,34 +137,35 @@ class Agent:
         self.view: View | None = None
 
     def prepare(self) -> None:
-        """Get ready to start workers at once; before that this node is of no use to a world."""
+        """Gets ready to start workers at once; before that this node is of no use to a world."""
         self._server.wait_until_ready()
 
     def wake(self) -> None:
-        """Have the loop look again at once; callable from any thread and from signal handlers."""
+        """Wakes the loop at once; callable from any thread and from signal handlers."""
         with suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
-        """Have this node leave at the next boundary; callable from any thread and from signal
+        """Has this node leave at the next boundary; callable from any thread and from signal
         handlers.
 
-        reason: goes into the world's. by_s: the machine is gone then (monotonic clock).
+        reason: becomes part of the world's reason. by_s: the time at which the machine is gone
+        (monotonic clock).
         """
         self._core.leave(reason, by_s)
 
     @property
     def notice(self) -> PreemptionNotice | None:
-        """Why this node is to leave, and by when; None: it is not."""
+        """Returns why this node is to leave, and by when; None: it is not to leave."""
         return self._core.notice
 
     @property
     def worker_group(self) -> WorkerGroup | None:
-        """This node's workers of the present generation."""
+        """Returns this node's workers of the present generation."""
         return self._group
 
     def run(self) -> ExitCode:
-        """The loop; returns when the job is done or this node has left."""
+        """Runs the loop; returns when the job is done or this node has left."""
         self._core.begin()
         try:
             while self._core.exit_code is None:
@@ -197,7 +200,8 @@ class Agent:
             )
 
     def poll(self, now_s: float) -> None:
-        """Takes in what workers and saves have said."""
+        """Receives the messages of workers and saves, and kills processes that are past a limit of
+        their own."""
         group = self._receive(now_s)
         if group is not None:
             group.kill_unresponsive_scripts(now_s)
@@ -209,7 +213,7 @@ class Agent:
         self._receive_saves()
 
     def _receive(self, now_s: float) -> WorkerGroup | None:
-        """Takes in the messages and the ends of workers; returns their group."""
+        """Receives the messages and the exits of workers; returns their group."""
         try:
             ended = self._server.ended()
         except (ChannelClosed, OSError):
@@ -247,7 +251,7 @@ class Agent:
         self.saver.save_held(ShardName(generation, step, r, size) for r in held.ranks)
 
     def _receive_saves(self) -> None:
-        """Pass on to the workers what became of their captures."""
+        """Tells the workers what became of their captures."""
         for news in self.saver.events():
             match news:
                 case SaveFailed():
@@ -265,7 +269,7 @@ class Agent:
                 self._group.tell(message)
 
     def _replace_server(self) -> None:
-        """The fork server died, and its workers with it."""
+        """Starts another fork server after the first one died, and its workers with it."""
         if self._group is not None:
             self._group.fail_all("the fork server of this node died")
         self._server.close()
@@ -307,8 +311,11 @@ class Agent:
         self.reporter.started(group)
 
     def _adopt_token(self) -> None:
-        """Take the token that the other nodes use, where this one came to a store that had lost its
-        data and made a token of its own; raises `UserError` if it was given another one."""
+        """Adopts the token that the other nodes use; raises `UserError` if this node was given
+        another one.
+
+        This node came to a store that had lost its data, and made a token of its own.
+        """
         agreed = agree_on_token(self._store, self._given_token())
         self._agreed = agreed
         self._writer.token_digest = agreed.digest
@@ -342,11 +349,11 @@ class Agent:
         return group.take_waiting()
 
     def status(self) -> dict[str, Any]:
-        """For `/status`: plain values, no secrets."""
+        """Returns plain values for `/status`, without secrets."""
         return self.reporter.status(self.view, self.notice is not None)
 
     def close(self, code: ExitCode | None = None) -> None:
-        """Stop the workers, give the name back, free the shared memory."""
+        """Stops the workers, releases the node's name and frees the shared memory."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_group()
@@ -359,7 +366,8 @@ class Agent:
 
 
 def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:
-    """What workers have imported when they begin: also what reads the checkpoints."""
+    """Returns the modules that workers have imported when they begin, and the one that reads
+    checkpoints."""
     scheme = (checkpoint_dir or "").partition("://")[0]
     package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
     known = package is not None and importlib.util.find_spec(package) is not None

@@ -1,4 +1,4 @@
-"""What a world asks of one of its nodes: of its workers, and of what keeps and saves their state.
+"""Computes what a world assigns to one of its nodes: to its workers, and to what saves their state.
 
 Pure.
 """
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
 START_S, START_MAX_S = 300.0, 1200.0
-"""The latter ends before a first step is due: H2 of `hang_rules`."""
+"""The maximum ends before a first step is due: H2 of `hang_rules`."""
 
 
 def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:
-    """Of the workers of the node at `index` in the world's order. token: the job's."""
+    """Returns the assignments of the workers of the node at `index` in the world's order.
+
+    token: the job's token.
+    """
     member = world.members[index]
     first = world.first_rank(index)
     connect_s, start_s = timeouts_s(world.fruitless)
@@ -72,13 +75,16 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
 
 
 def timeouts_s(fruitless: int) -> tuple[float, float]:
-    """How long a worker waits for a host or a process group, and how long for the others' scripts;
-    twice as long after each generation that came to nothing."""
+    """Returns the seconds that a worker waits for a host or a process group, and for the others'
+    scripts.
+
+    Both double after each generation without progress.
+    """
     return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
 
 
 def post(world: World, index: int, token: Secret) -> SnapshotRole:
-    """This node's part in keeping and saving the state of a generation."""
+    """Returns this node's part in holding and saving the state of a generation."""
     other = replica_source_index(index, len(world.members))
     return SnapshotRole(
         generation=world.generation,

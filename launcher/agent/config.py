@@ -1,4 +1,4 @@
-"""The options of one node's agent, and how they are resolved from the command line."""
+"""Defines the options of one node's agent, and resolves them from the command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ written."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """What `elasticzero run` was told, resolved."""
+    """Holds the options of `elasticzero run`, resolved."""
 
     job: str
     node: str
@@ -46,11 +46,12 @@ class AgentOptions:
     nproc: int
     launch: Launch
     log_dir: Path
-    """`<log-dir>/<job>/<node>`."""
+    """Directory `<log-dir>/<job>/<node>`."""
     snapshot_dir: Path
-    """In shared memory; this agent's own."""
+    """Directory in shared memory that belongs to this agent alone."""
     overflow_dir: Path | None = None
-    """On a disk, for snapshots that find no room in shared memory; this agent's own."""
+    """Directory on a disk, for snapshots that find no room in shared memory; it belongs to this
+    agent alone."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None
@@ -58,22 +59,22 @@ class AgentOptions:
     verify_every: int | None = None
     """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
-    """Which checkpoints stay."""
+    """Rule for which checkpoints are retained."""
     grace_s: float = 25.0
-    """From SIGTERM on this node has so long."""
+    """Seconds that this node has from SIGTERM on."""
     preemption: str = "auto"
-    """Whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
+    """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
-    """Workers' processes outlive a generation where nothing speaks against it."""
+    """True: workers' processes outlive a generation where they can be reused."""
     console: Console = field(default_factory=Console)
-    """What of the workers' output is repeated on the terminal."""
+    """Selects the workers' output that is repeated on the terminal."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)
 
 
 def agent_options(
     args: argparse.Namespace, nodes: tuple[int, int]
 ) -> tuple[AgentOptions, StorageError | None]:
-    """The options of `elasticzero run`, checked; raises `UserError`.
+    """Returns the options of `elasticzero run`, checked; raises `UserError`.
 
     nodes: the fewest and the most. The second value says why the checkpoint directory cannot be
     written now; only a job that already runs elsewhere may go on without it.
@@ -106,7 +107,8 @@ def agent_options(
 
 
 def _checkpoint_directory(args: argparse.Namespace) -> tuple[str | None, StorageError | None]:
-    """The resolved directory, and why it cannot be written, where other nodes may be able to."""
+    """Returns the resolved directory, and why it cannot be written, where other nodes may be able
+    to."""
     if args.checkpoint_dir is None:
         return None, None
     place = open_directory(args.checkpoint_dir)
@@ -120,7 +122,7 @@ def _checkpoint_directory(args: argparse.Namespace) -> tuple[str | None, Storage
 
 
 def launch_of(args: argparse.Namespace) -> Launch:
-    """What the workers run; raises `UserError` where there is no such script."""
+    """Returns what the workers run; raises `UserError` where there is no such script."""
     script = check_script(args.script, is_module=args.module, is_program=args.no_python)
     environment = worker_environment(os.environ)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = args.signals_to_handle or DEFAULT_SIGNALS
@@ -140,7 +142,7 @@ def launch_of(args: argparse.Namespace) -> Launch:
 def worker_settings(
     args: argparse.Namespace, nproc: int, environment: Mapping[str, str]
 ) -> WorkerSettings:
-    """What else workers are told; raises `UserError`."""
+    """Returns the other settings of workers; raises `UserError`."""
     threads = 1 if nproc > 1 and "OMP_NUM_THREADS" not in environment else None
     devices = None
     if args.virtual_local_rank:
@@ -157,7 +159,7 @@ def worker_settings(
 
 
 def console_of(args: argparse.Namespace) -> Console:
-    """What of the workers' output is repeated here; raises `UserError`."""
+    """Returns which of the workers' output is repeated here; raises `UserError`."""
     return Console(
         tee=args.tee,
         tee_streams=check_streams("--tee", args.tee_streams),

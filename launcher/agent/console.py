@@ -1,4 +1,4 @@
-"""Tells a person at the terminal what one agent does: one line an event."""
+"""Prints what one agent does for a person at the terminal, one line an event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def log_for_node(node: str, text: str) -> None:
 
 
 class AgentConsole:
-    """Lines of one agent for people; most are told once, until what they tell changes."""
+    """Prints the lines of one agent; most are printed once, until their content changes."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
@@ -53,25 +53,25 @@ class AgentConsole:
         self._waiting_since_s: float | None = None
         self._said_trouble_s = 0.0
         self._aside: NodeStrikes | None = None
-        """This node's strikes, as it was last said that it is set aside for them."""
+        """Strikes of this node for which a line has already said that it is set aside."""
         self._said_short = False
         self._save_failed: tuple[int, int, str] | None = None
-        """Generation, step and error of the failed save that was said last."""
+        """Generation, step and error of the last failed save that was printed."""
         self._every: int | None = None
-        """The snapshot interval that was said last."""
+        """Last snapshot interval that was printed."""
         self._silent: dict[int, float] = {}
-        """When it was said of a rank that it makes no step."""
+        """Time at which a line said of a rank that it makes no step."""
 
     def say(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
-        """Logs a line for people. rank: of the worker that it is about."""
+        """Logs a line for people. rank: rank of the worker that it is about."""
         log.log(level, "%s", text, extra={"node": self._options.node, "rank": rank})
 
     def starting(self) -> None:
-        """Workers of a new generation start."""
+        """Notes that workers of a new generation start."""
         self._silent = {}
 
     def world(self, world: World, *, session: bool) -> None:
-        """Tells of a new generation."""
+        """Prints a new generation."""
         mine = self._options.policy.strategy
         if mine != world.strategy:
             text = (
@@ -95,7 +95,7 @@ class AgentConsole:
         )
 
     def aside(self, world: World) -> None:
-        """That the world does without this node, and why."""
+        """Prints that the world does without this node, and why."""
         me = self._options.node
         struck = [s for s in world.strikes if s.node == me and s.count >= QUARANTINE_STRIKES]
         if not struck or me in [member.node for member in world.members]:
@@ -110,7 +110,7 @@ class AgentConsole:
             )
 
     def control(self, view: View, before: Control) -> None:
-        """What operators ask of the whole job, when it changes."""
+        """Prints what operators ask of the whole job, when it changes."""
         given = view.control.nnodes
         if given != before.nnodes and given is not None:
             text = f"an operator scaled the job to {given[0]}:{given[1]} nodes"
@@ -121,7 +121,8 @@ class AgentConsole:
             self.say("an operator drains this node")
 
     def waiting(self, look: Callable[[], Iterable[str]], control: Control) -> None:
-        """Say every 10 s which nodes are here while there are too few; look: their names."""
+        """Prints every 10 s which nodes are here while there are too few; look: returns their
+        names."""
         now_s = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -140,7 +141,7 @@ class AgentConsole:
         self._waiting_since_s = None
 
     def memory_short(self, message: MemoryShort) -> None:
-        """Said once: what it takes does not change while a job trains."""
+        """Prints once that memory is short: the need for it does not change while a job trains."""
         if self._said_short:
             return
         self._said_short = True
@@ -154,7 +155,7 @@ class AgentConsole:
         )
 
     def pace(self, message: SnapshotInterval) -> None:
-        """Tells the interval between snapshots: the first, and one that is quite another."""
+        """Prints the interval between snapshots: the first, and one that differs much."""
         if not worth_telling(self._every, message.every):
             return
         self._every = message.every
@@ -164,7 +165,7 @@ class AgentConsole:
         )
 
     def save_failed(self, failed: SaveFailed) -> None:
-        """Tells that a save of the newest state failed, when the error is another one."""
+        """Prints that a save of the newest state failed, when the error is another one."""
         case = (failed.generation, failed.step, failed.error)
         if case == self._save_failed:
             return
@@ -180,7 +181,7 @@ class AgentConsole:
         )
 
     def looked(self, group: WorkerGroup, found: Failure) -> None:
-        """Tells what was found about a worker that makes no step."""
+        """Prints what was found about a worker that makes no step."""
         self._silent.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":
             self.say(f"rank {found.rank}: {found.message}", rank=found.rank)
@@ -193,7 +194,7 @@ class AgentConsole:
         )
 
     def outlasted(self, group: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
-        """Tells that these workers have ended and the job waits for others."""
+        """Prints that these workers have ended and the job waits for others."""
         ranks = [worker.rank for worker in ended]
         running = [worker.rank for worker in group.workers if worker.running]
         others = f"{named_text('rank', running, NAMES_SHOWN)} here" if running else "other nodes"
@@ -204,7 +205,7 @@ class AgentConsole:
         )
 
     def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
-        """Tells that a process is killed that did not end although its script had."""
+        """Prints that a process is killed that did not end although its script had."""
         self.say(
             f"rank {worker.rank}: its script had ended, but the process did not within "
             f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
@@ -214,7 +215,7 @@ class AgentConsole:
         )
 
     def moves_again(self, rank: int, at_s: float) -> None:
-        """A step was made; say so where it was said that none is."""
+        """Prints that a rank makes steps again, where a line said that it makes none."""
         since_s = self._silent.pop(rank, None)
         if since_s is not None:
             self.say(
@@ -224,7 +225,7 @@ class AgentConsole:
             )
 
     def store_trouble(self, text: str) -> bool:
-        """Tells of trouble with etcd now and then; returns whether it did."""
+        """Prints trouble with etcd now and then; returns whether it did."""
         now_s = time.monotonic()
         due = now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S
         if due:
@@ -233,7 +234,7 @@ class AgentConsole:
         return due
 
     def failed(self, done: Done) -> tuple[str, bool]:
-        """Tells why the job failed, with the error that brought it about.
+        """Prints why the job failed, with the error that caused it.
 
         Returns the lines after the reason, and whether they repeat a worker's traceback.
         """

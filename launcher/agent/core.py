@@ -8,6 +8,7 @@ Rules of the loop:
     lost, and renews its registration. Neither depends on a decision.
  2. Observing reads caches, memory and messages that have come. It neither writes to the store nor
     waits for it. What the store is read for is left to `Subscriptions`, after the view is made.
+    Processes that are past a limit of their own, such as the time to exit, are killed then.
  3. Actions are done in the order in which they were decided. An action that ends a generation, or
     an alarm about a lapsed lease, is not done at once: the loop reads the store, observes and
     decides once more, and does it only if it is decided again.
@@ -58,13 +59,13 @@ BACKOFF_S = 0.2
 
 
 class HangDetector(Protocol):
-    """Finds out where workers are that make no steps."""
+    """Finds where workers are that make no steps."""
 
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None: ...
 
 
 class Workers(Protocol):
-    """The workers of this node in one generation."""
+    """Controls the workers of this node in one generation."""
 
     @property
     def progress_monitor(self) -> HangDetector: ...
@@ -83,14 +84,15 @@ class Workers(Protocol):
 
 
 class NodeProcesses(Protocol):
-    """The processes of this node, its loop among them."""
+    """Controls the processes of this node, with the loop among them."""
 
     @property
     def worker_group(self) -> Workers | None:
-        """The workers of the present generation."""
+        """Returns the workers of the present generation."""
 
     def poll(self, now_s: float) -> None:
-        """Takes in the messages that workers and saves have sent."""
+        """Receives the messages of workers and saves, and kills processes that are past a limit of
+        their own."""
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""
@@ -99,11 +101,11 @@ class NodeProcesses(Protocol):
         """Starts the workers of the member at `index` of `world`."""
 
     def wake(self) -> None:
-        """Has the loop go round again at once; callable from any thread and signal handler."""
+        """Starts the next turn of the loop at once; callable from any thread and signal handler."""
 
 
 class NodeMemory(Protocol):
-    """The snapshots that this node's memory holds, and their saves."""
+    """Holds the snapshots in this node's memory, and runs their saves."""
 
     def keep_only(self, keep: Set[tuple[int, int]]) -> Any:
         """Removes all but these snapshots, each a generation and a step."""
@@ -130,7 +132,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSide:
-    """One agent's side of the store."""
+    """Groups the parts of one agent that work with the store."""
 
     cache: WatchCache
     membership: Membership
@@ -140,7 +142,7 @@ class StoreSide:
 
 
 class AgentCore:
-    """Decides what one agent does next, and has it done."""
+    """Decides what one agent does next, and carries it out."""
 
     def __init__(
         self,
@@ -174,19 +176,19 @@ class AgentCore:
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Has this node leave at the next boundary; callable from any thread and signal handler.
 
-        by_s: the machine is gone then, on this agent's clock.
+        by_s: the time at which the machine is gone, on this agent's clock.
         """
         self._notices.append(PreemptionNotice(reason=reason, heard_s=self._clock(), by_s=by_s))
         self._node.wake()
 
     @property
     def notice(self) -> PreemptionNotice | None:
-        """Why this node is to leave, and by when; None: it is not to leave."""
+        """Returns why this node is to leave, and by when; None: it is not to leave."""
         return merge_notices(self._notices)
 
     @property
     def saved_held(self) -> SaveHeldSnapshot | None:
-        """The last save of shards whose workers are gone."""
+        """Returns the last save of shards whose workers are gone."""
         return self._saved_held
 
     def cycle(self) -> tuple[View, Decision]:
@@ -213,7 +215,7 @@ class AgentCore:
         return view, decide(view, now_s, self.policy)
 
     def _maintain(self, now_s: float) -> None:
-        """Keeps in the store what belongs there whatever is decided."""
+        """Maintains what belongs in the store whatever is decided."""
         if self.recovery is not None:
             self.recovery.attend(now_s)
         self._store.writer.keep_registered(now_s, leaving=bool(self._notices))

@@ -1,5 +1,5 @@
-"""The etcd that one node of a run starts for all of them, as torchrun's c10d and static rendezvous
-have one node hold the store."""
+"""Runs the etcd that one node starts for all nodes of a run, as in torchrun's c10d and static
+rendezvous."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
 
 EVERYWHERE = "0.0.0.0"
 LINGER_S = 30.0
-"""The node that holds the etcd waits no longer for the others to learn that the job is over."""
+"""Maximum seconds for which the node that runs the etcd waits for the others to read that the job
+is over."""
 LOOK_EVERY_S = 0.1
 _OUTSIDE = ("192.0.2.1", 9)
-"""An address of no machine (RFC 5737): the route to it starts at this machine's own address."""
+"""Address of no machine (RFC 5737): the route to it starts at this machine's own address."""
 
 
 @contextmanager
@@ -67,7 +68,8 @@ def _another_ones(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool
 
 
 def listening_address(host: str) -> str | None:
-    """The address of this machine that `host` means; None: it is another machine's, or unknown."""
+    """Returns this machine's address that `host` means; None: it is another machine's, or
+    unknown."""
     with suppress(ValueError):
         ipaddress.ip_address(host)
         return host if _is_mine(host) else None
@@ -83,7 +85,7 @@ def listening_address(host: str) -> str | None:
 
 
 def own_address(etcd: HostedEtcd) -> str:
-    """Where the other nodes reach this one, which starts the etcd."""
+    """Returns the address at which the other nodes reach this one, which starts the etcd."""
     near = reachable_address(etcd.endpoint)
     named_near = etcd.host == "localhost" or etcd.host.startswith("127.") or etcd.host == "::1"
     if named_near or not near.startswith("127."):
@@ -95,8 +97,10 @@ def own_address(etcd: HostedEtcd) -> str:
 
 
 def wait_for_others(store: Store) -> None:
-    """Return when no node is registered any more, or after LINGER_S: they must learn from this
-    etcd that the job is over."""
+    """Returns when no node is registered any more, or after LINGER_S.
+
+    The nodes must read from this etcd that the job is over.
+    """
     deadline_s = time.monotonic() + LINGER_S
     with suppress(StoreUnavailable):
         while store.read(MEMBERS).entries and time.monotonic() < deadline_s:
@@ -104,10 +108,10 @@ def wait_for_others(store: Store) -> None:
 
 
 def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None:
-    """Return when so many nodes are registered, or the job has begun: ranks follow the order in
-    which nodes register, and with --node-rank they are to follow the numbers.
+    """Returns when so many nodes are registered, or the job has begun.
 
-    Raises `OperatorError` after `timeout_s`.
+    Ranks follow the order in which nodes register, and with --node-rank they are to follow the
+    numbers. Raises `OperatorError` after `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -123,7 +127,7 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
 
 
 def _is_mine(address: str) -> bool:
-    """Whether a socket of this machine can have the address."""
+    """Returns whether a socket of this machine can have the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

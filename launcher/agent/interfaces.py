@@ -1,4 +1,4 @@
-"""Network interfaces of this machine (Linux): which one has the address of a host."""
+"""Finds the network interface of this machine (Linux) that has the address of a host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ MAX_ADDRESSES = 1024
 
 
 def interface_of(host: str) -> str | None:
-    """The interface that has the address of `host`, a name or an address; None: no interface has.
+    """Returns the interface that has the address of `host`, a name or an address; None: no
+    interface has it.
 
-    That is so of a public address that a router translates, and of a name that does not resolve.
+    No interface has a public address that a router translates, or that of a name that does not
+    resolve.
     """
     wanted = set()
     with suppress(OSError):
@@ -29,7 +31,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """(interface, address), of IPv4 first."""
+    """Yields (interface, address), those of IPv4 first."""
     buffer = array.array("B", bytes(IFREQ_BYTES * MAX_ADDRESSES))
     where, size = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

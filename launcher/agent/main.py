@@ -1,5 +1,4 @@
-"""Puts an agent together with its store, registration and HTTP server, and takes all of it down
-again."""
+"""Builds an agent with its store, registration and HTTP server, runs it, and closes all of them."""
 
 from __future__ import annotations
 
@@ -64,31 +63,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where this node listens and how others reach it."""
+    """Says where this node listens and how others reach it."""
 
     host: str | None
     http_host: str
     http_port: int | None
-    """None: the default, or the next one that is free."""
+    """Port of the HTTP server; None: the default, or the next one that is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordination:
-    """Where and how this node finds the others of its job."""
+    """Says where and how this node finds the others of its job."""
 
     endpoints: Sequence[str]
-    """Of etcd; empty: an etcd of our own is started."""
+    """Endpoints of etcd; empty: the agent starts an etcd of its own."""
     access: Access
     token: Secret | None
-    """The job's, if one was given."""
+    """Token of the job, if one was given."""
     restart: bool
-    """A job that is done begins again."""
+    """True: a job that is done begins again."""
     storage_trouble: StorageError | None = None
     """Why the checkpoint directory cannot be written now."""
     hosted: HostedEtcd | None = None
     """The etcd at `endpoints`, where a node of the run starts it."""
     node_rank: int | None = None
-    """This node registers once so many others have; None: at once."""
+    """Number of nodes that must be registered before this one registers; None: it registers at
+    once."""
 
 
 def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one order
@@ -99,10 +99,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     signals: Sequence[signal.Signals] = (),
     lines: Sequence[str] = (),
 ) -> ExitCode:
-    """Run this node's agent until the job is done or the node has left.
+    """Runs this node's agent until the job is done or the node has left.
 
-    claim: of its name. signals: at which this node leaves, besides SIGTERM. lines: what the user
-    is told first.
+    claim: the claim of its name. signals: those at which this node leaves, besides SIGTERM. lines:
+    lines to print first.
     """
     endpoints = coordination.endpoints
     metrics = Metrics()
@@ -187,7 +187,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
 
 
 def _reached_at(launch: Launch, host: str) -> Launch:
-    """The launch of workers whose gloo groups listen where other nodes reach this one.
+    """Returns the launch of workers whose gloo groups listen where other nodes reach this one.
 
     Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.
     """
@@ -199,7 +199,7 @@ def _reached_at(launch: Launch, host: str) -> Launch:
 
 
 class _Snapshots:
-    """The agent's snapshots, once there is an agent."""
+    """Serves the agent's snapshots, once there is an agent."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -231,7 +231,7 @@ def _retry_store(
 
 
 def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
-    """Register; if the node is to leave before that, why."""
+    """Registers the node; returns the notice instead if the node is to leave before that."""
 
     def register() -> PreemptionNotice | None:
         if agent.notice is None:
@@ -243,8 +243,8 @@ def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
 
 
 def _has_begun(store: Store) -> bool:
-    """Whether the job has a world: storage that cannot be written is then no mistake of this
-    node's."""
+    """Returns whether the job has a world: then unwritable storage is no mistake of this node's
+    user."""
     return WORLD in store.read(WORLD).entries
 
 
@@ -253,7 +253,8 @@ def _leave_early(*_: object) -> None:
 
 
 def _terminate(agent: Agent, number: int, frame: object) -> None:
-    """SIGTERM, or a signal that announces it: SIGKILL is to be expected when the grace is over."""
+    """Handles SIGTERM, or a signal that announces it: SIGKILL is expected when the grace is
+    over."""
     grace_s, name = agent.options.grace_s, signal.Signals(number).name
     agent.leave(f"{name} ({grace_s:g} s of grace)", time.monotonic() + grace_s)
 

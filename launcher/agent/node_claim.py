@@ -24,17 +24,19 @@ from elasticzero.launcher.snapshots.shared_memory import (
 )
 
 MOST_AGENTS = 256
-"""Agents of one job, and HTTP ports, that are tried on one machine where none was given."""
+"""Maximum number of node names, and of HTTP ports, that are tried on one machine where none was
+given."""
 
 
 @contextmanager
 def node_claim(
     options: AgentOptions, *, named: bool
 ) -> Iterator[tuple[OwnedDirectory, AgentOptions]]:
-    """This process's claim of a node's name on this machine, and the options with that name.
+    """Returns this process's claim of a node's name on this machine, and the options with that
+    name.
 
     named: the user gave the name; otherwise it gets a number where a living agent of the job has it
-    on this machine. Raises `OperatorError` where no name can be had.
+    on this machine. Raises `OperatorError` where no name is free.
     """
     for root in (options.snapshot_dir, options.overflow_dir):
         if root is not None:
@@ -80,9 +82,10 @@ def _claimed(options: AgentOptions, *, named: bool) -> tuple[OwnedDirectory, Age
 def serve_on_free_port(
     port: int | None, serve: Callable[[int], AgentServer], say: Callable[[str], None]
 ) -> AgentServer:
-    """The HTTP server at the port that was given, else at the first free one from the default on.
+    """Returns an HTTP server at the given port, or at the first free one from the default on.
 
-    say: told the port where it is not the default. Raises `OperatorError` where it cannot listen.
+    say: receives a line where the port is not the default. Raises `OperatorError` where it cannot
+    listen.
     """
     if port is not None:
         return serve(port)

@@ -1,8 +1,7 @@
-"""Builds the `View` that `decide` is given, from everything that one agent knows.
+"""Builds the `View` that `decide` is given, from everything that one agent has read.
 
-It remembers since when things have been so, and asks nothing of the store: what is known of that is
-in the cache that `Subscriptions` keeps filled. It looks at memory and storage no more often than
-that can matter.
+It remembers since when each state has lasted, and requests nothing from the store: it reads the
+cache that `Subscriptions` fills. It examines memory and storage no more often than that can matter.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def _draw_token() -> str:
 
 
 class Memory(Protocol):
-    """This node's snapshots: see `SnapshotStore`."""
+    """Lists this node's snapshots: see `SnapshotStore`."""
 
     def held(self) -> Sequence[HeldSnapshot]: ...
 
 
 class StorageProbe(Protocol):
-    """The checkpoint directory: see `CheckpointProbe`."""
+    """Reads the checkpoint directory: see `CheckpointProbe`."""
 
     @property
     def possible(self) -> bool: ...
@@ -51,7 +50,7 @@ class StorageProbe(Protocol):
 
 
 class ClusterObserver:
-    """Looks at the store, the registration, memory and storage for one agent."""
+    """Observes the store, the registration, memory and storage for one agent."""
 
     def __init__(  # noqa: PLR0913 - all that one agent can see
         self,
@@ -74,7 +73,7 @@ class ClusterObserver:
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
         self._world, self._struck = FirstSeen(), FirstSeen()
         self._noted: Mapping[str, Member] | None = None
-        """The registrations that `_joined` was made of, and with which world `_unseen`."""
+        """Registrations from which `_joined` was made, and with which world `_unseen`."""
         self._joined: frozenset[tuple[str, str]] = frozenset()
         self._unseen: tuple[World | None, tuple[str, ...]] = (None, ())
         """A world, and its members without a registration."""
@@ -83,42 +82,44 @@ class ClusterObserver:
         self._put_at = (0, 0)
         """History and revision at which the last of them was put."""
         self.bad_steps: set[int] = set()
-        """Checkpoints found damaged."""
+        """Steps whose checkpoints were found damaged."""
         self._found: dict[int, str] = {}
-        """What workers said of them."""
+        """Messages of workers about the damage, by step."""
         self._looked_at_memory_s = 0.0
         self._lost_s = 0.0
-        """When the store was found to have lost its data, the last time."""
+        """Time at which the store was last found to have lost its data."""
         self._restored = False
-        """It holds what it held some time ago, as far as is known."""
+        """True if the store holds an earlier state, as far as is known."""
         self._lapses = 0
-        """Leases that this node had lost when it was last looked."""
+        """Number of leases that this node had lost at the last observation."""
         self._answers: tuple[tuple[Mapping[str, Report] | None, str], Any] = ((None, ""), None)
-        """The reports of a generation, its token, and those that are about it."""
+        """Reports of a generation, its token, and those of them that are about it."""
 
     def lost_data(self, now_s: float) -> None:
-        """The store has lost its data: what this agent said is gone, and who came first is
-        unknown."""
+        """Forgets this agent's reports and the oldest node, for the store has lost its data."""
         self._my_reports = {}
         self._subscriptions.lost_data()
         self._lost_s, self._restored = now_s, True
 
     def restored(self, so: bool) -> None:
-        """Whether the store holds what it held some time ago, or nothing of the job at all."""
+        """Notes whether the store holds an earlier state, or nothing of the job at all."""
         self._restored = so
 
     def begin(self, now_s: float) -> None:
-        """The node is registered: the time to wait for others counts from now."""
+        """Notes that the node is registered: the time to wait for others counts from now."""
         self._began_s = self._last_join_s = now_s
 
     def reported(self, generation: int, report: Report, revision: int = 0) -> None:
-        """This agent's report of a generation was put, at that revision."""
+        """Notes that this agent's report of a generation was put, at that revision."""
         self._my_reports = {generation: report}
         self._put_at = (self._store.history, revision)
 
     def _note_lost_report(self, generation: int) -> None:
-        """Forgets this agent's report of a generation where the store does not hold it, so that it
-        is put again: other nodes wait for it, and the store may have lost its data unnoticed."""
+        """Forgets this agent's report of a generation where the store does not hold it.
+
+        It is then put again: other nodes wait for it, and the store may have lost its data
+        unnoticed.
+        """
         prefix = reports_of(generation)
         key = f"{prefix}{self._membership.me.node}"
         found = self._observer.get(prefix) or self._subscriptions.own_report(key)
@@ -129,14 +130,14 @@ class ClusterObserver:
             self._my_reports = {}
 
     def saved(self, step: int) -> None:
-        """A checkpoint was written: it is damaged no more, and may be the newest."""
+        """Notes that a checkpoint was written: it is no longer damaged, and may be the newest."""
         self.bad_steps.discard(step)
         self._storage_probe.invalidate()
 
     def view(
         self, workers: WorkerGroupState, leaving: bool, now_s: float, policy: JobPolicy
     ) -> View:
-        """Returns all that this agent knows now; asks nothing of the store."""
+        """Returns all that this agent can see now; requests nothing from the store."""
         world, _ = self._observer.world()
         observer = self._observer
         me = self._membership.me
@@ -200,7 +201,7 @@ class ClusterObserver:
         return view
 
     def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
-        """The reports of this very world, not of another one of the same number."""
+        """Returns the reports of this very world, not of another one of the same number."""
         if world is None:
             return self._observer.reports(0)
         found = self._observer.reports(world.generation)
@@ -213,7 +214,7 @@ class ClusterObserver:
         return result
 
     def _struck_since(self, world: World | None, now_s: float) -> dict[str, float]:
-        """By node: since when it has as many strikes as it has now."""
+        """Returns, by node, since when it has as many strikes as it has now."""
         strikes = world.strikes if world is not None else ()
         if not strikes:
             return self._struck.update((), now_s)
@@ -221,7 +222,7 @@ class ClusterObserver:
         return {key.partition(" ")[2]: since_s for key, since_s in since.items()}
 
     def _next_token(self, generation: int) -> str:
-        """What a world of this agent would be told apart by from another's of the same number."""
+        """Returns the token that tells a world of this agent from another's of the same number."""
         if self._token[0] != generation:
             self._token = (generation, f"g{generation:06d}-{self._draw_token()}")
         return self._token[1]
@@ -229,7 +230,7 @@ class ClusterObserver:
     def _note_members(
         self, world: World | None, members: Mapping[str, Member] | None, now_s: float
     ) -> tuple[str, ...]:
-        """Notes who has come; the members of the world without a registration."""
+        """Notes which nodes have come; returns the members of the world without a registration."""
         same = members is self._noted
         if not same:
             known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
@@ -244,8 +245,11 @@ class ClusterObserver:
         return self._unseen[1]
 
     def _holdings(self, generation: int, now_s: float) -> tuple[Holding, ...]:
-        """What memory holds; once it was told, looked at now and then, for the workers that could
-        add to it are gone, and only a replica may still come."""
+        """Returns what memory holds.
+
+        Once that was reported it is read less often, for the workers that could add to it are gone,
+        and only a replica may still come.
+        """
         said = self._my_reports.get(generation)
         told = said is not None and said.phase == "stopped"
         if said is not None and told and now_s - self._looked_at_memory_s < MEMORY_AGAIN_S:
@@ -262,7 +266,7 @@ class ClusterObserver:
         )
 
     def _storage(self, view: View) -> CheckpointState:
-        """The newest good checkpoint, and what is wrong with the newest of all."""
+        """Returns the newest good checkpoint, and the damage of the newest of all."""
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
         self.bad_steps |= bad.keys()
@@ -271,6 +275,6 @@ class ClusterObserver:
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:
-    """Whether this very registration stands: a new one of the same name is another node."""
+    """Returns whether this very registration exists: a new one of the same name is another node."""
     found = members.get(member.node)
     return found is not None and found.incarnation == member.incarnation

@@ -47,7 +47,7 @@ def _repeat(text: str) -> None:
 
 
 class AgentReporter:
-    """Takes note of what the agent hears and decides."""
+    """Records what the agent receives and decides."""
 
     def __init__(self, options: AgentOptions, events: EventLog, metrics: Metrics) -> None:
         self._options = options
@@ -62,15 +62,15 @@ class AgentReporter:
         self.console = AgentConsole(options)
         self._done: Done | None = None
         self._said_outlasted = 0
-        """The generation of which it was said."""
+        """Generation of which a line said that workers have finished and others run on."""
         self._session = False
-        """A worker has called `elasticzero.run`."""
+        """True if a worker has called `elasticzero.run`."""
 
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
 
     def decided(self, view: View, decision: Decision) -> None:
-        """Log the reason when it changes; count what changed in the world."""
+        """Logs the reason when it changes; counts what changed in the world."""
         if view.world is not None and view.world != self._world:
             self._world_changed(view.world)
         if view.control != self._latest.control:
@@ -144,7 +144,7 @@ class AgentReporter:
     def heard(  # noqa: PLR0915 - one case for each message
         self, group: WorkerGroup, heard: Iterable[Heard], now_s: float
     ) -> None:
-        """Take note of what workers said."""
+        """Records messages of workers."""
         for worker, message in heard:
             local = worker.local_rank
             match message:
@@ -207,7 +207,7 @@ class AgentReporter:
         self._tee(group, last=False)
 
     def kept(self, news: SnapshotHeld) -> None:
-        """This node holds its part of a snapshot, or could not."""
+        """Records that this node holds its part of a snapshot, or could not take it."""
         self.note("kept", **_plain(news))
         if news.error is None:
             self._latest.snapshot_step = news.step
@@ -216,7 +216,7 @@ class AgentReporter:
             self.console.say(f"the snapshot of step {news.step} is not kept: {news.error}")
 
     def saved(self, over: SaveFinished) -> None:
-        """A save has ended here."""
+        """Records that a save has ended here."""
         self.note("saved", **_plain(over))
         for text in over.notes:
             self.console.say(text)
@@ -236,7 +236,8 @@ class AgentReporter:
             self.note("checkpoint", **_plain(over))
 
     def save_failed(self, failed: SaveFailed) -> None:
-        """A save of the newest state failed and is tried again; said when the error is another."""
+        """Records that a save of the newest state failed and is retried; prints it when the error
+        is another one."""
         self.note("save_failed", **_plain(failed))
         self.console.save_failed(failed)
 
@@ -244,7 +245,7 @@ class AgentReporter:
         self._metrics.recovery_seconds.labels(phase).observe(seconds)
 
     def _repeats(self, worker: Worker) -> bool:
-        """Whether this worker's output is repeated on the terminal."""
+        """Returns whether this worker's output is repeated on the terminal."""
         return self._options.console.shown(worker.local_rank) != 0
 
     def _tee(self, group: WorkerGroup, *, last: bool) -> None:
@@ -252,12 +253,12 @@ class AgentReporter:
             self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
 
     def looked(self, group: WorkerGroup, found: Failure) -> None:
-        """What a look found about a worker that makes no step."""
+        """Records what was found about a worker that makes no step."""
         self.note("looked", generation=group.generation, **_plain(found))
         self.console.looked(group, found)
 
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
-        """Says once of a generation that workers have finished and others of its world run on."""
+        """Records once a generation that workers have finished and others of its world run on."""
         if self._said_outlasted == group.generation or self._done is not None:
             return
         ended = group.outlasted(now_s)
@@ -267,40 +268,42 @@ class AgentReporter:
             self.console.outlasted(group, ended, now_s)
 
     def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
-        """A process was killed that did not end although its script had."""
+        """Records that a process was killed that did not end although its script had."""
         self.note("stuck_at_exit", rank=worker.rank, exit_code=worker.script_exit_code)
         self.console.stuck_at_exit(worker, limit_s)
 
     def retired(self, group: WorkerGroup) -> None:
-        """The last of a group's output."""
+        """Prints the rest of a group's output."""
         self._tee(group, last=True)
 
     def notice(self, notice: PreemptionNotice) -> None:
-        """This node is to leave."""
+        """Records that this node is to leave."""
         left_s = None if notice.by_s is None else round(notice.by_s - notice.heard_s, 3)
         self.note("notice", reason=notice.reason, left_s=left_s)
         self.console.say(f"{notice.reason}: leaving at the next boundary between steps")
 
     def leaves(self, reason: str) -> None:
-        """The agent ends for this reason."""
+        """Records the reason for which the agent ends."""
         self.console.say(reason)
 
     def store_recovery(self, text: str) -> None:
-        """etcd has lost its data, or was told anew what it had lost."""
+        """Records that etcd has lost its data, or that the agent wrote to it again what it had
+        lost."""
         self.note("store_recovery", message=text)
         self.console.say(text)
 
     def store_trouble(self, error: ElasticZeroError) -> None:
-        """A write to etcd has failed; said now and then while it is tried again."""
+        """Records that a write to etcd has failed; prints it now and then while it is retried."""
         if self.console.store_trouble(str(error)):
             self.note("store_trouble", message=str(error))
 
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:
-        """Plain values for `/status`."""
+        """Returns plain values for `/status`."""
         return agent_status(self._options, view, self._latest, leaving=leaving)
 
     def close(self, code: ExitCode | None) -> None:
-        """The last words: if the job failed, the error that brought it about, once."""
+        """Records the end of the agent; if the job failed, prints the error that caused it,
+        once."""
         done = self._done
         outcome, reason = (done.outcome, done.reason) if done is not None else (None, "")
         early = done.end_reason if done is not None else ""

@@ -1,4 +1,4 @@
-"""What an agent answers to `/status`."""
+"""Makes an agent's answer to `/status`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Latest:
-    """The newest of what an agent was told of its job; changed by `AgentReporter` alone."""
+    """Holds the newest state of the job that an agent has seen; only `AgentReporter` changes it."""
 
     began_s: float
     reason: str = ""
-    """Why the agent does what it does."""
+    """Reason for what the agent does."""
     control: Control = field(default_factory=Control)
     plain: bool = False
-    """The script makes no steps that could be seen."""
+    """True if the script makes no visible steps."""
     goodput: GoodputMeter = field(default_factory=GoodputMeter)
     step: int = 0
     total_steps: int | None = None
@@ -37,7 +37,7 @@ class Latest:
 def agent_status(
     options: AgentOptions, view: View | None, latest: Latest, *, leaving: bool
 ) -> dict[str, Any]:
-    """Plain values for `/status`."""
+    """Returns plain values for `/status`."""
     world = view.world if view is not None else None
     workers = view.workers if view is not None else WorkerGroupState()
     policy = with_operator_overrides(options.policy, latest.control)

@@ -34,8 +34,11 @@ from elasticzero.launcher.store.watch_cache import (
 
 
 def needs_fresh_view(action: Action) -> bool:
-    """Whether an action is done only if a fresh read of the store leads to it too: the end of a
-    generation, and an alarm about a lapsed lease, for a watch may tell late that it is back."""
+    """Returns whether an action is done only if a fresh read of the store leads to it too.
+
+    That is so of the end of a generation, and of an alarm about a lapsed lease, for a watch may
+    show late that the lease is back.
+    """
     match action:
         case WriteWorld() | WriteDone():
             return True
@@ -60,7 +63,7 @@ class StoreWriter:
         self._membership = membership
         self._cluster = cluster
         self.token_digest = ""
-        """Of the job's token; it is part of each world that is written."""
+        """Digest of the job's token; it is part of each world that is written."""
 
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
@@ -91,7 +94,7 @@ class StoreWriter:
         self._cluster.reported(generation, report, revision or 0)
 
     def reread(self, view: View, *, ends: bool) -> PrefixState | None:
-        """Reads what a decision that needs a fresh view rests on; returns `world` as it stands now.
+        """Reads what a decision that needs a fresh view rests on; returns `world` as it is now.
 
         ends: the decision ends a generation, and rests on its reports too.
         """
@@ -126,7 +129,8 @@ class StoreWriter:
             self._observer.put(WORLD, self._store.read(WORLD))
 
     def _conditions(self, stands: PrefixState | None) -> list[Condition]:
-        """Of what ends a generation: nobody has ended it, or the job; this node has its place."""
+        """Returns the conditions of a write that ends a generation: it is still open, the job is
+        too, and this node is registered."""
         entry = stands.entries.get(WORLD) if stands is not None else None
         revision, value = (entry.mod_revision, entry.value) if entry is not None else (0, None)
         return [

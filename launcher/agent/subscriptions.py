@@ -25,29 +25,31 @@ from elasticzero.launcher.store.watch_cache import (
 )
 
 LOOK_AGAIN_S = 1.0
-"""The oldest registration is not looked for more often; nor earlier by who came after others."""
+"""Minimum seconds between two searches for the oldest registration, and before the first search of
+a node that came after others."""
 LOOK_SPREAD_S = 0.05
-"""And so much later by each for every one that came before it."""
+"""Seconds by which each node searches later for every node that came before it."""
 LOOK_STAGGER_S = 0.01
-"""In a round that the first members do not end, the others look one after another."""
+"""Seconds between the searches of two members, in a round that the first members do not end."""
 MANY, PATIENCE_A_NODE_S, LOOK_A_NODE_S = 100, 0.005, 0.0002
-"""In a world of more nodes than so many they begin so much later for each node beyond, and each
-leaves the store so much time for each node: it asks for something of all of them, and of everything
-that they still say. If a round of a thousand nodes was slow, all of them looking would make it
-endless."""
+"""In a world of more nodes than MANY, searches begin later for each node beyond, and each leaves
+the store so much time for each node. A search makes the store send something of all nodes, and
+everything that they report then. If a round of a thousand nodes was slow, searches by all of them
+would make it endless."""
 QUIET_S = 30.0
-"""Without a step for so long every member watches them: the first ones may be gone all at once."""
+"""Seconds without a step after which every member watches the reports: the first members may all be
+gone."""
 QUIET_STAGGER_S = 0.5
-"""Until then one after another begins, a TTL after the last step."""
+"""Seconds by which one member begins after another before that, a TTL after the last step."""
 REPORT_AGAIN_S = 5.0
 LASTING = ("stopped", "finished")
-"""Seconds from one look whether the store still has this agent's report to the next, and the phases
-in which others wait for it."""
+"""Phases in which others wait for this agent's report; it is read every REPORT_AGAIN_S then, in
+case the store has lost it."""
 SURPLUS_TTLS = 2.0
-"""A node asks whether it is one too many after so many TTLs outside the world: a lost node whose
-place it could take is told of by then."""
+"""Number of TTLs outside the world after which a node checks whether it is one too many; the loss
+of a node whose place it could take is known by then."""
 STANDBY = 3
-"""So many first members watch the registrations, to act if those before them are gone."""
+"""Number of first members that watch the registrations, to act if those before them are gone."""
 
 
 class Subscriptions:
@@ -58,22 +60,22 @@ class Subscriptions:
         self._observer = observer
         self._membership = membership
         self._look_for_oldest_s: float | None = None
-        """Not before then; None: that is not known yet."""
+        """Time before which the oldest registration is not searched for; None: not known yet."""
         self._oldest: Entry | None = None
-        """The oldest registration, as far as is known."""
+        """Oldest registration, as far as is known."""
         self._surplus: tuple[tuple[int, int], bool] | None = None
-        """How many may be here and this registration's revision, and whether as many came before;
-        for these two it stays so."""
+        """How many nodes may be here, this registration's revision, and whether as many came
+        before; the answer stays true for these two."""
         self._look_for_room_s = 0.0
         self._awaited: Report | None = None
         """This agent's report, as it was put last."""
         self._look_at_report_s = 0.0
-        """It is not read before then."""
+        """Time before which that report is not read."""
         self._own_report: tuple[str, PrefixState] | None = None
-        """The key of this agent's report, and what was read there last."""
+        """Key of this agent's report, and what was last read there."""
 
     def lost_data(self) -> None:
-        """The store has lost its data: which node came first is unknown."""
+        """Forgets which node came first, for the store has lost its data."""
         self._oldest = self._look_for_oldest_s = self._surplus = None
 
     def update(self, view: View, now_s: float, policy: JobPolicy) -> None:
@@ -84,17 +86,19 @@ class Subscriptions:
         self._follow(view, now_s, policy)
 
     def is_oldest(self, node: str) -> bool:
-        """Whether the registration of `node` is the oldest, as far as is known."""
+        """Returns whether the registration of `node` is the oldest, as far as is known."""
         return self._oldest is not None and self._oldest.key == f"{MEMBERS}{node}"
 
     def is_surplus(self, view: View, now_s: float, policy: JobPolicy) -> bool:
-        """Whether MAX nodes and all spares that may wait are here, of those who came before."""
+        """Returns whether MAX nodes and all spares that may wait came before this node, and are
+        here."""
         room = _room(view, policy)
         case = (room, self._membership.revision)
         return _has_waited(view, now_s, policy) and self._surplus == (case, True)
 
     def own_report(self, key: str) -> PrefixState | None:
-        """What was read at `key`, that of this agent's report, the last time; None: nothing was."""
+        """Returns what was last read at `key`, the key of this agent's report; None: nothing was
+        read."""
         if self._own_report is None or self._own_report[0] != key:
             return None
         return self._own_report[1]
@@ -116,7 +120,7 @@ class Subscriptions:
                 self._own_report = (key, self._store.read(key))
 
     def _follow(self, view: View, now_s: float, policy: JobPolicy) -> None:
-        """Watch what this agent's role needs, and no more: a thousand agents share one store."""
+        """Watches what this agent's role needs, and no more: a thousand agents share one store."""
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
         if world is None:
@@ -137,11 +141,11 @@ class Subscriptions:
         self._observer.follow(prefixes)
 
     def _look_for_oldest(self, node: str, now_s: float) -> str:
-        """The prefix that shows when another registration becomes the oldest.
+        """Returns the prefix that shows when another registration becomes the oldest.
 
-        To find it the store goes through all registrations, for every agent that asks: none asks
-        before the oldest that it knows is gone. Most come to a world without asking: who came
-        first looks at once, the others after a while, one after another.
+        To find it the store goes through all registrations, for every agent that requests it: no
+        agent does so before the oldest one that it has seen is gone. Most come to a world without a
+        search: the first node searches at once, the others after a while, one after another.
         """
         if not self._oldest_is_gone(node):
             return self._prefix_of_oldest(node)
@@ -157,7 +161,7 @@ class Subscriptions:
         return self._prefix_of_oldest(node)
 
     def _look_for_room(self, view: View, now_s: float, policy: JobPolicy) -> None:
-        """Reads who came first, to find whether this node is one too many.
+        """Reads which nodes came first, to find whether this node is one too many.
 
         The store is asked once for each MAX, when a node lost before this one came is gone.
         """
@@ -177,14 +181,16 @@ class Subscriptions:
                 self._surplus = (case, view.me.node not in before and ahead >= room)
 
     def _came_before_me(self) -> int:
-        """How many were registered when this node did, as far as the store knows."""
+        """Returns how many nodes were registered when this one was, as far as the store can
+        tell."""
         try:
             return self._store.count(MEMBERS, self._membership.revision) - 1
         except StoreUnavailable:
             return 0
 
     def _prefix_of_oldest(self, node: str) -> str:
-        """Its own key; all registrations where it is this node's, for that node leads."""
+        """Returns the oldest node's key; where that is this node, all registrations, for it
+        leads."""
         if self._oldest is None:
             return WORLD
         return MEMBERS if self.is_oldest(node) else self._oldest.key
@@ -200,33 +206,35 @@ class Subscriptions:
 
 
 def leads(view: View) -> bool:
-    """Whether this agent may have to write the next world."""
+    """Returns whether this agent may have to write the next world."""
     outside = view.outside_s is not None
     return is_leader(view) or (outside and view.oldest)
 
 
 def _room(view: View, policy: JobPolicy) -> int:
-    """How many nodes may be here: those of a full world, and the spares."""
+    """Returns how many nodes may be here: those of a full world, and the spares."""
     policy = with_operator_overrides(policy, view.control)
     return policy.max_nodes + (policy.spares or 0)
 
 
 def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Whether this node has been outside the world for so long that a lost one is told of."""
+    """Returns whether this node has been outside the world for so long that the loss of a member is
+    known."""
     since_s = max(view.outside_s or now_s, view.store.well_since_s)
     return now_s - since_s >= SURPLUS_TTLS * policy.lease_ttl_s
 
 
 def _stagger_s(world: World, index: int) -> float:
-    """How much later than the first of all this member looks at the others."""
+    """Returns the seconds by which this member begins to watch the others later than the first
+    member."""
     nodes = len(world.members)
     delay_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
     return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
 def _is_quiet(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
-    """Whether the workers of a world that is known for long have made no step for so long that the
-    member at `index` looks at the others too."""
+    """Returns whether the member at `index` watches the others too, for the workers of its world
+    have made no step for long."""
     workers = view.workers
     known_s = view.world_s if view.world_s is not None else now_s
     turn_s = max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)

@@ -1,4 +1,4 @@
-"""What a decision can ask an agent to do. Pure values."""
+"""Defines what a decision can tell an agent to do. Pure values."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ class StopWorkers:
 class KillWorkers:
     reason: str
     spare_saving: bool = False
-    """Not those that may be writing their snapshot."""
+    """True: workers that may be writing their snapshot are not killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillUnresponsive:
-    """End the workers that, as a look has found, could not obey."""
+    """Kills the workers that, as their stacks have shown, cannot obey."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillSuspended:
-    """End the workers that a signal has stopped: they will not obey."""
+    """Kills the workers that a signal has suspended: they cannot obey."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpStacks:
-    """Find out where the workers are that make no step, and dump their stacks."""
+    """Asks the workers that make no step where they are, and dumps their stacks."""
 
     limit_s: float | None
-    """Without a step for so long a worker may be to blame; None: only one that is stopped."""
+    """Seconds without a step after which a worker may be to blame; None: only a suspended one
+    may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class PutReport:
 class WriteWorld:
     world: World
     gone: tuple[str, ...] = ()
-    """Registrations that end with the former world: who lives registers anew."""
+    """Registrations that end with the former world; a node that lives registers anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class SaveHeldSnapshot:
-    """Make a checkpoint of a snapshot whose workers are gone: write these ranks' shards."""
+    """Makes a checkpoint of a snapshot whose workers are gone, by writing the shards of these
+    ranks."""
 
     generation: int
     step: int
@@ -110,5 +112,5 @@ class Decision:
 
 
 def wait(reason: str) -> Decision:
-    """Nothing to do now, and why."""
+    """Returns a decision that does nothing for now, and says why."""
     return Decision((), reason)

@@ -91,13 +91,13 @@ from elasticzero.launcher.protocol.regroup import close_round, others_may_save, 
 from elasticzero.launcher.protocol.view import View
 
 ALIKE_S = 1.0
-"""Workers that begin are not stopped for so long after another's bad input."""
+"""Seconds for which workers that begin are not stopped after another node's bad input."""
 READ = ("restored", "stalled", "finished")
-"""Phases of a node that has the state it starts from."""
+"""Phases of a node that has read the state that it starts from."""
 
 
 def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """The next actions of this agent, and why."""
+    """Returns the next actions of this agent, and why."""
     policy = with_operator_overrides(policy, view.control)
     workers, world = view.workers, view.world
     if view.done is not None:
@@ -137,7 +137,7 @@ def _wind_up(view: View, done: Done) -> Decision:
 
 
 def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """This registration has no place in the world."""
+    """Decides for a registration that has no place in the world."""
     workers = view.workers
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
@@ -158,7 +158,7 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
 
 
 def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """No round is open."""
+    """Decides while no round is open."""
     workers = view.workers
     if workers.failed:
         reason = _first_words(workers.failure)
@@ -221,13 +221,13 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
 
 
 def _has_run(view: View, phase: Phase) -> bool:
-    """Whether a plain script has been seen to run here in this generation."""
+    """Returns whether a plain script has been seen to run here in this generation."""
     known = view.my_report is not None and view.my_report.ran
     return view.workers.plain and (known or phase == "restored")
 
 
 def _round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """A regroup round is open: by an alarm, or because workers left at a boundary."""
+    """Decides while a regroup round is open: by an alarm, or because workers left at a boundary."""
     workers, opened_s = view.workers, view.round_s or now_s
     if view.alarm is None and now_s - opened_s >= policy.alive_s:
         alarm = Alarm(node=view.me.node, kind="silence", reason="not every node has answered")
@@ -255,10 +255,10 @@ def _round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisio
 
 
 def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """Workers run while a round is open.
+    """Decides while workers run and a round is open.
 
-    An alarm that only asks who is alive disturbs nobody on the way to a boundary that all agreed
-    on, unless they do not get there, as one that a signal has stopped.
+    An alarm that only asks which nodes are alive does not disturb workers on the way to a boundary
+    that all have agreed on, unless they cannot get there, such as a suspended one.
     """
     workers, alarm = view.workers, view.alarm
     if alarm is None:
@@ -295,8 +295,11 @@ def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
 
 def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
-    """Whether this node's workers are given time to come to the error of another's: where no node
-    has trained yet, bad input is mostly that of all."""
+    """Returns whether this node's workers are given time to meet the error of another node's
+    workers.
+
+    Where no node has trained yet, bad input is mostly that of all nodes.
+    """
     fresh = view.world is not None and not view.world.trained and not view.workers.step
     asked = view.workers.aborted_s is not None
     alarm_s = view.alarm_s if view.alarm_s is not None else now_s
@@ -304,25 +307,27 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
 
 
 def _time_is_up(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a leaving node's deadline is here in a round that waits for more than workers."""
+    """Returns whether a leaving node's deadline has passed in a round that waits for more than
+    workers."""
     waits = view.saving or _waited_s(view, view.round_s, now_s) >= policy.stop_s
     return view.notice is not None and waits and now_s >= exit_deadline_s(view.notice)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a leaving node waits in vain for a world without it."""
+    """Returns whether a leaving node waits in vain for a world without it."""
     waited_s = _waited_s(view, view.round_s, now_s)
     few = len(world.members) - 1 < policy.min_nodes or _all_leave(view, world)
     return waited_s >= (2 * policy.alive_s if few else policy.handover_s)
 
 
 def _waited_s(view: View, since_s: float | None, now_s: float) -> float:
-    """How long the others could have done something: not while the store was away."""
+    """Returns the seconds in which other nodes could have acted; time in which the store was away
+    does not count."""
     return now_s - max(since_s or now_s, view.store.well_since_s)
 
 
 def _all_leave(view: View, world: World) -> bool:
-    """Whether every node of the world leaves, and none waits for a place."""
+    """Returns whether every node of the world leaves, and no other node waits for a place."""
     if view.members is None or any(not world.names(m) for m in view.members.values()):
         return False
     reports = [(view.reports or {}).get(member.node) for member in world.members]

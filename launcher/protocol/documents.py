@@ -17,16 +17,18 @@ from elasticzero.serialization import decode, decode_rows, encode
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node registered in the store under a lease."""
+    """Registers a node in the store, under a lease."""
 
     node: str
     incarnation: str
-    """New at every registration, except when the node reclaims a place that `world` still names."""
+    """Drawn anew at every registration, except where the node reclaims a place that `world` still
+    names."""
     host: str
-    """Where the other nodes reach it."""
+    """Address at which the other nodes reach this one."""
     http_port: int
     store_port: int
-    """Bound by the agent, free for rank 0's store, should this member come first."""
+    """Port that the agent has bound for rank 0's store, for the case that this member comes
+    first."""
     nproc: int
 
     @property
@@ -36,14 +38,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord:
-    """The first error of a generation that ended by one."""
+    """Records the first error of a generation that ended by one."""
 
     generation: int
     node: str
     rank: int
     blame: str
     step: int
-    """The last step that was finished before."""
+    """Last step that was finished before the error."""
     message: str
     others: tuple[str, ...] = ()
     """Other nodes whose workers failed by the same error at the same step."""
@@ -51,28 +53,28 @@ class FailureRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStrikes:
-    """How often in a row a node's workers have failed, where others' did not."""
+    """Counts how often in a row a node's workers have failed where no other node's did."""
 
     node: str
     count: int
     why: str = field(default="", compare=False)
-    """Why the node is set aside, if it is."""
+    """Reason for which the node is set aside; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
-    """A damaged checkpoint: a generation begins from an earlier one, or from the start."""
+    """Names a damaged checkpoint; the generation begins from an earlier one, or from the start."""
 
     step: int
     message: str
-    """Which file is damaged, and how."""
+    """Names the damaged file and the damage."""
     cause: str
-    """The reason of the world without the damage: what else led to the generation."""
+    """The rest of the world's reason: what led to the generation besides the damage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One generation: an ordered list of members, and the state they start from."""
+    """Describes one generation: an ordered list of members, and the state that they start from."""
 
     generation: int
     token: str
@@ -80,37 +82,38 @@ class World:
     strategy: str
     resume: Resume
     reason: str
-    """One sentence: why this world was made."""
+    """One sentence that says why this world was made."""
     fruitless: int = 0
-    """Failures in a row that did not get past the step they started from."""
+    """Number of failures in a row that did not get past the step they started from."""
     furthest: int = 0
-    """A generation comes on only if it gets past this step, too: see B1 in `failure_policy`."""
+    """Step that a generation must also get past to make progress: see B1 in `failure_policy`."""
     bad_steps: tuple[int, ...] = ()
-    """Checkpoints found damaged: a save of such a step replaces what stands there."""
+    """Steps whose checkpoints were found damaged; a save of such a step replaces the damaged
+    one."""
     setbacks: tuple[FailureRecord, ...] = ()
     """The last failures in a row at one place, oldest first."""
     strikes: tuple[NodeStrikes, ...] = ()
     """Nodes whose workers failed in a row, where others' did not."""
     token_digest: str = ""
-    """Of the job's token that its members use, shortened; empty: not told."""
+    """Shortened digest of the job's token that its members use; empty: not stated."""
     trained: int = 0
-    """So many of the first members have made steps with this job: new ones come last."""
+    """Number of the first members that have made steps with this job; new members come last."""
     skipped: SkippedCheckpoint | None = None
-    """The damaged checkpoint that `reason` tells of; None: it tells of none, or this document was
-    written by a version without this field."""
+    """Damaged checkpoint that `reason` mentions; None: it mentions none, or a version without this
+    field wrote this document."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """Each node's index; an agent looks for its own several times a round of its loop."""
+    """Index of each node; an agent looks its own up several times in a round of its loop."""
 
     def __post_init__(self) -> None:
         places = {member.node: index for index, member in enumerate(self.members)}
         object.__setattr__(self, "_places", places)
 
     def names(self, member: Member) -> bool:
-        """Whether this very registration has a place here."""
+        """Returns whether this very registration has a place here."""
         return self.find(member.node, member.incarnation) is not None
 
     def find(self, node: str, incarnation: str) -> int | None:
-        """Index of a registration in the order of members."""
+        """Returns the index of a registration in the order of members."""
         index = self._places.get(node)
         if index is None or self.members[index].incarnation != incarnation:
             return None
@@ -121,90 +124,91 @@ class World:
         return sum(member.nproc for member in self.members)
 
     def first_rank(self, index: int) -> int:
-        """Rank of the first worker of the member at `index`."""
+        """Returns the rank of the first worker of the member at `index`."""
         return sum(member.nproc for member in self.members[:index])
 
     def ranks(self, index: int) -> tuple[int, ...]:
-        """Ranks of the workers of the member at `index`."""
+        """Returns the ranks of the workers of the member at `index`."""
         first = self.first_rank(index)
         return tuple(range(first, first + self.members[index].nproc))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Somebody saw this generation end."""
+    """Says that this generation ends, and why."""
 
     node: str
     kind: Literal["failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
     left: int | None = None
-    """Of a hang: the rank that left its loop alone, for which the others wait."""
+    """Of a hang: the rank that left its loop alone, and for which the others wait."""
     final: bool = False
-    """A failure that the same input would bring about again."""
+    """True if the same input would bring the failure about again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A snapshot, or some ranks' shards of one, in a node's shared memory."""
+    """Names a snapshot in a node's shared memory, or some ranks' shards of one."""
 
     generation: int
     step: int
     world_size: int
-    """Of the snapshot; 1 for a complete one."""
+    """World size of the snapshot; 1 for a complete one."""
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The first error of a node's workers."""
+    """Describes the first error of a node's workers."""
 
     rank: int
     blame: Literal["user", "checkpoint", "storage", "environment", "hung", "killed", "peer"]
     message: str
     step: int = 0
     final: bool = False
-    """The same input would fail in the same way: do not try again."""
+    """True if the same input would fail in the same way, so that the job is not tried again."""
     bad_step: int | None = None
-    """The checkpoint that was found damaged."""
+    """Step of the checkpoint that was found damaged."""
     traceback: str = ""
-    """Its end, as far as a document in the store may hold it."""
+    """End of the traceback, as far as a document in the store may hold it."""
     odd: bool = False
-    """The rank has another state than a majority: its node is set aside at once."""
+    """True if the rank has another state than a majority; its node is set aside at once."""
     verified: int | None = None
-    """State of later steps may differ between ranks; None: nothing was found to differ."""
+    """Newest step at which the ranks were equal; state of later steps may differ. None: no
+    difference was found."""
 
 
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
-"""stalled: the workers make no step, and wait for others as far as their agent can see."""
+"""`stalled`: the workers make no step, and wait for others as far as their agent can see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a node says in one generation; a later report replaces an earlier one."""
+    """Says what a node does in one generation; a later report replaces an earlier one."""
 
     incarnation: str
     phase: Phase
     store_port: int = 0
-    """A fresh one for the next world."""
+    """Fresh port for rank 0's store in the next world."""
     leaving: bool = False
     leave_reason: str = ""
-    """Why it leaves, where that is known."""
+    """Reason for which the node leaves, where it is known."""
     holdings: tuple[Holding, ...] = ()
     failure: Failure | None = None
     final_step: int | None = None
     world: str = ""
-    """Token of the generation that it is about: there may be two of one number where the store has
-    lost its data. Empty: not told."""
+    """Token of the generation that the report is about; empty: not stated. There may be two
+    generations of one number where the store has lost its data."""
     end_reason: str = ""
-    """Phase finished: why the script ended training early, by `session.stop`."""
+    """Phase `finished`: why the script ended training early, by `session.stop`."""
     ran: bool = False
-    """Its workers have run for a while and never called `elasticzero.run`: the steps of a plain
-    script are not counted."""
+    """True if the workers have run for a while and never called `elasticzero.run`; the steps of a
+    plain script are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """A registration that shall leave; the same node, registered anew, is another."""
+    """Names a registration that shall leave; the same node, registered anew, is another."""
 
     node: str
     incarnation: str
@@ -212,43 +216,44 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """What operators ask of the job."""
+    """Holds what operators ask of the job."""
 
     drain: tuple[Drain, ...] = ()
-    """Who shall leave at the next boundary."""
+    """Registrations that shall leave at the next boundary."""
     nnodes: tuple[int, int] | None = None
-    """Fewest and most nodes; None: as the agents were told."""
+    """Fewest and most nodes; None: the numbers that the agents were given."""
     stop: bool = False
-    """The job shall end at the next boundary."""
+    """True if the job shall end at the next boundary."""
 
     def drains(self, member: Member) -> bool:
-        """Whether this very registration shall leave."""
+        """Returns whether this very registration shall leave."""
         return any((d.node, d.incarnation) == (member.node, member.incarnation) for d in self.drain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The job is over."""
+    """Says that the job is over, and how it ended."""
 
     outcome: Literal["finished", "failed", "stopped"]
-    """stopped: by an operator, to be gone on with."""
+    """`stopped`: an operator stopped it, and it can go on later."""
     step: int
     reason: str
     failure: Failure | None = None
     setbacks: tuple[FailureRecord, ...] = ()
-    """Where it failed time and again: the first error of each generation."""
+    """First error of each generation, where the job has failed several times."""
     end_reason: str = ""
-    """Why the script ended training early, by `session.stop`; empty: it did not, or this document
-    was written by a version without this field."""
+    """Why the script ended training early, by `session.stop`; empty: it did not, or a version
+    without this field wrote this document."""
 
 
 NOT_WRITTEN_EMPTY: tuple[tuple[type, str], ...] = ((World, "skipped"), (Done, "end_reason"))
-"""Fields that are not written where they are empty: the bytes are then those of versions without
+"""Fields that are left out where they are empty, so that the bytes are those of versions without
 them."""
 
 
 def to_bytes(document: Any) -> bytes:
-    """The stored form of a document; a world's members and sources are rows, not objects."""
+    """Returns the stored form of a document; a world's members and sources are rows, not
+    objects."""
     value = encode(document)
     for kind, name in NOT_WRITTEN_EMPTY:
         if isinstance(document, kind) and not getattr(document, name):
@@ -268,8 +273,11 @@ def world_from_bytes(data: bytes) -> World:
 
 
 def outranks(world: World, other: World | None) -> bool:
-    """Whether of two worlds that were both written, for the store has lost its data in between,
-    this one counts: the higher generation, then the higher resume step, then the smaller token."""
+    """Returns whether the one of two worlds counts that were both written because the store lost
+    its data in between.
+
+    The higher generation counts, then the higher resume step, then the smaller token.
+    """
     if other is None or world.token == other.token:
         return other is None
     mine, its = ((w.generation, w.resume.step) for w in (world, other))
@@ -277,8 +285,11 @@ def outranks(world: World, other: World | None) -> bool:
 
 
 def merged(known: Control, found: Control) -> Control:
-    """What operators ask where the store has lost its data: what was known, and what stands there
-    now. No wish is ever withdrawn; of two sizes the one that was known counts."""
+    """Returns what operators ask where the store has lost its data: what was known, and what the
+    store has now.
+
+    No request is ever withdrawn; of two sizes the one that was known counts.
+    """
     more = tuple(drain for drain in found.drain if drain not in known.drain)
     return Control(
         drain=(*known.drain, *more),

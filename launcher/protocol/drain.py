@@ -1,4 +1,4 @@
-"""Decides what a node does that leaves, with or without a deadline: A8, A10 to A12 of `decide`.
+"""Decides what a leaving node does, with or without a deadline: A8 and A10 to A12 of `decide`.
 
 Pure.
 """
@@ -27,13 +27,13 @@ from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 
 MARGIN_SHARE = 0.25
-"""The margin before a deadline is no more than this of the whole notice."""
+"""Largest share of the whole notice that the margin before a deadline takes."""
 EXIT_MARGIN_S = 2.0
-"""An agent exits so long before its deadline, or half of the margin if that is less."""
+"""Seconds before its deadline at which an agent exits; half of the margin if that is less."""
 
 
 def merge_notices(notices: Sequence[PreemptionNotice]) -> PreemptionNotice | None:
-    """All notices so far as one: the reason of the first, and the earliest deadline."""
+    """Returns all notices so far as one, with the reason of the first and the earliest deadline."""
     if not notices:
         return None
     first = notices[0]
@@ -48,7 +48,8 @@ def _deadline_s(notice: PreemptionNotice) -> float:
 
 
 def boundary_deadline_s(notice: PreemptionNotice | None, policy: JobPolicy) -> float:
-    """Until when the node waits for a boundary; the rest of the time is for handing over state."""
+    """Returns the time until which the node waits for a boundary; the rest is for handing over
+    state."""
     if notice is None or notice.by_s is None:
         return float("inf")
     whole_s = max(0.0, notice.by_s - notice.heard_s)
@@ -56,8 +57,11 @@ def boundary_deadline_s(notice: PreemptionNotice | None, policy: JobPolicy) -> f
 
 
 def exit_deadline_s(notice: PreemptionNotice) -> float:
-    """When a leaving node exits although its round has not ended: what it waits for (storage that
-    cannot be written, silent nodes) may take longer than the machine lasts."""
+    """Returns the time at which a leaving node exits although its round has not ended.
+
+    What the round waits for, such as storage that cannot be written or silent nodes, may take
+    longer than the machine lasts.
+    """
     if notice.by_s is None:
         return float("inf")
     whole_s = max(0.0, notice.by_s - notice.heard_s)
@@ -65,14 +69,14 @@ def exit_deadline_s(notice: PreemptionNotice) -> float:
 
 
 def leave_reason(view: View) -> str:
-    """`node-3 leaves: AWS spot interruption in 118 s`."""
+    """Returns a reason such as `node-3 leaves: AWS spot interruption in 118 s`."""
     if view.notice is None:
         return f"{view.me.node} is leaving"
     return f"{view.me.node} leaves: {view.notice.reason}"
 
 
 def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """What a leaving node does while no round is open."""
+    """Decides for a leaving node while no round is open."""
     reason, workers, notice = leave_reason(view), view.workers, view.notice
     if not view.store.reachable:
         return wait(f"{reason}; etcd is away, so it trains on until etcd is back")
@@ -84,8 +88,8 @@ def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
 
 def must_drain_without_store(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a node's time to leave is nearly up while etcd is away, so that no other node can be
-    told: A11."""
+    """Returns whether a node's time to leave is nearly up while no other node can be reached
+    through etcd: A11."""
     return (
         view.leaving
         and not view.store.reachable
@@ -116,14 +120,14 @@ def drain_without_store(view: View, now_s: float, policy: JobPolicy) -> Decision
 
 
 def must_exit_unrecorded(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Whether this node has waited long enough for an etcd that is away to write that the job is
-    done: A12."""
+    """Returns whether this node has waited long enough for etcd to write that the job is done:
+    A12."""
     away_s = now_s - view.store.confirmed_s
     return view.workers.finished and not view.store.reachable and away_s >= policy.join_timeout_s
 
 
 def exit_unrecorded(view: View, policy: JobPolicy) -> Decision:
-    """Exits from a job whose training is over, though etcd does not record so."""
+    """Exits from a job whose training is over, though etcd has no record of that."""
     reason = (
         f"every worker has finished, after step {view.workers.step}, but etcd has not answered for "
         f"{policy.join_timeout_s:g} s (--join-timeout), so the job is not marked as done; the same "
@@ -133,7 +137,7 @@ def exit_unrecorded(view: View, policy: JobPolicy) -> Decision:
 
 
 def _held_alone(view: View) -> Resume | None:
-    """The newest snapshot that this node holds whole."""
+    """Returns the newest snapshot that this node holds whole."""
     world, me = view.world, view.me
     if world is None or not view.can_save:
         return None
@@ -144,10 +148,10 @@ def _held_alone(view: View) -> Resume | None:
 
 
 def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
-    """When this node is to save a snapshot that others may hold too, without a word to them.
+    """Returns when this node saves a snapshot that others may hold too, without a message to them.
 
-    Members save in their order: the first at once, the second when half of the time until `by_s`
-    is over, the third after two thirds of it. A save of what storage has by then writes nothing.
+    Members save in their order: the first at once, the second when half of the time until `by_s` is
+    over, the third after two thirds of it. A save of what storage has by then writes nothing.
     """
     world, begins_s = view.world, boundary_deadline_s(view.notice, policy)
     before = 0
@@ -158,8 +162,11 @@ def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
 
 
 def stop_limit_s(view: View, told_s: float, policy: JobPolicy) -> float:
-    """How long this node's workers, told to stop at `told_s`, may take before they are killed: less
-    where the node itself is about to be gone."""
+    """Returns the seconds that this node's workers, told to stop at `told_s`, may take before they
+    are killed.
+
+    It is less where the node itself is about to be gone.
+    """
     notice = view.notice
     if notice is None or notice.by_s is None:
         return policy.stop_s

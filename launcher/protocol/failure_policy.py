@@ -62,13 +62,12 @@ QUARANTINE_S = 30.0
 MAX_QUARANTINE_S = 3600.0
 FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
-"""What can be a node's own fault; not a lost peer, storage that cannot be written, nor a
-checkpoint's damage."""
+"""Kinds of failure that can be a node's own fault; a lost peer, unwritable storage and a damaged
+checkpoint are not."""
 BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "hung", "killed", "peer")
-"""Of several failures the one that explains the others comes first: a lost peer explains
-nothing."""
+"""Kinds of failure, the ones that explain others first; a lost peer explains nothing."""
 MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
-"""Parts of the names of exceptions that tell of files and connections."""
+"""Parts of the names of exceptions that concern files and connections."""
 AGAIN = "its workers failed time and again, where no others did"
 
 Cause = tuple[str, Failure]
@@ -76,7 +75,7 @@ Cause = tuple[str, Failure]
 
 
 def root_cause(reports: Mapping[str, Report]) -> Cause | None:
-    """The failure that brought the others about: whose own fault it is goes before a lost peer."""
+    """Returns the failure that caused the others; a node's own fault goes before a lost peer."""
     failures = [(node, r.failure) for node, r in reports.items() if r.failure is not None]
     return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
 
@@ -89,8 +88,11 @@ def failures_without_progress(
     *,
     excused: bool = False,
 ) -> int:
-    """B1: failures in a row without progress. reports: of the nodes that are not lost. excused: the
-    failure is of nodes that are set aside for it (B6)."""
+    """Returns the number of failures in a row without progress (B1).
+
+    reports: of the nodes that are not lost. excused: the nodes with the failure are set aside for
+    it (B6).
+    """
     if _comes_on(world, resume_step, cause):
         return 0
     excused |= cause is not None and cause[1].blame == "storage"
@@ -104,32 +106,34 @@ def failures_without_progress(
 
 
 def _comes_on(world: World, resume_step: int, cause: Cause | None) -> bool:
-    """Whether progress was made."""
+    """Returns whether progress was made."""
     if cause is not None and recurs(world.setbacks, _setback(world, cause), resume_step):
         return False
     return resume_step > max(world.resume.step, world.furthest)
 
 
 def recurs(row: Collection[FailureRecord], last: FailureRecord, resume_step: int) -> bool:
-    """B1: whether an error has happened at this step before, and the state is not past it."""
+    """Returns whether an error has happened at this step before, and the state is not past it
+    (B1)."""
     return resume_step <= last.step and any(_same(earlier, last) for earlier in row)
 
 
 def _same(one: FailureRecord, other: FailureRecord) -> bool:
-    """Whether two generations ended by the same error at the same step."""
+    """Returns whether two generations ended by the same error at the same step."""
     alike = one.blame == other.blame != "peer" and one.step == other.step
     return alike and same_error(one.message, other.message)
 
 
 def progress_floor(world: World, resume_step: int, count: int) -> int:
-    """B1: the step that the next generation must get past. count: its `fruitless`."""
+    """Returns the step that the next generation must get past (B1). count: its `fruitless`."""
     if count <= world.fruitless and resume_step < world.resume.step:
         return resume_step  # what machines took is done again, and that is progress
     return max(resume_step, world.resume.step, world.furthest)
 
 
 def _in_want(world: World, failure: Failure, here: Collection[str]) -> bool:
-    """Whether it failed because nobody is left who held a part of the state to start from."""
+    """Returns whether it failed because a part of the state to start from is lost with its
+    holders."""
     sources = world.resume.sources if failure.blame == "environment" else ()
     there = {source.rank for source in sources if source.node in here}
     return any(source.rank not in there for source in sources)
@@ -145,7 +149,7 @@ def setbacks(
     cause: Cause | None,
     reports: Mapping[str, Report] | None = None,
 ) -> tuple[FailureRecord, ...]:
-    """B2: the errors in a row that stand after this round."""
+    """Returns the errors in a row that are remembered after this round (B2)."""
     before = world.setbacks
     if _comes_on(world, resume_step, cause):
         before = tuple(setback for setback in before if setback.step >= resume_step)
@@ -178,7 +182,8 @@ def _fails_alike(report: Report, failure: Failure) -> bool:
 
 
 def is_the_scripts(row: tuple[FailureRecord, ...]) -> bool:
-    """B3: whether the last error is the script's for certain: trying again is useless."""
+    """Returns whether the last error is certainly the script's, so that another try is useless
+    (B3)."""
     if not row or row[-1].blame != "user" or may_pass(row[-1].message):
         return False
     last = row[-1]
@@ -188,13 +193,13 @@ def is_the_scripts(row: tuple[FailureRecord, ...]) -> bool:
 
 
 def may_pass(message: str) -> bool:
-    """B3: whether an error tells of files or connections."""
+    """Returns whether an error concerns files or connections (B3)."""
     name = message.partition(":")[0].lower()
     return any(part in name for part in MAY_PASS)
 
 
 def repeated_failure_note(row: tuple[FailureRecord, ...]) -> str:
-    """B3: what is to be said of the last errors, if they are alike; else nothing."""
+    """Returns a note on the last errors if they are alike; otherwise an empty text (B3)."""
     if not row:
         return ""
     last = row[-1]
@@ -219,7 +224,7 @@ def _alike(one: FailureRecord, other: FailureRecord) -> bool:
 
 
 def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failure]:
-    """The failures that can be the fault of the node they happened on."""
+    """Returns the failures that can be the fault of the node they happened on."""
     return {
         node: report.failure
         for node, report in reports.items()
@@ -229,14 +234,17 @@ def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failu
 
 
 def trained(world: World, reports: Mapping[str, Report], staying: Collection[str]) -> int:
-    """B6: so many of the members that stay have made steps: all, if this generation made any."""
+    """Returns how many of the members that stay have made steps; all, if this generation made any
+    (B6)."""
     known = world.members if _has_trained(reports) else world.members[: world.trained]
     return sum(member.node in staying for member in known)
 
 
 def _has_trained(reports: Mapping[str, Report]) -> bool:
-    """Whether this generation made a step, or is of a plain script and ran for a while. One node
-    alone may have a script that starts slowly, and looks like a plain one."""
+    """Returns whether this generation made a step, or is of a plain script and ran for a while.
+
+    A single node may have a script that starts slowly, and looks like a plain one.
+    """
     if any(report.final_step for report in reports.values()):
         return True
     return bool(reports) and all(report.ran for report in reports.values())
@@ -245,10 +253,11 @@ def _has_trained(reports: Mapping[str, Report]) -> bool:
 def outliers(
     world: World, reports: Mapping[str, Report], here: Collection[str], least: int
 ) -> dict[str, Failure]:
-    """B6: the nodes that are set aside at once, with what speaks against them.
+    """Returns the nodes that are set aside at once, each with the failure that speaks against it
+    (B6).
 
-    reports: of the nodes whose workers have stopped. here: the nodes that the next world could be
-    of.
+    reports: of the nodes whose workers have stopped. here: the nodes that the next world could
+    have.
     """
     own = own_failures(world, reports)
     newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
@@ -262,7 +271,8 @@ def outliers(
 
 
 def _only_lose_each_other(world: World, reports: Mapping[str, Report]) -> bool:
-    """Whether all nodes are there, none leaves, and some have failed, but only by their peers."""
+    """Returns whether all nodes are present, none leaves, and some have failed, but only by their
+    peers."""
     said = [reports.get(member.node) for member in world.members]
     if any(report is None or report.leaving for report in said):
         return False
@@ -277,8 +287,10 @@ def strikes(
     lasted_s: float,
     odd: Mapping[str, Failure] | None = None,
 ) -> tuple[NodeStrikes, ...]:
-    """B4 and B6: the strikes after this round. lasted_s: how long this generation was seen. odd:
-    the nodes that are set aside at once."""
+    """Returns the strikes after this round (B4 and B6).
+
+    lasted_s: for how long this generation was seen. odd: the nodes that are set aside at once.
+    """
     present = {member.node for member in world.members}
     away = tuple(struck for struck in world.strikes if struck.node not in present)
     here = tuple(struck for struck in world.strikes if struck.node in present)
@@ -303,7 +315,7 @@ def strikes(
 def _struck(
     node: str, failure: Failure, before: Collection[NodeStrikes], least: int
 ) -> NodeStrikes:
-    """One strike more; `least` at least."""
+    """Returns a node's strikes with one more; they are `least` at least."""
     known = sum(struck.count for struck in before if struck.node == node)
     why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
     count = max(known + 1, least)
@@ -311,7 +323,7 @@ def _struck(
 
 
 def quarantine_reason(row: Collection[NodeStrikes], node: str) -> str:
-    """Why a node is set aside, in words."""
+    """Returns why a node is set aside, in words."""
     return next((struck.why for struck in row if struck.node == node and struck.why), AGAIN)
 
 
@@ -321,9 +333,9 @@ def quarantined(
     struck_s: Mapping[str, float],
     now_s: float,
 ) -> dict[str, float]:
-    """B4: the nodes that wait, and for how much longer, in seconds.
+    """Returns the nodes that wait, and for how many more seconds (B4).
 
-    before: the strikes of the present world, `struck_s` by node since when they are so many.
+    before: the strikes of the present world. struck_s: by node, since when it has so many strikes.
     """
     left: dict[str, float] = {}
     for struck in after:
@@ -336,7 +348,7 @@ def quarantined(
 
 
 def quarantine_s(count: int) -> float:
-    """How long a node with so many strikes waits."""
+    """Returns the seconds for which a node with so many strikes waits."""
     doublings = min(count - QUARANTINE_STRIKES, 20)
     return float(min(MAX_QUARANTINE_S, QUARANTINE_S * 2**doublings))
 
@@ -344,9 +356,10 @@ def quarantine_s(count: int) -> float:
 def still_quarantined(
     aside: Mapping[str, float], row: tuple[NodeStrikes, ...], here: Collection[str], least: int
 ) -> set[str]:
-    """B5: of the nodes that are set aside those that a new world does without.
+    """Returns the set-aside nodes that a new world does without (B5).
 
-    aside: by node, how much longer it waits. row: the strikes. here: who could be in that world.
+    aside: by node, for how much longer it waits. row: the strikes. here: the nodes that could be in
+    that world.
     """
     counts = {struck.node: struck.count for struck in row}
     struck = [node for node in here if node in aside]
@@ -358,10 +371,10 @@ def still_quarantined(
 def judge_exit(
     rank: int, exit_code: int, step: int, *, asked: bool, had_begun: bool
 ) -> Failure | None:
-    """B7: the failure of a worker that ended without a word, and not well; None: it was stopped.
+    """Returns the failure of a worker that exited without a message and without success; None: it
+    was stopped (B7).
 
-    asked: it was asked to stop before its agent learnt of its end. had_begun: its end had begun
-    by then.
+    asked: it was told to stop before its agent saw its exit. had_begun: its exit had begun by then.
     """
     if asked and not had_begun:
         return None

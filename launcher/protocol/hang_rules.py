@@ -36,18 +36,19 @@ STEPS_LONG = 10.0
 FLOOR_S = 60.0
 FIRST_STEP_S = 1800.0
 PATIENCE_S = 1.0
-"""After an alarm of a hang every agent looks where its workers are, before any is disturbed."""
+"""Seconds after an alarm of a hang in which agents examine their workers before any is stopped."""
 MOST_LOOK_S = 10.0
-"""A look that is not over by then is not waited for."""
+"""Seconds after which an examination that is not over is no longer waited for."""
 HANG_STOP_S = 5.0
-"""Out of its loop by then, or killed: H6."""
+"""Seconds within which a worker must have left its loop, or it is killed: H6."""
 STOPPED_S = 0.5
-"""For so long at least a process is seen stopped by a signal before it is killed for that: H7."""
+"""Seconds for which a process must be seen suspended by a signal before it is killed for that:
+H7."""
 RANKS_SHOWN = 4
 
 
 def step_limit_s(workers: WorkerGroupState, policy: JobPolicy) -> float | None:
-    """Seconds without a step that are too many in the loop; None: none are."""
+    """Returns the seconds without a step that are too many in the loop; None: there is no limit."""
     given = policy.hang_timeout_s
     if given == 0:
         return None
@@ -55,14 +56,14 @@ def step_limit_s(workers: WorkerGroupState, policy: JobPolicy) -> float | None:
 
 
 def due_s(limit_s: float | None, *, in_loop: bool) -> float:
-    """Seconds without a step after which one worker is past its time: H1 and H2."""
+    """Returns the seconds without a step after which one worker is past its time: H1 and H2."""
     if limit_s is None:
         return inf
     return limit_s if in_loop else max(FIRST_STEP_S, limit_s)
 
 
 def overdue(workers: WorkerGroupState, policy: JobPolicy) -> str | None:
-    """Why the workers should be looked at: H1, H2 and H4; None: they need not be."""
+    """Returns why the workers should be examined: H1, H2 and H4; None: they need not be."""
     limit_s = step_limit_s(workers, policy)
     if limit_s is None:
         return None
@@ -77,29 +78,29 @@ def overdue(workers: WorkerGroupState, policy: JobPolicy) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalledWorker:
-    """What was found out about a worker that makes no step."""
+    """Holds what was found about a worker that makes no step."""
 
     rank: int
     step: int
-    """The last one it finished in this generation; 0: none."""
+    """Last step that it finished in this generation; 0: none."""
     silent_s: float
     overdue: bool
-    """H1 and H2, for this worker."""
+    """True if H1 or H2 applies to this worker."""
     state: str = ""
-    """One letter, as in /proc/PID/stat: `T` is stopped by a signal."""
+    """Process state, one letter as in /proc/PID/stat; `T`: suspended by a signal."""
     wait: str = ""
-    """Where in the kernel its main thread sleeps."""
+    """Place in the kernel where its main thread sleeps."""
     located: Located | None = None
-    """What it answered; None: nothing."""
+    """Its answer to where it is; None: it has not answered."""
 
     @property
     def unresponsive(self) -> bool:
-        """It could not obey if it was told to stop."""
+        """Returns whether it could not obey if it was told to stop."""
         return self.state == "T" or self.located is None
 
 
 def blame(worker: StalledWorker) -> Failure:
-    """H5."""
+    """Chooses the worker that is to blame, by H5."""
     after = f"after step {worker.step}" if worker.step else "before its first step"
     said, guilty = worker.located, worker.overdue
     if worker.state == "T":
@@ -125,7 +126,8 @@ def blame(worker: StalledWorker) -> Failure:
 
 
 def deadlock(me: str, reports: Sequence[Report | None]) -> Alarm | None:
-    """An alarm where every node says that its workers wait for others; None: some do not."""
+    """Returns an alarm where every node reports that its workers wait for others; None: some do
+    not."""
     phases = {report.phase if report is not None else None for report in reports}
     if "stalled" not in phases or phases - {"stalled", "finished"}:
         return None
@@ -139,7 +141,7 @@ def deadlock(me: str, reports: Sequence[Report | None]) -> Alarm | None:
 
 
 def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
-    """A failure that stands for an alarm of a hang for which no rank is to blame: it counts."""
+    """Returns a failure in place of an alarm of a hang for which no rank is to blame; it counts."""
     if alarm is None or alarm.kind != "hang":
         return None
     index = next((i for i, m in enumerate(world.members) if m.node == alarm.node), 0)
@@ -147,7 +149,7 @@ def deadlocked(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
 
 
 def left_alone(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
-    """The failure of a rank that left its loop alone, for which all others wait: H5."""
+    """Returns the failure of a rank that left its loop alone, for which all others wait: H5."""
     if alarm is None or alarm.left is None:
         return None
     for index, member in enumerate(world.members):

@@ -49,7 +49,7 @@ from elasticzero.launcher.protocol.documents import World
 
 
 def check_invariants(before: World | None, after: World) -> None:
-    """What must hold between a world and the next, whatever happened; raises AssertionError."""
+    """Checks what must hold between a world and the next one; raises AssertionError."""
     nodes = [member.node for member in after.members]
     assert len(set(nodes)) == len(nodes), "a node has one place"
     assert after.members and after.world_size > 0, "a world has ranks"

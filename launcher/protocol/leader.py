@@ -71,17 +71,17 @@ from elasticzero.text import count_text, list_text
 NAMES_SHOWN = 8
 REMNANTS = "etcd was restored from a backup: waiting until the leases of nodes that are gone lapse"
 PLAIN_END = "every rank's script has ended with status 0; none called elasticzero.run"
-"""The reason of the end of a job whose script makes no steps that could be seen."""
+"""Reason for the end of a job whose script makes no visible steps."""
 PROOF_OF_LIFE_S = 30.0
 PROOF_STEPS = 2.0
-"""A step may last so many times the longest of the last ones, and is waited for."""
+"""A step is waited for up to this multiple of the longest of the last steps."""
 
 
 def is_leader(view: View) -> bool:
-    """Whether this agent acts for the job: the first member of `world` that is alive.
+    """Returns whether this agent acts for the job: the first member of `world` that is alive.
 
-    In a round those live that answered, as long as their registration stands; at other times, and
-    to an agent that does not see the answers, those that are registered.
+    In a round a member is alive if it has answered and its registration exists. At other times, and
+    for an agent that does not see the answers, it is alive if it is registered.
     """
     world = view.world
     if world is None:
@@ -98,8 +98,8 @@ def is_leader(view: View) -> bool:
 
 
 def answers_of(view: View) -> dict[str, Report]:
-    """The reports made in this round; those of the training before it say nothing about who
-    lives."""
+    """Returns the reports made in this round; reports of the training before it do not show which
+    nodes live."""
     world = view.world
     assert world is not None
     incarnations = {member.node: member.incarnation for member in world.members}
@@ -111,7 +111,7 @@ def answers_of(view: View) -> dict[str, Report]:
 
 
 def candidates_of(view: View) -> list[Member]:
-    """Who is registered, and not drained: L10."""
+    """Returns the nodes that are registered, and not drained: L10."""
     members = (view.members or {}).values()
     return [member for member in members if not view.control.drains(member)]
 
@@ -160,7 +160,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
 
 def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """A spare's part: nothing, unless the whole world is gone."""
+    """Decides for a spare: it does nothing, unless the whole world is gone."""
     gone = view.members is not None and all(
         member.node in view.missing_since_s
         and member_is_lost(view, view.missing_since_s[member.node], now_s, policy)
@@ -214,7 +214,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
 
 
 def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
-    """What the leader does while no round is open; None: nothing."""
+    """Decides for the leader while no round is open; returns None where it has nothing to do."""
     if view.reports is None:
         return None
     reports = [view.reports.get(member.node) for member in world.members]
@@ -255,21 +255,24 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
 
 
 def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> bool:
-    """Whether a missing registration can mean a missing node (V1): the agent's own lease is fresh,
-    and after an outage of the store every node had a TTL to register again."""
+    """Returns whether a missing registration can mean a missing node (V1).
+
+    It can if the agent's own lease is fresh, and after an outage of the store every node had a TTL
+    to register again.
+    """
     own_lease_is_fresh = now_s - store.confirmed_s <= ttl_s / 2
     store_is_well = store.reachable and now_s - store.well_since_s >= ttl_s
     return own_lease_is_fresh and store_is_well
 
 
 def member_is_lost(view: View, since_s: float, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a member that has not been registered since `since_s` is gone: V1 and V2."""
+    """Returns whether a member that has not been registered since `since_s` is gone: V1 and V2."""
     proven_alive = _makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)
     return leases_are_conclusive(view.store, now_s, policy.lease_ttl_s) and not proven_alive
 
 
 def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) -> bool:
-    """Whether all members make steps, and made one after `after_s`: V3."""
+    """Returns whether all members make steps, and made one after `after_s`: V3."""
     workers = view.workers
     trained = view.world is not None and workers.generation == view.world.generation
     quiet_s = now_s - workers.stepped_s
@@ -282,10 +285,11 @@ def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) ->
 def request_graceful_stop(
     view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str
 ) -> Decision:
-    """A graceful change: by the control word where the workers have one, else by the alarm.
+    """Requests a graceful change, by the control word where the workers have one, otherwise by the
+    alarm.
 
     Workers that start slowly are not waited for: until all have their state in place no step is
-    made, so an alarm costs none.
+    made, so an alarm loses none.
     """
     workers = view.workers
     if workers.running and (workers.plain or workers.late):

@@ -1,4 +1,4 @@
-"""Orders the members of a world, and chooses which member keeps whose replicas.
+"""Orders the members of a world, and chooses which member holds the replicas of which other one.
 
 Pure.
 """
@@ -11,7 +11,7 @@ from elasticzero.launcher.protocol.documents import Member, World
 
 
 def replica_source_index(index: int, count: int) -> int | None:
-    """Index of the member whose shards the member at `index`, of `count`, replicates.
+    """Returns the index of the member whose shards the member at `index`, of `count`, replicates.
 
     Members replicate each other's in pairs; of an odd number the last three do so in a ring, and a
     single one replicates nothing. So two lost nodes lose a shard only if they are a pair, or both
@@ -26,7 +26,8 @@ def replica_source_index(index: int, count: int) -> int | None:
 def order_members(
     world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
 ) -> tuple[Member, ...]:
-    """The members of the next world: those that stay keep their order, new ones come last."""
+    """Returns the members of the next world: those that stay have their old order, new ones come
+    last."""
     kept = list(staying)
     if world is not None:
         position = {member.node: index for index, member in enumerate(world.members)}

@@ -14,42 +14,43 @@ from elasticzero.launcher.protocol.documents import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPolicy:
-    """What the user allows, and the protocol's times in seconds."""
+    """Holds what the user allows, and the protocol's times in seconds."""
 
     min_nodes: int
     max_nodes: int
     spares: int | None = None
-    """Nodes beyond `max_nodes` that may wait; None: all that come."""
+    """Maximum number of nodes that may wait beyond `max_nodes`; None: no limit."""
     strategy: str = "ddp"
     max_restarts: int = 3
-    """Failures in a row without progress after which the job is given up."""
+    """Number of failures in a row without progress after which the job has failed."""
     join_timeout_s: float = 600.0
-    """MIN nodes that have not come together by then are given up."""
+    """Maximum seconds that MIN nodes may take to come together."""
     settle_s: float = 3.0
-    """The first world waits so long after the last node that came, if there is room for more."""
+    """Seconds that the first world waits after the last node that came, if there is room for
+    more."""
     grow_settle_s: float = 0.5
     alive_s: float = 0.5
-    """Who has not answered an alarm by then is presumed gone."""
+    """Seconds after an alarm after which a node that has not answered is presumed gone."""
     stop_s: float = 15.0
-    """A worker that has not left its loop by then is killed."""
+    """Seconds after which a worker that has not left its loop is killed."""
     save_s: float = 120.0
-    """A worker that has not written its snapshot by then is killed."""
+    """Seconds after which a worker that has not written its snapshot is killed."""
     save_timeout_s: float = 600.0
-    """Before a job ends, saves of the newest state are tried again for so long."""
+    """Seconds for which saves of the newest state are retried before a job ends."""
     lease_ttl_s: float = 5.0
     leave_margin_s: float = 5.0
-    """So long before its deadline a leaving node waits for no boundary any more."""
+    """Seconds before its deadline from which a leaving node waits for no boundary."""
     strict_checkpoint: bool = False
-    """A damaged checkpoint ends the job; else the newest good one is used."""
+    """True: a damaged checkpoint ends the job. False: the newest good one is used."""
     hang_timeout_s: float | None = None
-    """A worker that makes no step for so long counts as hung; 0: never; None: as long as follows
-    from the steps before."""
+    """Seconds without a step after which a worker counts as hung; 0: never; None: the time follows
+    from the last steps."""
     handover_s: float = 60.0
-    """A leaving node serves its snapshots at most so long."""
+    """Maximum seconds for which a leaving node serves its snapshots."""
 
 
 def with_operator_overrides(policy: JobPolicy, control: Control) -> JobPolicy:
-    """The policy as operators have changed it."""
+    """Returns the policy as operators have changed it."""
     if control.nnodes is None:
         return policy
     least, most = control.nnodes

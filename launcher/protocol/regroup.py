@@ -1,5 +1,5 @@
-"""The end of a regroup round: the acting leader's L4, and what every node saves where nobody can go
-on (A6): see `decide`.
+"""Ends a regroup round: L4 of the acting leader, and what every node saves where no node can go on
+(A6 of `decide`).
 
 Pure.
 """
@@ -47,15 +47,17 @@ from elasticzero.text import count_text, list_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
-"""Storage that has not said by then what it holds is done without, where memory has a snapshot."""
+"""Seconds after which the round no longer waits for storage to say what it holds, if memory has a
+snapshot."""
 SAVE_AFTER_ALIVE = 2
-"""A round that lasts so many times the time to answer is one in which nobody goes on."""
+"""A round that lasts longer than this multiple of the time to answer counts as one in which no node
+goes on."""
 GONE_AT_ONCE = 100
-"""So many registrations can end in the transaction that writes a world; others lapse."""
+"""Maximum number of registrations that end in the transaction that writes a world; others lapse."""
 
 
 def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """The acting leader's part of a round."""
+    """Decides for the acting leader in a round."""
     opened_s = max(view.round_s or now_s, view.store.well_since_s)
     answers = answers_of(view)
     answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, policy)]
@@ -109,27 +111,27 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """Who is there for the next world, and what the last one ended of."""
+    """Holds which nodes are there for the next world, and why the last one ended."""
 
     silent: tuple[str, ...]
     staying: tuple[Member, ...]
     cause: Cause | None
     odd: Mapping[str, Failure]
-    """The nodes that are set aside at once, and what speaks against them."""
+    """Nodes that are set aside at once, each with the failure that speaks against it."""
     aside: Mapping[str, float] = field(default_factory=dict)
-    """The nodes that are set aside, and for how much longer."""
+    """Nodes that are set aside, each with the seconds for which it still waits."""
 
 
 def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> set[str]:
-    """The nodes that the next world could be of: members that stay, and those that wait and are not
-    set aside."""
+    """Returns the nodes that the next world could have: members that stay, and waiting nodes that
+    are not set aside."""
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = {m.node for m in candidates_of(view) if not world.names(m)}
     return (waiting - aside.keys()) | {member.node for member in staying}
 
 
 def _trains(world: World, cause: Cause | None) -> bool:
-    """Whether a failure is of a node that has trained before this generation."""
+    """Returns whether a failure is of a node that has trained before this generation."""
     return cause is not None and cause[0] in {m.node for m in world.members[: world.trained]}
 
 
@@ -141,8 +143,10 @@ def _judged(
     said: tuple[Mapping[str, Report], Mapping[str, Report]],
     now_s: float,
 ) -> World:
-    """The next world without its members: its state, and whose fault the failures are. said: the
-    reports of the nodes that are there, and of those whose workers have stopped."""
+    """Returns the next world without its members: its state, and the attribution of the failures.
+
+    said: the reports of the nodes that are there, and of those whose workers have stopped.
+    """
     present, reports = said
     cause = found.cause
     recorded = cause if not found.odd or _trains(world, cause) else None
@@ -169,8 +173,10 @@ def _judged(
 def _next_world(
     view: View, following: World, found: _Round, policy: JobPolicy, lost: str
 ) -> Decision:
-    """The next world with its members, or waiting for enough of them. lost: what is to be said of
-    a snapshot that nobody holds whole."""
+    """Returns the next world with its members, or a decision to wait for enough of them.
+
+    lost: a note on a snapshot that no node holds whole.
+    """
     world, cause = view.world, found.cause
     assert world is not None
     stay = {m.node for m in found.staying}
@@ -195,8 +201,10 @@ def _next_world(
 
 
 def others_may_save(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a node that leaves nobody behind must wait: what it holds may be part of a snapshot
-    that becomes whole once others have stopped too."""
+    """Returns whether a node that leaves no other one behind must wait.
+
+    What it holds may be part of a snapshot that becomes whole once others have stopped too.
+    """
     waited_s = now_s - (view.round_s or now_s)
     if not view.can_save or waited_s >= policy.stop_s + policy.save_s:
         return False
@@ -204,10 +212,11 @@ def others_may_save(view: View, now_s: float, policy: JobPolicy) -> bool:
 
 
 def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
-    """What this node does of the newest whole snapshot in memory becoming a checkpoint, when a
-    round lasts because nobody can go on; None: nothing.
+    """Returns this node's part in making the newest whole snapshot in memory a checkpoint; None: it
+    has none.
 
-    Of several that hold a shard the first in the world's order writes it.
+    That happens in a round that lasts because no node can go on. Of several nodes that hold a shard
+    the first in the world's order writes it.
     """
     reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
     ending = view.control.stop and len(reports) == len(world.members)
@@ -232,7 +241,8 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
 
 
 def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, ...]:
-    """The nodes of the former world that have no place in the next, as they were registered."""
+    """Returns the nodes of the former world that have no place in the next, as they were
+    registered."""
     after = {member.node for member in members}
     left_out = [m for m in world.members if m.node not in after]
     found = [member.node for member in left_out if _registered(view, member)]
@@ -240,11 +250,12 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
 
 
 def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
-    """Whether a member that answered is there still: its registration may have lapsed for a while,
-    but a node that has come anew is not what it was.
+    """Returns whether a member that answered still exists.
 
-    For a TTL after the round's beginning, and after the store's return unless it had been missing
-    for a TTL before: a slow answer counts as a return too, and brings nobody back.
+    Its registration may have lapsed for a while, but a node that has come anew is not what it was.
+    This holds for a TTL after the round's beginning, and after the store's return unless the member
+    had been missing for a TTL before: a slow answer counts as a return too, and brings no node
+    back.
     """
     found = (view.members or {}).get(member.node)
     if found is not None:
@@ -261,7 +272,7 @@ def _registered(view: View, member: Member) -> bool:
 
 
 def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
-    """Why a node left, in its own words; empty if it gave none."""
+    """Returns why a node left, in its own words; empty if it gave no reason."""
     if alarm is not None and alarm.kind == "leave" and alarm.node == node:
         return alarm.reason
     if report is not None and report.leave_reason:
@@ -270,8 +281,10 @@ def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
 
 
 def _why(view: View, world: World, following: World, found: _Round, *, damage: bool = True) -> str:
-    """One sentence: what changed between the two worlds. damage: it has the message of the rank
-    that found a damaged checkpoint."""
+    """Returns one sentence on what changed between the two worlds.
+
+    damage: the damaged checkpoint, with the message of the rank that found it.
+    """
     before, after = ({m.node for m in w.members} for w in (world, following))
     silent, stay, cause = found.silent, {m.node for m in found.staying}, found.cause
     parts = []

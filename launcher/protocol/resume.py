@@ -27,7 +27,7 @@ from elasticzero.text import named_text
 def choose_resume(
     world: World | None, reports: Mapping[str, Report], storage_step: int | None
 ) -> Resume:
-    """The state the next generation starts from, by the rules of this module.
+    """Returns the state that the next generation starts from, by the rules of this module.
 
     reports: by node, of the generation of `world`. storage_step: newest good checkpoint, if any.
     """
@@ -44,13 +44,14 @@ def choose_resume(
 
 
 def verified_step(reports: Mapping[str, Report]) -> int | None:
-    """The newest step at which ranks that were found to differ were equal; None: none were."""
+    """Returns the newest step at which ranks that were found to differ were equal; None: none
+    differed."""
     failures = [report.failure for report in reports.values() if report.failure is not None]
     return min((f.verified for f in failures if f.verified is not None), default=None)
 
 
 def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> list[Resume]:
-    """What rule 5 leaves of the candidates."""
+    """Returns what rule 5 leaves of the candidates."""
     fresh = [resume for resume in candidates if resume.tier == "fresh"]
     equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
     newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
@@ -67,12 +68,12 @@ def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> lis
 
 
 def _as_held(origin: Resume, found: Resume) -> Resume:
-    """`origin`, in memory still, with the sources that were found of it."""
+    """Returns `origin`, which memory still holds, with the sources that were found of it."""
     return replace(origin, sources=found.sources) if origin.tier == "ram" else origin
 
 
 def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
-    """The snapshots that rules 1 and 2 admit."""
+    """Returns the snapshots that rules 1 and 2 admit."""
     return [
         Resume(
             tier="ram",
@@ -88,7 +89,8 @@ def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume
 def _held(
     world: World, reports: Mapping[str, Report]
 ) -> dict[tuple[int, int, int], dict[int, list[Source]]]:
-    """Who holds which rank's shard of each (generation, step, world size) that rule 1 admits."""
+    """Returns which node holds which rank's shard of each (generation, step, world size) that rule
+    1 admits."""
     origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
     addresses = {member.node: member.address for member in world.members}
     held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
@@ -107,7 +109,7 @@ def _held(
 def describe_incomplete_snapshot(
     world: World, reports: Mapping[str, Report], resume: Resume
 ) -> str:
-    """Why no snapshot is gone on from though nodes hold parts of some; empty where one is, or none
+    """Returns why no snapshot is used though nodes hold parts of some; empty where one is, or none
     was taken."""
     if resume.tier == "ram":
         return ""

@@ -39,8 +39,11 @@ from elasticzero.launcher.protocol.view import View
 def fail_job(
     following: World, cause: Cause | None, policy: JobPolicy, *, excused: bool = False
 ) -> Decision | None:
-    """The end of a job that it is useless to try again; None: it may be. excused: the failure is of
-    nodes that are set aside for it (B6 in `failure_policy`), or of one that leaves."""
+    """Returns the end of a job for which another try is useless; None: it may be tried again.
+
+    excused: the failure is of nodes that are set aside for it (B6 in `failure_policy`), or of one
+    that leaves.
+    """
     if cause is None:
         return None
     node, failure = cause
@@ -63,8 +66,10 @@ def fail_job(
 
 
 def fail_for_unwritten_checkpoint(view: View, cause: Cause | None) -> Decision | None:
-    """The end of a job whose last checkpoint could not be written (E5); None: it was another
-    failure, or storage has that step by now."""
+    """Returns the end of a job whose last checkpoint could not be written (E5).
+
+    None: it was another failure, or storage has that step by now.
+    """
     if cause is None or cause[1].blame != "storage":
         return None
     node, failure = cause
@@ -78,8 +83,11 @@ def fail_for_unwritten_checkpoint(view: View, cause: Cause | None) -> Decision |
 def end_once_saved(
     view: View, resume: Resume, decision: Decision, waited_s: float, policy: JobPolicy
 ) -> Decision:
-    """The end of a job as `decision` has it, once the newest state in memory is a checkpoint or its
-    time is up (E4). resume: the newest whole state. waited_s: since the round was opened."""
+    """Returns the end that `decision` holds, once the newest state in memory is a checkpoint or its
+    time is up (E4).
+
+    resume: the newest whole state. waited_s: seconds since the round was opened.
+    """
     if (saving := wait_until_saved(view, resume, waited_s, policy)) is not None:
         return saving
     (write,) = decision.actions
@@ -89,22 +97,25 @@ def end_once_saved(
 
 
 def only_in_memory(view: View, resume: Resume) -> bool:
-    """Whether memory alone has the newest state."""
+    """Returns whether only memory has the newest state."""
     return resume.tier == "ram" and resume.step > (view.storage_step or 0)
 
 
 def wait_until_saved(
     view: View, resume: Resume, waited_s: float, policy: JobPolicy
 ) -> Decision | None:
-    """Waiting until the newest state in memory is a checkpoint (E4); None: it is one, there is no
-    place for it, or its time is up."""
+    """Waits until the newest state in memory is a checkpoint (E4).
+
+    None: it is one, there is no place for it, or its time is up.
+    """
     if not only_in_memory(view, resume) or not view.can_save or waited_s >= policy.save_timeout_s:
         return None
     return wait(f"saving step {resume.step} from memory before the job ends")
 
 
 def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy) -> str:
-    """The end of a reason: what became of the newest state, where storage did not have it."""
+    """Returns the end of a reason: what became of the newest state, where storage did not have
+    it."""
     unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
     held = resume.step if resume.tier == "ram" else 0
     newest, reached = view.storage_step or 0, max(held, unwritten)
@@ -124,7 +135,8 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
 
 
 def stop_job(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:
-    """The end that an operator asked for, once the newest state in memory is a checkpoint."""
+    """Returns the end that an operator asked for, once the newest state in memory is a
+    checkpoint."""
     if not only_in_memory(view, resume):
         return stop_from_storage(view)
     step = resume.step
@@ -140,7 +152,7 @@ def stop_job(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> 
 
 
 def stop_from_storage(view: View) -> Decision:
-    """The same where storage has the newest state, or nothing has."""
+    """Returns the same end where storage has the newest state, or neither has any."""
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     return _stopped(view.storage_step or 0, _from_storage(view.storage_step))
@@ -157,8 +169,10 @@ def _stopped(step: int, reason: str) -> Decision:
 
 
 def refuse_damaged_checkpoint(view: View, resume: Resume, policy: JobPolicy) -> Decision | None:
-    """The end of a job that would have to begin behind a damaged checkpoint, where that is not
-    allowed, or where there is no good one (E3); None: it may go on from `resume`."""
+    """Returns the end of a job that would have to begin behind a damaged checkpoint (E3).
+
+    None: it may go on from `resume`, for that is allowed and a good checkpoint exists.
+    """
     damage = view.damage
     if damage is None or (resume.step >= damage.step and resume.tier != "fresh"):
         return None
@@ -179,8 +193,11 @@ def refuse_damaged_checkpoint(view: View, resume: Resume, policy: JobPolicy) -> 
 def refuse_unverified_state(
     reports: Mapping[str, Report], resume: Resume, cause: Cause | None
 ) -> Decision | None:
-    """The end of a job whose ranks differ, where no state is left of which they have shown that it
-    is equal (E6); None: there is one, or they do not."""
+    """Returns the end of a job whose ranks differ, where no state is left that was shown to be
+    equal (E6).
+
+    None: there is such a state, or the ranks do not differ.
+    """
     verified = verified_step(reports)
     if verified is None or cause is None or resume.tier != "fresh" or verified == 0:
         return None
@@ -194,7 +211,7 @@ def refuse_unverified_state(
 
 
 def skipped_checkpoint_note(view: View, resume: Resume) -> str:
-    """The end of a world's reason, where a damaged checkpoint is passed over."""
+    """Returns the end of a world's reason, where a damaged checkpoint is passed over."""
     damage = view.damage
     if damage is None or resume.step >= damage.step:
         return ""
@@ -204,7 +221,7 @@ def skipped_checkpoint_note(view: View, resume: Resume) -> str:
 def skipped_checkpoint(
     view: View, resume: Resume, cause: str, failure: Failure | None = None
 ) -> SkippedCheckpoint | None:
-    """Returns the damaged checkpoint that a world's reason tells of; None: it tells of none.
+    """Returns the damaged checkpoint that a world's reason mentions; None: it mentions none.
 
     cause: the reason without it. failure: of the rank that found it, if the leader did not see it.
     """

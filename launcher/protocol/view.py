@@ -1,4 +1,4 @@
-"""Defines what `decide` sees: this node's workers, the store's health, what the agent has read.
+"""Defines what `decide` is given: this node's workers, the store's health, what the agent has read.
 
 Pure values. Times are seconds on the agent's own monotonic clock.
 """
@@ -24,22 +24,22 @@ from elasticzero.launcher.protocol.documents import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionNotice:
-    """This node is to leave."""
+    """Says that this node is to leave."""
 
     reason: str
-    """As it will stand in the world's reason: `AWS spot interruption in 118 s`."""
+    """Reason as the world's reason will repeat it: `AWS spot interruption in 118 s`."""
     heard_s: float
     by_s: float | None = None
-    """When the machine is gone; None: nobody takes it away."""
+    """Time at which the machine is gone; None: the machine stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedCheckpoint:
-    """A committed checkpoint that cannot be used."""
+    """Names a committed checkpoint that cannot be used."""
 
     step: int
     reason: str
-    """Which file, and which of its bytes."""
+    """Names the damaged file, and the bytes of it."""
 
 
 class GroupStage(Enum):
@@ -88,85 +88,86 @@ class GroupOrder(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGroupState:
-    """This node's workers, all of one generation."""
+    """Holds the state of this node's workers, all of one generation."""
 
     generation: int = 0
     token: str = ""
-    """Of that generation; empty: not told."""
+    """Token of that generation; empty: not stated."""
     running: int = 0
-    """Processes alive."""
+    """Number of processes that are alive."""
     stage: GroupStage = GroupStage.STARTING
     outcome: GroupOutcome = GroupOutcome.OPEN
     order: GroupOrder = GroupOrder.TRAIN
     saving: int = 0
-    """Processes alive that are out of the loop, and may be writing their snapshot."""
+    """Number of live processes that have left the loop, and may be writing their snapshot."""
     end_reason: str = ""
     """Why the script ended training early, where it did."""
     failure: Failure | None = None
     asked: int = 0
-    """Flags already asked of them."""
+    """Flags that were already requested of the workers."""
     aborted_s: float | None = None
-    """When they were told to stop where they are."""
+    """Time at which the workers were told to stop where they are."""
     sealing: bool = False
-    """A shard of theirs in memory is not sealed yet."""
+    """True if a shard of theirs in memory is not sealed yet."""
     stepped_s: float = 0.0
-    """When the last step was finished; 0 if none was."""
+    """Time at which the last step was finished; 0 if none was."""
     step: int = 0
     silent_s: float = 0.0
-    """Longest time that one of them has been without a step, where steps are due."""
+    """Longest time that one of the workers has made no step, where steps are due."""
     before_step_s: float = 0.0
     """The same before the first step of the generation, and out of the loop over batches."""
     frozen_s: float = 0.0
-    """Longest time that one of them has been seen stopped by a signal, until its training is
+    """Longest time that one of the workers has been suspended by a signal, until its training is
     over."""
     stopped_s: float = 0.0
-    """The same, whatever it was at."""
+    """The same, whatever the worker was doing."""
     longest_step_s: float = 0.0
-    """Of the last steps, with what lies between them."""
+    """Longest of the last steps, with the time between steps."""
     look: Literal["none", "open", "over"] = "none"
-    """Whether those that make no step were looked at since."""
+    """State of the examination of workers that make no step, since their last step."""
     stalled: Failure | None = None
-    """After a look that found nobody to blame here: what the workers wait for."""
+    """What the workers wait for, after an examination that found none to blame here."""
 
     @property
     def attached(self) -> bool:
-        """All have called `elasticzero.run`: they can be asked to stop at a boundary."""
+        """Returns whether all have called `elasticzero.run`, so that they can be asked to stop at a
+        boundary."""
         return self.stage in (GroupStage.ATTACHED, GroupStage.ATTACHED_LATE, GroupStage.RESTORED)
 
     @property
     def restored(self) -> bool:
-        """The state of all is in place."""
+        """Returns whether the state of all is in place."""
         return self.stage is GroupStage.RESTORED
 
     @property
     def plain(self) -> bool:
-        """The script is taken for a plain one."""
+        """Returns whether the script is taken for a plain one."""
         return self.stage is GroupStage.PLAIN
 
     @property
     def late(self) -> bool:
-        """The state of some should be in place by now, and is not."""
+        """Returns whether the state of some should be in place by now, and is not."""
         late = (GroupStage.PLAIN, GroupStage.ATTACHING_LATE, GroupStage.ATTACHED_LATE)
         return self.stage in late
 
     @property
     def finished(self) -> bool:
-        """All have ended well, with their training done."""
+        """Returns whether all have ended well, with their training done."""
         return self.outcome is GroupOutcome.FINISHED
 
     @property
     def at_boundary(self) -> bool:
-        """They have left the loop together, as some node has asked."""
+        """Returns whether they have left the loop together, as some node has asked."""
         return self.outcome is GroupOutcome.AT_BOUNDARY
 
     @property
     def failed(self) -> bool:
-        """A failure of this node's is known."""
+        """Returns whether a failure of this node's workers is known."""
         return self.failure is not None
 
     @property
     def killed(self) -> bool:
-        """All have been killed."""
+        """Returns whether all have been killed."""
         return self.order is GroupOrder.KILL
 
 
@@ -174,69 +175,70 @@ class WorkerGroupState:
 class StoreHealth:
     reachable: bool = True
     well_since_s: float = 0.0
-    """Since when nothing was heard of an outage."""
+    """End of the last known outage of the store."""
     confirmed_s: float = 0.0
-    """When the own lease was last confirmed."""
+    """Time at which the node's own lease was last confirmed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """All that one agent sees; never changed in place."""
+    """Holds all that one agent can see; it is never changed in place."""
 
     me: Member
     members: Mapping[str, Member] | None = None
     """Registrations, oldest first; None: this agent does not watch them now."""
     oldest: bool = False
-    """Mine is the oldest registration."""
+    """True if this node's registration is the oldest."""
     began_s: float = 0.0
-    """When this agent began to wait for the first world."""
+    """Time at which this agent began to wait for the first world."""
     last_join_s: float = 0.0
     world: World | None = None
     world_s: float | None = None
-    """When this agent first saw that world."""
+    """Time at which this agent first saw that world."""
     outside_s: float | None = None
-    """Since when `world` does not name this registration."""
+    """Time since which `world` does not name this registration."""
     surplus: bool = False
-    """MAX nodes and as many spares as may wait were registered before this one, and stay."""
+    """True if MAX nodes and as many spares as may wait were registered before this one, and
+    stay."""
     alarm: Alarm | None = None
     alarm_s: float | None = None
-    """When this agent first saw the alarm: from then on everybody was asked who is alive."""
+    """Time at which this agent first saw the alarm, which asks every node whether it is alive."""
     round_s: float | None = None
-    """When this agent first saw that the round of this generation is open."""
+    """Time at which this agent first saw that the round of this generation is open."""
     reports: Mapping[str, Report] | None = None
-    """Of this generation, by node; None: this agent does not watch them now."""
+    """Reports of this generation, by node; None: this agent does not watch them now."""
     my_report: Report | None = None
-    """The one already put for this generation."""
+    """Report that this agent has already put for this generation."""
     done: Done | None = None
     control: Control = field(default_factory=Control)
     remnants: bool = False
-    """The store was restored from a backup a moment ago: registrations may be remnants of nodes
-    that are gone, and bring no node into a world."""
+    """True if the store was restored from a backup a moment ago: registrations may be remnants of
+    nodes that are gone, and bring no node into a world."""
     leaving: bool = False
     notice: PreemptionNotice | None = None
-    """Why it leaves, and by when."""
+    """Why this node leaves, and by when."""
     workers: WorkerGroupState = WorkerGroupState()
     holdings: tuple[Holding, ...] = ()
     saving: bool = False
-    """A save of this node is not over."""
+    """True if a save of this node has not ended."""
     saved_held: tuple[int, int] | None = None
     """Generation and step of the snapshot that this node was last told to save from memory."""
     saved_ranks: tuple[int, ...] = ()
-    """Whose shards of it."""
+    """Ranks whose shards of it this node was told to save."""
     can_save: bool = False
-    """There is a checkpoint directory."""
+    """True if there is a checkpoint directory."""
     bad_steps: tuple[int, ...] = ()
-    """Checkpoints found damaged."""
+    """Steps whose checkpoints were found damaged."""
     storage_step: int | None = None
-    """The newest good checkpoint."""
+    """Step of the newest good checkpoint."""
     storage_pending: str | None = None
-    """Why it is not known yet what storage holds; None: it is, or nobody has asked."""
+    """Why it is not known yet what storage holds; None: it is known, or was not asked for."""
     damage: DamagedCheckpoint | None = None
-    """Of the newest committed checkpoint."""
+    """Damage of the newest committed checkpoint."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
-    """Members of the world without a registration, since when."""
+    """Members of the world without a registration, and since when."""
     struck_s: Mapping[str, float] = field(default_factory=dict)
-    """Nodes with strikes, since when they have this many."""
+    """Nodes with strikes, and since when they have so many."""
     store: StoreHealth = StoreHealth()
     token: str = ""
-    """For the next world, drawn by the caller."""
+    """Token for the next world, drawn by the caller."""
