@@ -120,7 +120,9 @@ def test_a_node_whose_worker_crashes_thrice_is_set_aside(
         codes = told.wait_for_end()
         log = (node.log.parent / "0.log").read_text()
     assert set(codes.values()) == {0}, told.logs()
-    for reason in reasons(told)[1:4]:
+    first_three = reasons(told)[1:4]
+    assert len(first_three) == 3, reasons(told)
+    for reason in first_three:
         assert f"on {bad} failed (killed by SIGSEGV)" in reason, reasons(told)
     assert log.count("Fatal Python error: Segmentation fault") == 3
     assert "regression.py" in log

@@ -252,6 +252,7 @@ def test_fsdp2_on_meshes_of_two_dimensions_writes_each_copy_once(tmp_path: Path)
     assert len(files) == 2, "each of the two that hold the first copy writes"
     assert sum(file.bytes for file in files) < 2 * 4096 + 3.5 * 4 * (5 * 7 + 7 + 7 * 3 + 3)
     saved = elasticzero.checkpoint.load(step)
+    assert saved["model"] and saved["optimizer"]["state"]
     for name, tensor in saved["model"].items():
         assert torch.equal(tensor, expected[name])
     for name, values in saved["optimizer"]["state"].items():

@@ -25,6 +25,7 @@ PASSWORD, JOB_TOKEN = "the-users-password-in-etcd", "the-token-of-this-very-job"
 
 def check_no_process_shows(told: Story, agents_may: bool) -> None:
     """Command lines of all, and environments of what agents start."""
+    read = 0
     for node in told.cluster.running():
         for pid in [node.process.pid, *descendants(node.process.pid)]:
             files = (
@@ -35,8 +36,10 @@ def check_no_process_shows(told: Story, agents_may: bool) -> None:
                     data = Path(f"/proc/{pid}/{name}").read_bytes()
                 except OSError:
                     continue  # it has just ended
+                read += 1
                 for secret in (PASSWORD, JOB_TOKEN):
                     assert secret.encode() not in data, f"{name} of {pid}"
+    assert read > 0
 
 
 @pytest.mark.timeout(180)

@@ -106,7 +106,9 @@ def test_every_dtype_survives_and_every_rank_writes_its_share(tmp_path: Path) ->
     )
     whole = tensors_of(specs)
     step = write_all(tmp_path, draft_of(layout), whole)
-    for name, tensor in elasticzero.checkpoint.load(step).items():
+    loaded = elasticzero.checkpoint.load(step)
+    assert loaded.keys() == whole.keys()
+    for name, tensor in loaded.items():
         assert same(tensor, whole[name])
     total = sum(spec.nbytes for spec in specs.values())
     for rank in range(3):
