@@ -187,7 +187,7 @@ def test_a_restore_from_a_node_that_never_answers_ends_when_the_agent_says_so(
         running = start(pool, tmp_path, 1, {"strategy": "ddp"}, generation=2, resume=resume)
         running.until(lambda: bool(select.select([silent], [], [], 0)[0]))
         running.workers[0].channel.send(Abort(reason="the lease of gone lapsed"))
-        running.until(running.ended)  # what it reads from would be waited for longer
+        running.until(running.ended)
     assert running.workers[0].exit_code == ExitCode.LEFT, running.logs()
     assert not running.workers[0].all(Failed), running.logs()
 
