@@ -1,5 +1,5 @@
-"""Passwords and tokens: read from files or the environment, never from the command line, and shown
-nowhere."""
+"""Reads passwords and tokens from files or the environment, never from the command line, and shows
+them nowhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from elasticzero.errors import UserError
 ETCD_PASSWORD = "ELASTICZERO_ETCD_PASSWORD"
 TOKEN = "ELASTICZERO_TOKEN"
 VARIABLES = (ETCD_PASSWORD, TOKEN)
-"""Environment variables that hold a secret: no process that an agent starts inherits them."""
+"""Environment variables that hold a secret; no process that an agent starts inherits them."""
 MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """Text that no repr, log or error shows."""
+    """Holds text that no repr, log or error shows."""
 
     reveal: str = field(repr=False)
 
@@ -26,7 +26,7 @@ class Secret:
 def read_secret(
     flag: str, path: str | None, variable: str, environment: Mapping[str, str]
 ) -> Secret | None:
-    """What the file at `path` holds, else the variable's value, else None.
+    """Returns what the file at `path` holds, else the variable's value, else None.
 
     Raises `UserError` for a file that cannot be read, or that holds anything but one line.
     """
@@ -47,6 +47,6 @@ def read_secret(
 
 
 def forget_secrets(environment: MutableMapping[str, str]) -> None:
-    """Take the secrets out of an environment, so that nothing that is started inherits them."""
+    """Removes the secrets from an environment, so that no process inherits them."""
     for variable in VARIABLES:
         environment.pop(variable, None)

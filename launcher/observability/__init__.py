@@ -1,1 +1,1 @@
-"""What can be seen of a job: metrics, the event log, and what follows from them."""
+"""Shows what happens in a job: metrics, the event log, and what follows from them."""

@@ -1,4 +1,4 @@
-"""Tells a person what happens in a cluster on this machine, from its agents' events."""
+"""Prints what happens in a cluster on this machine, from its agents' events."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ BAR_CELLS = 30
 
 MUTED = "; workers' output goes there alone (--tee repeats it here)"
 LARGE_CHANGE = 5
-"""A snapshot interval so many times as long, or as short, as the last one told is told."""
+"""A snapshot interval is printed if it differs from the last printed one by this factor."""
 
 
 def worth_telling(before: int | None, every: int) -> bool:
-    """Whether a person wants to be told the interval between snapshots: the first, and one that
-    is quite another. before: the last one told."""
+    """Returns whether to print the interval between snapshots: the first, and one that differs
+    much.
+
+    before: the last one that was printed.
+    """
     if before is None or min(before, every) < 1:
         return before != every
     return max(before, every) >= LARGE_CHANGE * min(before, every)
 
 
 def fresh_start(generation: int, *, session: bool) -> str:
-    """How a generation begins that has no state to go on from. session: a worker has called
-    `elasticzero.run` before; without that nothing is known of the script's own state."""
+    """Returns how a generation begins that has no state to go on from.
+
+    session: a worker has called `elasticzero.run` before; without that the script's own state is
+    not known.
+    """
     if generation > 1 and not session:
         return "the script starts anew"
     return "step 0, from the beginning" if session else "a fresh start"
 
 
 def skipped_checkpoint_line(step: int, message: str, resume_step: int) -> str:
-    """A line about the damaged checkpoint that a generation does not begin from."""
+    """Returns a line about the damaged checkpoint that a generation does not begin from."""
     return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
 
 class ClusterConsole:
-    """Prints what happens as it happens: lines, and a bar where there is a terminal."""
+    """Prints events as they happen: lines, and a bar where there is a terminal."""
 
     def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
         """muted: the workers' output is in the logs alone."""
         self.step = 0
         self.plain = False
-        """No worker has called `elasticzero.run` for so long that the script is taken for a plain
-        one, which makes no steps that could be seen."""
+        """True if no worker has called `elasticzero.run` for so long that the script is taken for a
+        plain one, which makes no visible steps."""
         self._session = False
-        """A worker has called it."""
+        """True if a worker has called it."""
         self._every: int | None = None
         self._told: set[str] = set()
         self.training: list[str] = []
@@ -66,7 +72,7 @@ class ClusterConsole:
         self._killed_s: float | None = None
         self._stepped_s: float | None = None
         self._unsaved: set[int] = set()
-        """Steps of which it was said that they were not saved."""
+        """Steps of which a line has said that they were not saved."""
         self._shown_s = 0.0
         self._stopped = False
         self._early = ""
@@ -86,7 +92,7 @@ class ClusterConsole:
         print(f"{start}{elapsed_s:7.2f} s  {text}", flush=True)
 
     def take(self, node: str, event: dict[str, Any]) -> None:
-        """One event of one node's log."""
+        """Prints one event of one node's log."""
         at_s = event["time"]
         match event["event"]:
             case "registered":
@@ -170,7 +176,7 @@ class ClusterConsole:
             self._progress(step, at_s)
 
     def _say_pause(self, at_s: float) -> None:
-        """The first step of a new generation is done: how long the last one was ago."""
+        """Prints for how long training paused, at the first step of a new generation."""
         if self._killed_s is not None:
             self.say(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
             self._killed_s = None
@@ -189,7 +195,7 @@ class ClusterConsole:
         print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
 
     def struck(self, what: str, node: str, at_s: float) -> None:
-        """A fault was done to `node`."""
+        """Prints that a fault was injected into `node`."""
         words = {
             "kill-node": f"SIGKILL to every process of {node}",
             "kill-worker": f"SIGKILL to a worker of {node}",
@@ -201,7 +207,7 @@ class ClusterConsole:
             self._killed_s = at_s
 
     def cannot_strike(self, fault: str) -> None:
-        """Say once that a fault waits for a step that this script does not make."""
+        """Prints once that a fault waits for a step that this script does not make."""
         if fault not in self._told:
             self._told.add(fault)
             self.say(
@@ -210,7 +216,7 @@ class ClusterConsole:
             )
 
     def never_struck(self, fault: str) -> None:
-        """A fault was still to strike when the job ended."""
+        """Prints that a fault had not been injected when the job ended."""
         why = (
             f"the job ended after step {self.step}"
             if self._session

@@ -1,5 +1,5 @@
-"""The agent's event log: one JSON object a line, for people, tests, benchmarks and `elasticzero
-local`."""
+"""Writes and reads the agent's event log: one JSON object a line, for people, tests, benchmarks and
+`elasticzero local`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class EventLog:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: EventName, **fields: Any) -> None:
-        """`time` is this machine's wall clock in seconds, to be compared on one machine only."""
+        """Writes an event; `time` is this machine's wall clock in seconds, to be compared on one
+        machine only."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
         with suppress(OSError):  # a full disk must not end a training that does not need the log
             os.write(self._fd, line.encode() + b"\n")
@@ -42,11 +43,11 @@ class EventReader:
         self._offset = 0
 
     def skip(self) -> None:
-        """Leave out what stands there now."""
+        """Skips what the log holds now."""
         self._offset = self._path.stat().st_size if self._path.exists() else 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The events since the last call."""
+        """Returns the events since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

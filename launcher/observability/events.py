@@ -1,4 +1,4 @@
-"""Every event of an agent's event log, with its fields.
+"""Lists every event of an agent's event log, with its fields.
 
 mypy checks the names that the agent writes against `EventName`; `docs/reference/events.md` is made
 from `EVENTS`.
@@ -48,12 +48,12 @@ EventName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class EventSpec:
-    """When an event is written, and what its fields hold."""
+    """Says when an event is written, and what its fields hold."""
 
     when: str
     fields: Mapping[str, str] = field(default_factory=dict)
     open_fields: str = ""
-    """What further fields hold whose names the script chooses."""
+    """Meaning of further fields, whose names the script chooses."""
 
 
 _GENERATION = "number of the generation"
@@ -307,4 +307,4 @@ EVENTS: Mapping[EventName, EventSpec] = {
         },
     ),
 }
-"""In the order in which they usually appear."""
+"""Events in the order in which they usually appear."""

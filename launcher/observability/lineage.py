@@ -1,4 +1,4 @@
-"""Which steps count: the lineage of generations, read off an agent's events.
+"""Finds which steps count: the lineage of generations, read off an agent's events.
 
 Pure. Step s of generation g is committed when s is not above the resume step of any later
 generation.
@@ -13,12 +13,13 @@ from typing import Any
 
 @dataclass(slots=True)
 class Lineage:
-    """Which steps of which generation count: those up to the next generation's resume step."""
+    """Finds which steps of which generation count: those up to the next generation's resume
+    step."""
 
     resume_steps: dict[int, int] = field(default_factory=dict)
-    """By generation: the step it starts from."""
+    """Step that each generation starts from."""
     reached: dict[int, int] = field(default_factory=dict)
-    """By generation: the last step it finished."""
+    """Last step that each generation finished."""
 
     def world(self, generation: int, resume_step: int) -> None:
         self.resume_steps[generation] = resume_step
@@ -27,13 +28,14 @@ class Lineage:
         self.reached[generation] = max(step, self.reached.get(generation, 0))
 
     def is_committed(self, generation: int, step: int) -> bool:
-        """Whether this generation's step is part of the final result."""
+        """Returns whether this generation's step is part of the final result."""
         return all(
             step <= resume for later, resume in self.resume_steps.items() if later > generation
         )
 
     def lost(self, generation: int) -> int:
-        """Steps that were done before `generation` began and are done again in it."""
+        """Returns the number of steps that were done before `generation` began and are done again
+        in it."""
         before = max((s for g, s in self.reached.items() if g < generation), default=0)
         return max(0, before - self.resume_steps[generation])
 
@@ -42,7 +44,7 @@ class Lineage:
         return sum(self.lost(generation) for generation in self.resume_steps)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One event of any agent's log."""
+        """Takes in one event of any agent's log."""
         if event["event"] == "world":
             self.world(event["generation"], event["resume_step"])
         elif event["event"] == "step":
@@ -52,10 +54,10 @@ class Lineage:
 def committed(
     lineage: Lineage, traces: Iterable[tuple[int, int, list[int]]]
 ) -> dict[int, list[int]]:
-    """The samples of each committed step.
+    """Returns the samples of each committed step.
 
     traces: (generation, step, samples of the global batch) as any rank saw them; the ranks of one
-    step say the same. Raises `ValueError` where two do not agree.
+    step agree. Raises `ValueError` where two do not.
     """
     steps: dict[int, list[int]] = {}
     for generation, step, samples in traces:

@@ -20,15 +20,15 @@ FORMATS = ("text", "json")
 
 @dataclass(slots=True)
 class LogContext:
-    """What every record of an agent's process has, unless it has a value of its own."""
+    """Holds the fields of every record of an agent's process that has no value of its own."""
 
     node: str = ""
     generation: int | None = None
-    """Of the world that the agent knows; None: it knows none yet."""
+    """Generation of the world that the agent has read; None: it has read none yet."""
 
 
 context = LogContext()
-"""That of this process: the agent changes it as it learns its name and its generation."""
+"""Context of this process; the agent changes it as it gets its name and its generation."""
 
 
 class TextFormatter(logging.Formatter):
@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StandardError(logging.Handler):
-    """Writes each record to what standard error is at that time."""
+    """Writes each record to the present `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(Exception):  # a log line must not end what it tells of
@@ -69,7 +69,10 @@ class _StandardError(logging.Handler):
 
 def set_up(node: str = "", level: str = "info", format: str = "text") -> None:
     """Has the records of this package written from `level` on, one of LEVELS, in `format`, one of
-    FORMATS; a second call replaces the first."""
+    FORMATS.
+
+    A second call replaces the first.
+    """
     context.node, context.generation = node, None
     logger = logging.getLogger("elasticzero")
     for handler in [h for h in logger.handlers if isinstance(h, _StandardError)]:

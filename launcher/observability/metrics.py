@@ -1,4 +1,4 @@
-"""Every Prometheus metric of an agent, in one place.
+"""Defines every Prometheus metric of an agent.
 
 The agent owns the one registry; workers send it their samples. Labels have few values:
 `local_rank`, never a pid or a global rank, so that no series is left behind by a recovery.
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 Phase = Literal["detect", "regroup", "start", "connect", "build", "restore", "first_step"]
-"""What a recovery consists of, in order."""
+"""Phases of a recovery, in order."""
 PHASES: tuple[Phase, ...] = (
     "detect",
     "regroup",
@@ -33,7 +33,8 @@ _REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 
 
 class Metrics:
-    """One agent's metrics, each documented by its help text; `text()` is what a scrape gets."""
+    """Holds one agent's metrics, each documented by its help text; `text()` is what a scrape
+    gets."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -121,7 +122,7 @@ class Metrics:
         )
 
     def observe_etcd(self, operation: str, seconds: float, error: str | None) -> None:
-        """One request to etcd: how long it took, and the code of its error if it failed."""
+        """Records one request to etcd: its duration, and the code of its error if it failed."""
         if error is None:
             self.etcd_request_seconds.labels(operation).observe(seconds)
         else:
@@ -130,7 +131,7 @@ class Metrics:
     def observe_step(
         self, local_rank: int, *, step: int, seconds: float, data_wait_s: float, samples: int
     ) -> None:
-        """One step that a worker finished."""
+        """Records one step that a worker finished."""
         rank = str(local_rank)
         self.step.labels(rank).set(step)
         self.step_seconds.labels(rank).observe(seconds)
@@ -138,24 +139,25 @@ class Metrics:
         self.samples.labels(rank).inc(samples)
 
     def observe_capture(self, seconds: float, captured_bytes: int) -> None:
-        """A worker's state was copied to shared memory."""
+        """Records that a worker's state was copied to shared memory."""
         self.capture_seconds.observe(seconds)
         self.capture_bytes.inc(captured_bytes)
 
     def observe_checkpoint(self, *, step: int, seconds: float, written_bytes: int) -> None:
-        """This node's part of a checkpoint is written, and the checkpoint stands."""
+        """Records that this node's part of a checkpoint is written, and the checkpoint is
+        committed."""
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.inc(written_bytes)
         self.checkpoint_step.set(step)
         self.checkpoint_timestamp.set(time.time())
 
     def forget_workers(self) -> None:
-        """Drop the gauges of workers that are gone, so that none shows a value that is not so."""
+        """Removes the gauges of workers that are gone, so that none shows an old value."""
         self.step.clear()
         self.loss.clear()
 
     def text(self) -> bytes:
-        """The exposition, in Prometheus' text format."""
+        """Returns the exposition, in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Gauge:

@@ -1,1 +1,1 @@
-"""Notices that this machine will be taken away."""
+"""Watches for notices that this machine will be taken away."""

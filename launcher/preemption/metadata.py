@@ -20,37 +20,38 @@ from urllib.parse import urlsplit
 from elasticzero.errors import RetryError, UserError, one_line
 
 CONNECT_S = 2.0
-"""A metadata server is one hop away."""
+"""Seconds to connect; a metadata server is one hop away."""
 ANSWER_S = 5.0
 MOST_BYTES = 1 << 20
 
 
 class MetadataError(RetryError):
-    """The metadata server did not answer, or not as it should."""
+    """Says that the metadata server did not answer, or not as it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a metadata server said."""
+    """Holds an answer of a metadata server."""
 
     url: str
     status: int
     headers: Mapping[str, str]
-    """Names in small letters."""
+    """Headers, with their names in small letters."""
     text: str
     at_s: float
-    """When it came (monotonic clock of this process)."""
+    """Time at which it came (monotonic clock of this process)."""
     clock_s: float
-    """What time it was then by the server's clock, or by ours where it does not say (Unix)."""
+    """Unix time at which it came by the server's clock, or by this machine's where the server does
+    not say."""
 
     def expect(self, status: int) -> Answer:
-        """This answer; raises `MetadataError` if its status is another."""
+        """Returns this answer; raises `MetadataError` if its status is another."""
         if self.status != status:
             raise MetadataError(f"{self.url} answered with status {self.status}: {self.text:.80}")
         return self
 
     def json(self) -> dict[str, Any]:
-        """The object that the text is; raises `MetadataError` for anything else."""
+        """Returns the object that the text encodes; raises `MetadataError` for anything else."""
         try:
             value = json.loads(self.text)
         except ValueError:
@@ -61,7 +62,8 @@ class Answer:
 
 
 class MetadataServer:
-    """One server; one request at a time, and `close` from any thread ends it."""
+    """Sends requests to one server, one at a time; `close` from any thread ends the one that
+    waits."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -84,7 +86,7 @@ class MetadataServer:
         method: str = "GET",
         timeout_s: float = ANSWER_S,
     ) -> Answer:
-        """One request; raises `MetadataError` when no whole answer comes in time.
+        """Sends one request; raises `MetadataError` when no whole answer comes in time.
 
         timeout_s: how long the server may be silent.
         """
@@ -114,7 +116,7 @@ class MetadataServer:
         )
 
     def close(self) -> None:
-        """Ask nothing more; a request that waits for its answer fails at once."""
+        """Refuses all requests from now on; one that waits for its answer fails at once."""
         self._closed = True
         waiting = self._socket
         if waiting is not None:

@@ -23,22 +23,23 @@ from elasticzero.launcher.preemption.metadata import Answer, MetadataError, Meta
 from elasticzero.launcher.protocol.view import PreemptionNotice
 
 ADDRESS = "http://169.254.169.254"
-"""Where all three answer: link-local, never proxied."""
+"""Address at which all three answer: link-local, never proxied."""
 AWS_NOTICE_S, GCP_NOTICE_S = 120.0, 30.0
 AZURE_HEED_S = 120.0
-"""An event further away is told of, and heeded when it is so near: a reboot for a failing disk may
-be announced days before."""
+"""Seconds before an event at which it becomes a notice; before that a line is printed, for a reboot
+because of a failing disk may be announced days before."""
 TOKEN_TTL_S = 21600
 TOKEN = re.compile(r"[A-Za-z0-9_+/=.~-]{1,1024}")
 MACHINE = re.compile(r"[\w.-]{1,256}")
 LONG_POLL_S = 60
 FIRST_AZURE_CALL_S = 150.0
-"""Azure begins to watch for events when it is first asked, and says so after up to two minutes."""
+"""Seconds for the first answer: Azure begins to watch for events when it is first asked, and
+answers after up to two minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something of note that is no notice."""
+    """Holds a line worth printing that is no notice."""
 
     text: str
 
@@ -47,24 +48,25 @@ PollResult = PreemptionNotice | Advice | None
 
 
 class Cloud(Protocol):
-    """One cloud's way to say that this machine will be taken away."""
+    """Reads one cloud's notices that this machine will be taken away."""
 
     name: str
     every_s: float
-    """From one look to the next."""
+    """Seconds from one poll to the next."""
 
     def probe(self) -> None:
-        """Return if this is its machine; raises `MetadataError` if not, or if nobody answers."""
+        """Returns if this machine is one of its own; raises `MetadataError` if not, or if no server
+        answers."""
 
     def poll(self) -> PollResult:
-        """What it says now; raises `MetadataError`."""
+        """Returns the present notice or advice; raises `MetadataError`."""
 
     def close(self) -> None:
-        """End a look that waits; from any thread."""
+        """Ends a poll that waits; callable from any thread."""
 
 
 class Aws:
-    """EC2: spot interruptions; a rebalance recommendation is only told."""
+    """Reads spot interruptions of EC2; a rebalance recommendation is only printed."""
 
     name = "AWS"
     every_s = 5.0
@@ -124,7 +126,7 @@ class Aws:
 
 
 class Gcp:
-    """Compute Engine: the request waits at the server until the answer changes."""
+    """Reads notices of Compute Engine; the request waits at the server until the answer changes."""
 
     name = "GCP"
     every_s = 1.0
@@ -132,7 +134,7 @@ class Gcp:
     def __init__(self, url: str) -> None:
         self._server = MetadataServer(url)
         self._etag: str | None = None
-        """Of the answer FALSE: from then on a change is waited for."""
+        """Tag of the answer FALSE; from then on the request waits for a change."""
 
     def probe(self) -> None:
         answer = self._preempted({})
@@ -169,8 +171,8 @@ class Gcp:
 
 
 class Azure:
-    """Scheduled events of this machine. They are not acknowledged: that would shorten the notice of
-    every machine that the event names."""
+    """Reads scheduled events of this machine. They are not acknowledged: that would shorten the
+    notice of every machine that the event names."""
 
     name = "Azure"
     every_s = 1.0
@@ -180,7 +182,7 @@ class Azure:
         "Reboot": "Azure reboot",
         "Redeploy": "Azure redeployment",
     }
-    """`Freeze` passes within seconds."""
+    """Kinds of events that take the machine away; `Freeze` passes within seconds."""
 
     def __init__(self, url: str) -> None:
         self._server = MetadataServer(url)
@@ -239,15 +241,15 @@ CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure":
 
 
 def _notice(what: str, left_s: float, answer: Answer) -> PreemptionNotice:
-    """A notice whose time counts from the answer that gave it."""
+    """Returns a notice whose time counts from the answer that gave it."""
     return PreemptionNotice(
         reason=f"{what} in {left_s:.0f} s", heard_s=answer.at_s, by_s=answer.at_s + left_s
     )
 
 
 def _left_s(moment: datetime | None, answer: Answer, most_s: float) -> float:
-    """Seconds from the answer to `moment`, by the server's own clock, from 0 to `most_s`; `most_s`
-    where the moment is not given."""
+    """Returns the seconds from the answer to `moment`, by the server's own clock, from 0 to
+    `most_s`; `most_s` where the moment is not given."""
     if moment is None:
         return most_s
     return min(max(0.0, moment.timestamp() - answer.clock_s), most_s)
@@ -260,7 +262,7 @@ def _iso_time(text: Any) -> datetime | None:
 
 
 def _mail_time(text: Any) -> datetime | None:
-    """`Mon, 19 Sep 2016 18:29:47 GMT`."""
+    """Returns the Unix time of a text such as `Mon, 19 Sep 2016 18:29:47 GMT`."""
     with suppress(ValueError, TypeError):
         return _in_utc(parsedate_to_datetime(text))
     return None

@@ -21,17 +21,17 @@ from elasticzero.launcher.retry import RetryPolicy, retry_call
 RETRY = RetryPolicy(first_pause_s=0.5, max_pause_s=5.0, spread=1.0)
 """Pauses between tries to read from a server that does not answer."""
 PATIENT_TRIES = 3
-"""So many failures in a row are worth a line."""
+"""Number of failures in a row that are worth a line."""
 CLOSE_S = 2.0
 
 
 def address_variable(choice: str) -> str:
-    """The environment variable that names another address of a cloud's metadata server."""
+    """Returns the environment variable that names another address of a cloud's metadata server."""
     return f"ELASTICZERO_{choice.upper()}_METADATA_URL"
 
 
 def cloud_named(choice: str, environment: Mapping[str, str]) -> Cloud:
-    """The cloud of one of the names in `CLOUDS`; raises `UserError` for a bad address."""
+    """Returns the cloud of one of the names in `CLOUDS`; raises `UserError` for a bad address."""
     return CLOUDS[choice](environment.get(address_variable(choice)) or ADDRESS)
 
 
@@ -39,8 +39,8 @@ class PreemptionWatcher:
     """Watches for the notices of one cloud, in a thread of its own, until it is closed.
 
     choice: a name in `CLOUDS`, or `auto`: the first that answers, each asked once; `none` starts
-    nothing. leave: told why, and by when on the monotonic clock. tell: given lines for people.
-    Raises `UserError` for a bad address in the environment.
+    nothing. leave: called with the reason, and the deadline on the monotonic clock. tell: receives
+    lines for people. Raises `UserError` for a bad address in the environment.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PreemptionWatcher:
                 self._tell(f"preemption notices are watched for no more: {one_line(error)}")
 
     def _find(self) -> Cloud | None:
-        """The cloud that this machine stands in."""
+        """Returns the cloud to which this machine belongs."""
         for cloud in self._clouds:
             with suppress(MetadataError):
                 if not self._stop.is_set():
@@ -132,7 +132,7 @@ class PreemptionWatcher:
         )
 
     def _take(self, cloud: Cloud, seen: PollResult) -> None:
-        """A notice is told once; one that is withdrawn later is left as it is."""
+        """Passes a notice on once; one that is withdrawn later changes nothing."""
         if isinstance(seen, PreemptionNotice):
             if self._heard is None:
                 self._leave(seen.reason, seen.by_s)

@@ -1,1 +1,2 @@
-"""The coordination store as an agent uses it: its interface, a cache of it, a membership in it."""
+"""Holds the coordination store as an agent uses it: its interface, a cache of it, a membership in
+it."""

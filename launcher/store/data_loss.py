@@ -20,23 +20,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["same", "lost", "late"]
-"""The history goes on; another one begins with this answer; the answer is of an earlier one."""
+"""Either the history goes on, or another one begins with this answer, or the answer is of an
+earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was known of the store when something was asked of it."""
+    """Holds what was known of the store when a request was sent."""
 
     number: int
     revision: int
 
 
 class History:
-    """The history that one connection sees; any thread may call."""
+    """Tracks the history that one connection sees; any thread may call it."""
 
     def __init__(self) -> None:
         self.number = 0
-        """How often the data were found to be others; the present history's number."""
+        """Number of the present history: how often the data were found to be others."""
         self.reason = ""
         """How that was found, the last time."""
         self._cluster = 0
@@ -44,15 +45,18 @@ class History:
         self._lock = threading.Lock()
 
     def asked(self) -> Asked:
-        """To be taken before something is asked, and shown with the answer."""
+        """Returns what is known now; take it before a request, and pass it with the answer."""
         with self._lock:
             return Asked(self.number, self._revision)
 
     def answered(
         self, asked: Asked, cluster: int, revision: int = 0, *, wrote: bool = False
     ) -> Verdict:
-        """What an answer says. cluster: its id, 0 if it is not told. revision: 0 if the answer was
-        not linearizable. wrote: it was asked to put something, and did."""
+        """Returns the verdict on an answer.
+
+        cluster: its id, 0 if it is not stated. revision: 0 if the answer was not linearizable.
+        wrote: the request was to put something, and it did.
+        """
         with self._lock:
             if asked.number != self.number:
                 return "late"
@@ -68,8 +72,8 @@ class History:
             return "lost"
 
     def begin(self, reason: str, number: int) -> bool:
-        """Another history begins, as a caller has found in history `number`; False if it has begun
-        already."""
+        """Begins another history, as a caller has found in history `number`; returns False if it
+        has begun already."""
         with self._lock:
             if number != self.number:
                 return False

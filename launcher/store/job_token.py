@@ -26,13 +26,13 @@ from elasticzero.serialization import decode
 KEY = "token"
 MIN_LENGTH = 16
 DIGEST_SHOWN = 16
-"""Characters of the digest that stand in a world."""
+"""Number of characters of the digest that are part of a world."""
 HOW = f"--token-file FILE or the environment variable {VARIABLE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What the store knows of the job's token."""
+    """Holds what the store has of the job's token."""
 
     digest: str
     """SHA-256 of the token, in hexadecimal."""
@@ -42,26 +42,26 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The token of a node's job, and what stands in the store of it."""
+    """Holds the token of a node's job, and the store's record of it."""
 
     secret: Secret
     record: Record
     revision: int
-    """The one at which the record was written."""
+    """Revision at which the record was written."""
 
     @property
     def digest(self) -> str:
-        """Enough of the digest to tell tokens apart."""
+        """Returns enough of the digest to tell tokens apart."""
         return self.record.digest[:DIGEST_SHOWN]
 
     def at(self, revision: int) -> Agreed:
-        """The same, the record written at another revision."""
+        """Returns the same, with the record written at another revision."""
         return replace(self, revision=revision)
 
 
 def check_given(token: Secret | None) -> Secret | None:
-    """The token as it was given; raises `UserError` for one that cannot serve, without naming
-    it."""
+    """Returns the token as it was given; raises `UserError`, without naming it, for one that cannot
+    serve."""
     if token is not None:
         text = token.reveal
         if len(text) < MIN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
@@ -73,7 +73,7 @@ def check_given(token: Secret | None) -> Secret | None:
 
 
 def agree_on_token(store: Store, given: Secret | None) -> Agreed:
-    """The token of this node's job, put into the store if none is there.
+    """Returns the token of this node's job, and puts it into the store if none is there.
 
     Raises `UserError` if the job has another one.
     """
@@ -97,8 +97,11 @@ def agree_on_token(store: Store, given: Secret | None) -> Agreed:
 
 
 def token_for_operator(store: Store, given: Secret | None) -> Secret | None:
-    """The token with which a command reads what the job's agents serve; None: it was not given, and
-    the store has its digest alone. Raises `UserError` if the job has another one."""
+    """Returns the token with which a command reads what the job's agents serve.
+
+    None: it was not given, and the store has its digest alone. Raises `UserError` if the job has
+    another one.
+    """
     entry = _entry(store)
     record = record_in(entry) if entry is not None else None
     if given is None or record is None:
@@ -109,7 +112,7 @@ def token_for_operator(store: Store, given: Secret | None) -> Secret | None:
 
 
 def record_in(entry: Entry) -> Record:
-    """The record that an entry holds."""
+    """Returns the record that an entry holds."""
     return decode(Record, json.loads(entry.value), KEY)
 
 

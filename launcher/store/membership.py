@@ -22,8 +22,8 @@ from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, Store
 RETRY_S = 0.3
 PAUSE_SHARE_OF_TTL = 0.25
 OUTAGE_SHARE_OF_TTL = 0.6
-"""A gap so long between two confirmations means that the store was away, unless nobody looked at
-them for so long."""
+"""Share of the TTL; a longer gap between two confirmations means that the store was away, unless no
+check was made for so long."""
 
 
 def new_incarnation() -> str:
@@ -31,8 +31,8 @@ def new_incarnation() -> str:
 
 
 def bound_socket() -> socket.socket:
-    """A TCP socket bound to a free port and not listening: the port stays ours for rank 0's
-    store."""
+    """Returns a TCP socket bound to a free port and not listening: the port stays reserved for rank
+    0's store."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("", 0))
@@ -69,16 +69,17 @@ class Membership:
         """Every incarnation under which this agent was registered: a restored backup may bring back
         an earlier one, which does not lapse where its lease is still renewed."""
         self._stands = False
-        """The registration was put under the present lease."""
+        """True if the registration was put under the present lease."""
         self._seen_revision = 0
         self._met = False
-        """A registration of this name, be it the own one, was seen: it is looked at first."""
+        """True once a registration of this name, be it the own one, was seen; then it is read
+        before each write."""
         self._taken = False
-        """The last one that was seen is another agent's."""
+        """True if the last one that was seen is another agent's."""
         self.revision = 0
-        """The one at which the registration was put."""
+        """Revision at which the registration was put."""
         self.lapses = 0
-        """How often the lease was lost."""
+        """Number of times the lease was lost."""
 
     @property
     def key(self) -> str:
@@ -86,12 +87,12 @@ class Membership:
 
     @property
     def stands(self) -> bool:
-        """The registration was put under a lease that lives, as far as is known."""
+        """Returns whether the registration was put under a lease that lives, as far as is known."""
         return self._stands and self._lease is not None and not self._lease.lost
 
     @property
     def confirmed_s(self) -> float:
-        """When the store last confirmed the lease."""
+        """Returns when the store last confirmed the lease."""
         return self._lease.confirmed_s if self._lease is not None else 0.0
 
     @property
@@ -107,7 +108,8 @@ class Membership:
         self._well_since_s = ended_s
 
     def still_registered(self) -> Condition:
-        """Holds only while this registration stands: no write of a leader whose place was taken."""
+        """Returns a condition that holds only while this registration exists, so that a leader
+        whose place was taken cannot write."""
         entry = self._store.read(self.key).entries.get(self.key)
         if entry is None or not self._is_mine(entry.value):
             raise StoreUnavailable(
@@ -116,8 +118,10 @@ class Membership:
         return Condition(key=self.key, mod_revision=entry.mod_revision, value=entry.value)
 
     def lost_data(self, now_s: float) -> None:
-        """The store has lost its data: put the registration anew. The other nodes have time to do
-        so too before they count as missing."""
+        """Has the registration put anew, for the store has lost its data.
+
+        The other nodes have time to do so too before they count as missing.
+        """
         self._stands = False
         self._seen_revision = -1
         self._retry_s = 0.0
@@ -130,11 +134,12 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Register; a predecessor of the same name gets twice its TTL and a second to be gone: etcd
-        renews leases when it comes back itself.
+        """Registers; waits twice the TTL and a second for a predecessor of the same name to lapse,
+        for etcd renews leases when it comes back itself.
 
-        waiting: told what is waited for. Raises `UserError` if the name stays taken, and
-        `StoreUnavailable` if the store is too slow: every lease had lapsed before its first use.
+        waiting: receives a line on what is waited for. Raises `UserError` if the name stays taken,
+        and `StoreUnavailable` if the store is too slow: every lease had lapsed before its first
+        use.
         """
         deadline_s = clock() + 2 * self._ttl_s + 1.0
         told = False
@@ -160,7 +165,7 @@ class Membership:
             sleep(RETRY_S)
 
     def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
-        """Renew what has lapsed, or what the leader ended because nothing was heard from here.
+        """Renews what has lapsed, or what the leader ended because this node was silent.
 
         named: the world has a place for this incarnation, or there is no world yet.
         """
@@ -192,8 +197,9 @@ class Membership:
                 self._tries = 0
 
     def _pause_s(self) -> float:
-        """Before the next try to register anew: longer after each, and another one for each node,
-        but the others must not take a node that lives for one that is gone."""
+        """Returns the seconds before the next try to register anew: longer after each, and
+        different for each node, but short enough that the others do not take a live node for a lost
+        one."""
         longest_s = max(RETRY_S, PAUSE_SHARE_OF_TTL * self._ttl_s)
         spread = crc32(f"{self.me.node} {self._tries}".encode()) / 2**32
         return min(longest_s, RETRY_S * 2.0 ** min(self._tries, 10)) * (0.5 + 0.5 * spread)
@@ -205,7 +211,8 @@ class Membership:
             return False
 
     def register(self) -> bool:
-        """Put the registration under a live lease; False when another incarnation has the name."""
+        """Puts the registration under a live lease; returns False when another incarnation has the
+        name."""
         if not self._met and self._put(0):
             return True
         entry = self._store.read(self.key).entries.get(self.key)
@@ -213,8 +220,8 @@ class Membership:
         return not self._taken and self._put(entry.mod_revision if entry is not None else 0)
 
     def _put(self, before: int) -> bool:
-        """Write the registration where what stands there was written at that revision; 0: nothing
-        stands there."""
+        """Writes the registration where the key was last written at that revision; 0: where it does
+        not exist."""
         self._met = True
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
@@ -238,14 +245,15 @@ class Membership:
         return incarnation == self.me.incarnation or incarnation in self._own
 
     def take_store_socket(self) -> socket.socket:
-        """The socket bound to the registered port, for rank 0; a new one is offered from now on."""
+        """Returns the socket bound to the registered port, for rank 0; a new one is offered from
+        now on."""
         taken = self._socket
         self._socket = self._bind()
         self.me = replace(self.me, store_port=self._socket.getsockname()[1])
         return taken
 
     def close(self) -> None:
-        """Give the name back at once."""
+        """Releases the name at once."""
         if self._lease is not None:
             with suppress(StoreUnavailable):
                 self._lease.close(revoke=self._store.reachable)
@@ -254,7 +262,7 @@ class Membership:
 
 
 def reachable_address(endpoint: str) -> str:
-    """The address under which machines that reach `endpoint` also reach this one.
+    """Returns the address under which machines that reach `endpoint` also reach this one.
 
     endpoint: host:port, with or without a scheme.
     """

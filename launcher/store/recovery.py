@@ -38,7 +38,7 @@ such wait, which is also that of nodes without a place."""
 
 
 class Forgetful(Protocol):
-    """Something that remembers what it saw in the store: see `ClusterObserver`."""
+    """Remembers what it saw in the store, and can forget it: see `ClusterObserver`."""
 
     def lost_data(self, now_s: float) -> None: ...
 
@@ -68,17 +68,17 @@ class StoreRecovery:
         self._history = store.history
         self._lapses = membership.lapses
         self._due_s: float | None = None
-        """When this agent writes what it knows; None: nothing is to be written."""
+        """Time at which this agent writes what it has; None: nothing is to be written."""
         self._doubt = False
         self._look_s = 0.0
-        """The token's record is not looked at before then."""
+        """Time before which the token's record is not read."""
 
     def adopt(self, agreed: Agreed) -> None:
-        """The job's token is another one from now on."""
+        """Replaces the job's token by another one from now on."""
         self._agreed = agreed
 
     def attend(self, now_s: float) -> None:
-        """Look whether the store has lost its data; where it has, write what is missing."""
+        """Checks whether the store has lost its data; where it has, writes what is missing."""
         if self._membership.lapses != self._lapses:
             self._lapses, self._doubt = self._membership.lapses, True
         doubt = self._doubt or bool(self._observer.kept)
@@ -96,7 +96,7 @@ class StoreRecovery:
                 pass  # the next try is due soon; what was known counts until then
 
     def _begin(self, now_s: float) -> None:
-        """Another history has begun."""
+        """Notes that another history has begun."""
         self._history = self._store.history
         world, _ = self._observer.world()
         me = self._membership.me
@@ -109,7 +109,7 @@ class StoreRecovery:
         self._say(f"etcd lost its data ({self._store.loss}){on}")
 
     def _look_at_record(self, now_s: float) -> None:
-        """Rule 5."""
+        """Applies rule 5."""
         self._look_s = now_s + AGAIN_S
         known = self._agreed
         try:
@@ -130,7 +130,7 @@ class StoreRecovery:
         return self._store.read(key).entries.get(key)
 
     def _restore(self) -> bool:
-        """Write what is missing; False where that is to be tried again."""
+        """Writes what is missing; returns False where that is to be tried again."""
         stands = self._look_again()
         if self._store.history != self._history:
             return False
@@ -151,7 +151,7 @@ class StoreRecovery:
         return True
 
     def _look_again(self) -> dict[str, Entry]:
-        """What stands in the store now, by key, the record of the token included."""
+        """Returns what the store holds now, by key, with the record of the token."""
         stands: dict[str, Entry] = {}
         for prefix in (WORLD, CONTROL, DONE, ALARM):
             snapshot = self._store.read(prefix)
@@ -164,7 +164,8 @@ class StoreRecovery:
         return self._agreed is not None and record_in(record).digest == self._agreed.record.digest
 
     def _missing(self, stands: Mapping[str, Entry]) -> tuple[dict[str, bytes], list[str]]:
-        """What is to be written, and deleted, so that the store tells what is known here."""
+        """Returns what is to be written, and deleted, so that the store holds what is known
+        here."""
         observer, kept = self._observer, self._observer.kept
         world, _ = observer.world()
         wins = observer.lost_world() is not None
@@ -185,14 +186,14 @@ class StoreRecovery:
 
 
 def _as_read(key: str, entry: Entry | None) -> Condition:
-    """Holds as long as a key is as it was read."""
+    """Returns a condition that holds as long as a key is as it was read."""
     if entry is None:
         return Condition(key=key, mod_revision=0)
     return Condition(key=key, mod_revision=entry.mod_revision, value=entry.value)
 
 
 def _described(puts: Mapping[str, bytes]) -> list[str]:
-    """What was written, in words."""
+    """Returns what was written, in words."""
     words = {
         WORLD: "the generation and its members",
         CONTROL: "what operators asked",

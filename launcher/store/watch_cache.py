@@ -37,11 +37,11 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
 )
 NOTHING_ASKED = Control()
 KEPT = (WORLD, CONTROL, DONE, ALARM)
-"""Prefixes of what counts on although the store has lost it."""
+"""Prefixes whose documents stay valid although the store has lost them."""
 
 
 def document(kind: type[Any], data: bytes) -> Any:
-    """The document of this kind that stands in the store as `data`."""
+    """Returns the document of this kind that the store holds as `data`."""
     return world_from_bytes(data) if kind is World else decode(kind, json.loads(data))
 
 
@@ -65,16 +65,16 @@ class WatchCache:
         self._latest: dict[str, PrefixState] = {}
         self._subscriptions: dict[str, Watch] = {}
         self._decoded: dict[str, tuple[Entry, Any]] = {}
-        """By key: an entry, and the document that stood there."""
+        """By key: an entry, and the document that it held."""
         self._kept: dict[str, Entry] = {}
         """By key: what stood in the store before it lost its data."""
         self._doubted: int | None = None
-        """The history in which the world shrank: what it told after that is of another one."""
+        """History in which the world shrank: what the store said after that is of another one."""
         self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
-        """By prefix: a snapshot, and its documents by node."""
+        """By prefix: a state, and its documents by node."""
 
     def follow(self, prefixes: Iterable[str]) -> None:
-        """Follow exactly these prefixes from now on."""
+        """Follows exactly these prefixes from now on."""
         wanted = set(prefixes)
         if wanted == self._subscriptions.keys():
             return
@@ -96,7 +96,7 @@ class WatchCache:
         return take
 
     def put(self, prefix: str, snapshot: PrefixState) -> None:
-        """Take in a snapshot, unless a newer one is here."""
+        """Takes in the state of a prefix, unless a newer one is here."""
         with self._lock:
             known = self._latest.get(prefix)
             if known is None:
@@ -107,8 +107,10 @@ class WatchCache:
                     self._note_loss(prefix, known, snapshot)
 
     def _note_loss(self, prefix: str, known: PrefixState, found: PrefixState) -> None:
-        """Keep what was known, where the store has lost its data, or may have: in one history an
-        alarm goes with its generation, but the world stays, and only ever grows."""
+        """Retains what was known, where the store has lost its data, or may have.
+
+        In one history an alarm goes with its generation, but the world stays, and only ever grows.
+        """
         if known.history != found.history:
             if known.history != self._doubted:
                 self._keep(known.entries)
@@ -120,8 +122,9 @@ class WatchCache:
             self._doubted = known.history
 
     def _has_shrunk(self, known: PrefixState, found: PrefixState) -> bool:
-        """Whether a world is gone, or stands there at another revision, or is another one that does
-        not follow it; or the alarm of the present generation is gone."""
+        """Returns whether the data have shrunk: a world is gone, or is there at another revision,
+        or is another one that does not follow it; or the alarm of the present generation is
+        gone."""
         before, after = known.entries.get(WORLD), found.entries.get(WORLD)
         gone = [k for k in known.entries if k.startswith(ALARM) and k not in found.entries]
         world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
@@ -145,33 +148,35 @@ class WatchCache:
 
     @property
     def kept(self) -> Mapping[str, Entry]:
-        """What stood in the store, by key, before it lost its data, or may have lost them."""
+        """Returns what the store held, by key, before it lost its data, or may have lost them."""
         return self._kept
 
     def settle(self) -> None:
-        """From now on the store's word counts alone: it holds what was kept, or better."""
+        """Makes the store's documents alone valid from now on: it holds what was retained, or
+        better."""
         with self._lock:
             self._kept = {}
             self._doubted = None
 
     def get(self, prefix: str) -> PrefixState | None:
-        """The newest snapshot of a followed prefix; None before the first."""
+        """Returns the newest state of a followed prefix; None before the first."""
         return self._latest.get(prefix)
 
     def world(self) -> tuple[World | None, int]:
-        """The world, and the revision of what stands in the store (0: there is none)."""
+        """Returns the world, and the revision of the store's document (0: there is none)."""
         entry = self._entry(WORLD, WORLD)
         found = self._document(entry, World) if entry is not None else None
         revision = entry.mod_revision if entry is not None else 0
         return (self._kept_world(found) or found), revision
 
     def world_value(self) -> bytes | None:
-        """The world as it stands in the store."""
+        """Returns the stored bytes of the world."""
         entry = self._entry(WORLD, WORLD)
         return entry.value if entry is not None else None
 
     def lost_world(self) -> World | None:
-        """The world that the store has lost, where it outranks the one that stands there now."""
+        """Returns the world that the store has lost, where it outranks the one that the store holds
+        now."""
         entry = self._entry(WORLD, WORLD)
         return self._kept_world(self._document(entry, World) if entry is not None else None)
 
@@ -202,16 +207,17 @@ class WatchCache:
         return self._document(entry, Alarm) if entry is not None else None
 
     def reports(self, generation: int) -> Mapping[str, Report] | None:
-        """By node; None while they are not followed. The same object as long as nothing changes."""
+        """Returns reports by node; None while they are not followed. The object is the same as long
+        as nothing changes."""
         return self._gather(reports_of(generation), Report)
 
     def members(self) -> Mapping[str, Member] | None:
-        """By node, the oldest registration first; None while they are not followed. The same object
-        as long as nothing changes."""
+        """Returns members by node, the oldest registration first; None while they are not followed.
+        The object is the same as long as nothing changes."""
         return self._gather(MEMBERS, Member)
 
     def _gather(self, prefix: str, kind: type[T]) -> Mapping[str, T] | None:
-        """The documents of a followed folder by node, the oldest first."""
+        """Returns the documents of a followed folder by node, the oldest first."""
         snapshot = self.get(prefix)
         if snapshot is None:
             return None
@@ -229,8 +235,10 @@ class WatchCache:
         return snapshot.entries.get(key) if snapshot is not None else None
 
     def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
-        """What stands in an entry, read once as long as it does not change. place: where it stands,
-        if not in the store."""
+        """Returns the document of an entry, decoded once as long as it does not change.
+
+        place: where the document is held, if not in the store.
+        """
         key = f"{entry.key} {place}" if place else entry.key
         known = self._decoded.get(key)
         if known is None or (known[0] is not entry and known[0] != entry):
@@ -240,31 +248,31 @@ class WatchCache:
 
 
 def reports_of(generation: int) -> str:
-    """Prefix of a generation's reports."""
+    """Returns the prefix of a generation's reports."""
     return f"{REPORTS}{generation}/"
 
 
 def members_of(snapshot: PrefixState) -> dict[str, Member]:
-    """The registrations in a snapshot of `members/`, oldest first."""
+    """Returns the registrations in a state of `members/`, oldest first."""
     entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
     members = [decode(Member, json.loads(entry.value), entry.key) for entry in entries]
     return {member.node: member for member in members}
 
 
 class FirstSeen:
-    """Since when things have been so: remembers the time at which each key first appeared."""
+    """Remembers the time at which each key first appeared."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
 
     def update(self, keys: Iterable[str], now_s: float) -> dict[str, float]:
-        """The keys that are so now, each with the time it was first seen in an unbroken row."""
+        """Returns the present keys, each with the time it was first seen in an unbroken row."""
         first = self._first
         self._first = {key: first.get(key, now_s) for key in keys}
         return self._first
 
     def since(self, generation: int, so: bool, now_s: float) -> float | None:
-        """Since when it has been so in this generation; None if it is not."""
+        """Returns since when the state has lasted in this generation; None if it does not hold."""
         if not so:
             self._first = {}
             return None

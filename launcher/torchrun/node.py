@@ -43,19 +43,19 @@ from elasticzero.launcher.torchrun.rules import (
 log = logging.getLogger(__name__)
 
 TURN_S = 0.2
-"""A turn is taken so often when nothing changes."""
+"""Seconds between two turns when nothing changes."""
 RETRY_S = 0.5
-"""Pause after the store did not answer."""
+"""Seconds to pause after the store did not answer."""
 JOIN_THREAD_S = 10.0
 
 
 def rendezvous_prefix(run_id: str) -> str:
-    """Where everything about one rendezvous stands."""
+    """Returns the prefix of all keys of one rendezvous."""
     return job_prefix(f"torchrun:{run_id}")
 
 
 class RendezvousRefused(ElasticZeroError):
-    """A node asked for a place and there will be none."""
+    """Says that a node requested a place and will not get one."""
 
     def __init__(self, kind: Refusal, reason: str) -> None:
         super().__init__(reason)
@@ -64,12 +64,12 @@ class RendezvousRefused(ElasticZeroError):
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """A node's place in a world."""
+    """Holds a node's place in a world."""
 
     world: World
     index: int
     socket: socket.socket | None
-    """First node: bound to the port where the others will look for its store."""
+    """On the first node, a socket bound to the port where the others expect its store."""
 
     @property
     def size(self) -> int:
@@ -86,14 +86,14 @@ class NodePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Why the world of this node shall be made anew."""
+    """Says why the world of this node must be replaced."""
 
     lost: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
 
 
 class RendezvousNode:
-    """Registers this node when it first asks, and looks after the registration until it leaves."""
+    """Registers this node at its first request, and renews the registration until it leaves."""
 
     def __init__(
         self,
@@ -162,16 +162,18 @@ class RendezvousNode:
         return found
 
     def begin(self) -> None:
-        """All of the world have met: from now on the end of this node is the end of the run."""
+        """Notes that all of the world have met: from now on the end of this node is the end of the
+        run."""
         self._trains = True
 
     def change(self) -> Change:
-        """What has happened to the world of this node; asks nobody, so it may be called often."""
+        """Returns what has happened to the world of this node; sends no request, so it may be
+        called often."""
         return self._change
 
     def closed(self) -> bool:
-        """Whether the rendezvous is closed, as far as this node knows; raises `StoreUnavailable` if
-        it knows nothing."""
+        """Returns whether the rendezvous is closed, as far as this node can see; raises
+        `StoreUnavailable` if it has no answer."""
         if self._observer.get(DONE) is None:
             return DONE in self._store.read(DONE).entries
         return self._observer.done() is not None
@@ -191,12 +193,12 @@ class RendezvousNode:
         )
 
     def ends_the_run(self) -> bool:
-        """Whether the end of this node ends the run: it trains in the present world."""
+        """Returns whether the end of this node ends the run: it trains in the present world."""
         world = self._observer.world()[0] if self._trains else None
         return world is not None and world.names(self._membership.me)
 
     def leave(self) -> None:
-        """Give up the registration and everything else; the others see it at once."""
+        """Gives up the registration and everything else; the others see it at once."""
         self._over.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -278,7 +280,7 @@ class RendezvousNode:
                 pass
 
     def _reread_and_write(self, asked_s: float) -> None:
-        """Write the next world, if it is still what a fresh look at the store leads to."""
+        """Writes the next world, if a fresh read of the store leads to it too."""
         self._observer.put(MEMBERS, self._store.read(MEMBERS))
         now_s = time.monotonic()
         action = decide_rendezvous(self._view(asked_s, now_s), now_s, self.limits).action
@@ -294,7 +296,7 @@ class RendezvousNode:
             self._observer.put(WORLD, self._store.read(WORLD))
 
     def _settle(self, found: NodePlacement | RendezvousRefused) -> None:
-        """Answer who asked."""
+        """Answers the caller that waits for a place."""
         with self._answer:
             if self._asked_s is not None and not self._asked_anew:
                 self._asked_s, self._found = None, found
@@ -306,7 +308,8 @@ class RendezvousNode:
             self._say(f"{self.name}: {reason}")
 
     def _keep_registered(self, now_s: float) -> None:
-        """Renew a lapsed registration, as the same incarnation, while it has a place or asks."""
+        """Renews a lapsed registration, as the same incarnation, while it has a place or requests
+        one."""
         world, _ = self._observer.world()
         named = world is not None and world.names(self._membership.me)
         if named or self._registered:

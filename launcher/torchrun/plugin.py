@@ -31,13 +31,13 @@ else:
 
 DEFAULT_ETCD_PORT = 2379
 OPTIONS = ("join_timeout", "last_call_timeout", "close_timeout", "connect_timeout", "lease_ttl")
-"""What --rdzv-conf may say, in seconds; the first three are torch's own names."""
+"""Names that --rdzv-conf accepts, in seconds; the first three are torch's own."""
 ACCESS = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
-"""What --rdzv-conf may say besides: files and a user, as `elasticzero run` takes them."""
+"""Other names that --rdzv-conf accepts: files and a user, as `elasticzero run` takes them."""
 TORCHS_OWN = ("timeout", "read_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 """Options of torch's handlers that have no meaning here; torchrun always gives the first."""
 MEET_TIMEOUT_S = 60.0
-"""The nodes of a new world that have not met at rank 0's store by then do not reach it."""
+"""Maximum seconds for the nodes of a new world to meet at rank 0's store."""
 STORE_TIMEOUT_S = 60.0
 ARRIVED = "elasticzero/arrived"
 LOOK_S = 0.02
@@ -45,12 +45,12 @@ PROBE_S = 2.0
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: what makes a handler of torchrun's parameters."""
+    """Makes a handler of torchrun's parameters; this is the entry point."""
     return create
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """A handler; raises `ValueError` for parameters that cannot be meant."""
+    """Returns a handler; raises `ValueError` for invalid parameters."""
     from torch.distributed.elastic.rendezvous import api
     from torch.distributed.elastic.utils.logging import get_logger
 
@@ -76,7 +76,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _endpoints(text: str) -> list[str]:
-    """HOST[:PORT],… with etcd's usual port where none is given."""
+    """Returns HOST[:PORT],… with etcd's usual port where none is given."""
     found = [part.strip() for part in (text or "").split(",") if part.strip()]
     if not found:
         raise ValueError("the elasticzero rendezvous needs --rdzv-endpoint HOST:PORT of an etcd v3")
@@ -89,7 +89,7 @@ def _endpoints(text: str) -> list[str]:
 
 
 def _access(given: Mapping[str, Any]) -> Access:
-    """How etcd is approached; raises `UserError`."""
+    """Returns how etcd is accessed; raises `UserError`."""
     from elasticzero.launcher.store.etcd.access import asked_for
 
     values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
@@ -97,7 +97,7 @@ def _access(given: Mapping[str, Any]) -> Access:
 
 
 def _in_torchs_words(text: str) -> str:
-    """A complaint about options of `elasticzero run`, by their names in --rdzv-conf."""
+    """Rewords an error about options of `elasticzero run` by their names in --rdzv-conf."""
     for option in sorted(ACCESS, key=len, reverse=True):
         text = text.replace(f"--{option.replace('_', '-')} ", f"--rdzv-conf {option}=")
     return text
@@ -125,13 +125,13 @@ def _limits(parameters: RendezvousParameters) -> RoundLimits:
 
 
 class Handler(RendezvousHandler):
-    """torch's `RendezvousHandler` over a `RendezvousNode`."""
+    """Implements torch's `RendezvousHandler` over a `RendezvousNode`."""
 
     def __init__(self, backend: str, run_id: str, node: RendezvousNode) -> None:
         self._backend, self._run_id = backend, run_id
         self._node = node
         self._store: TCPStore | None = None
-        """Of the present world, or of the one before it until there is a next: the workers of
+        """Store of the present world, or of the one before it until there is a next: the workers of
         nodes that have not left that one yet must not lose it."""
 
     def get_backend(self) -> str:
@@ -142,11 +142,11 @@ class Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use the agents' store, which outlives them."""
+        """Returns True: the workers use the agents' store, which outlives them."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This node's rank among the nodes, and a store that all of them have reached."""
+        """Returns this node's rank among the nodes, and a store that all of them have reached."""
         from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
         from elasticzero.launcher.torchrun.node import RendezvousRefused
@@ -187,16 +187,18 @@ class Handler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from None
 
     def num_nodes_waiting(self) -> int:
-        """Above 0, torchrun starts its workers again, without counting that as a restart: when
-        somebody waits, and when somebody is lost too."""
+        """Returns a number above 0 when a node waits, and when one is lost too.
+
+        torchrun then starts its workers again, without counting that as a restart.
+        """
         change = self._node.change()
         return len(change.lost) + len(change.newcomers)
 
     def shutdown(self) -> bool:
-        """Leave; a node that trained ends the run for all, as with torch's own handlers.
+        """Leaves; a node that trained ends the run for all, as with torch's own handlers.
 
-        torchrun does not say how it ended; it calls this while its error is on the way. That of
-        one node makes the others give up at once, instead of waiting for a node that is gone.
+        torchrun does not say how it ended; it calls this while its error is on the way. That of one
+        node makes the others give up at once, instead of waiting for a node that is gone.
         """
         from elasticzero.errors import StoreUnavailable
 
@@ -222,7 +224,8 @@ class Handler(RendezvousHandler):
         self._node.close_for_all(outcome)
 
     def _rendezvous(self, place: NodePlacement) -> TCPStore | None:
-        """The store of a new world once all its nodes are there; None: the world is no more.
+        """Returns the store of a new world once all its nodes are there; None: the world no longer
+        exists.
 
         So no worker is started in a world of which a node was lost while it was made.
         """
@@ -245,7 +248,7 @@ class Handler(RendezvousHandler):
         return None
 
     def _wait(self, so: Callable[[], bool], place: NodePlacement, deadline_s: float) -> bool:
-        """Whether it came to be so, before some node of the world was lost."""
+        """Waits for a condition; returns False if a node of the world was lost before."""
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
         while not so():
@@ -264,7 +267,7 @@ class Handler(RendezvousHandler):
 
 
 def _open(place: NodePlacement) -> TCPStore:
-    """The store of a world: the first node serves it, the others connect to it."""
+    """Opens the store of a world: the first node serves it, the others connect to it."""
     from elasticzero.torch_internals import TCPStore
 
     lifetime = timedelta(seconds=STORE_TIMEOUT_S)
@@ -290,7 +293,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _torchs(error: RendezvousRefused) -> Exception:
-    """The error of torch's that says the same."""
+    """Returns torch's error of the same meaning."""
     from torch.distributed.elastic.rendezvous import api
 
     kinds = {

@@ -40,29 +40,29 @@ from elasticzero.text import count_text, list_text
 
 GROW_SETTLE_S = 0.5
 STRATEGY = "torchrun"
-"""What `world` says of the state: it is the script's own affair."""
+"""Strategy in `world`: the state is the script's own affair."""
 NAMES_SHOWN = 4
 
 Refusal = Literal["closed", "over", "timeout", "connection", "state"]
-"""Closed; over, and never needed; no place in time; no etcd; documents that make no sense."""
+"""Reasons: closed; over, and never needed; no place in time; no etcd; invalid documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundLimits:
-    """What `--nnodes` and `--rdzv-conf` say; times in seconds."""
+    """Holds the values of `--nnodes` and `--rdzv-conf`; times in seconds."""
 
     min_nodes: int
     max_nodes: int
     join_timeout_s: float = 600.0
-    """Who has no place by then gives up, unless it is a spare."""
+    """Seconds after which a node without a place gives up, unless it is a spare."""
     last_call_timeout_s: float = 30.0
-    """A first world below MAX waits so long after the last node that came."""
+    """Seconds that a first world below MAX waits after the last node that came."""
     close_timeout_s: float = 30.0
-    """How long to try to write that the rendezvous is closed."""
+    """Maximum seconds for which the node tries to write that the rendezvous is closed."""
     connect_timeout_s: float = 60.0
-    """How long to wait for a first answer of etcd."""
+    """Maximum seconds to wait for a first answer of etcd."""
     lease_ttl_s: float = 5.0
-    """A node that etcd has not heard of for so long is gone."""
+    """Seconds without a sign of a node after which it is gone."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -77,52 +77,52 @@ class RoundLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundView:
-    """All that one node sees; never changed in place."""
+    """Holds all that one node can see; it is never changed in place."""
 
     me: Member
     etcd: str
-    """Its endpoints, for messages."""
+    """Endpoints of etcd, for messages."""
     members: Mapping[str, Member] | None = None
-    """Registrations, oldest first; None: etcd was not heard of yet."""
+    """Registrations, oldest first; None: etcd has not answered yet."""
     world: World | None = None
     done: Done | None = None
     asked_s: float | None = None
-    """Since when this node asks for a place; None: it does not."""
+    """Time since which this node requests a place; None: it does not."""
     registered: bool = False
-    """`me` was registered since it asked."""
+    """True if `me` was registered since the request."""
     newcomer: bool = True
-    """It was never registered before."""
+    """True if the node was never registered before."""
     placed: bool = False
-    """It has had a place in this run."""
+    """True if the node has had a place in this run."""
     last_join_s: float = 0.0
-    """When the newest registration was first seen here."""
+    """Time at which the newest registration was first seen here."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
-    """Members of the world without a registration, since when."""
+    """Members of the world without a registration, and since when."""
     store: StoreHealth = field(default_factory=StoreHealth)
     token: str = ""
-    """For the next world, drawn by the caller."""
+    """Token for the next world, drawn by the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Put the registration into the store."""
+    """Puts the registration into the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reopen:
-    """Take away what an earlier run of the same id left."""
+    """Deletes what an earlier run of the same id left."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRound:
-    """Write the next world."""
+    """Writes the next world."""
 
     world: World
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The place is there."""
+    """Gives the caller its place."""
 
     world: World
     index: int
@@ -130,7 +130,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """There will be no place."""
+    """Tells the caller that it gets no place."""
 
     kind: Refusal
 
@@ -140,16 +140,16 @@ Action = Register | Reopen | WriteRound | Take | Refuse
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What to do now, and why."""
+    """Holds the next action, and its reason."""
 
     action: Action | None
     reason: str
     spare: bool = False
-    """It waits though nothing is wrong: the time to join has not begun."""
+    """True if the node waits though nothing is wrong: its time to join has not begun."""
 
 
 def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
-    """The next action of this node, by the rules above."""
+    """Returns the next action of this node, by the rules above."""
     if view.asked_s is None:
         return Turn(None, "not asking for a place")
     asked_s, world = now_s - view.asked_s, view.world
@@ -173,7 +173,7 @@ def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Tur
 
 
 def _closed(view: RoundView, done: Done, asked_s: float, limits: RoundLimits) -> Turn:
-    """Rule T2."""
+    """Applies rule T2."""
     if not view.newcomer:
         unneeded = done.outcome != "failed" and not view.placed
         return Turn(Refuse("over" if unneeded else "closed"), _why_closed(view, done))
@@ -197,7 +197,7 @@ def _no_etcd(view: RoundView, asked_s: float, option: str) -> str:
 
 
 def _late(view: RoundView, asked_s: float, limits: RoundLimits) -> Turn:
-    """Rule T6."""
+    """Applies rule T6."""
     if not view.store.reachable:
         return Turn(Refuse("connection"), _no_etcd(view, asked_s, "join_timeout"))
     here, standing = len(view.members or {}), _standing(view, view.world)
@@ -210,7 +210,7 @@ def _late(view: RoundView, asked_s: float, limits: RoundLimits) -> Turn:
 
 
 def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
-    """Rules T7 to T11."""
+    """Applies rules T7 to T11."""
     world, members = view.world, view.members or {}
     if standing := _standing(view, world):
         assert world is not None
@@ -251,9 +251,11 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
 
 
 def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
-    """Nodes without which the world of this node, which has a place in it, cannot go on.
+    """Returns the nodes without which the world of this node, which has a place in it, cannot go
+    on.
 
-    This node itself, if the world has gone on without it; the node whose failure closed it.
+    That is this node itself, if the world has gone on without it; or the node whose failure closed
+    it.
     """
     world = view.world
     if view.done is not None:
@@ -275,7 +277,7 @@ def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
 
 
 def newcomers(view: RoundView, lost_nodes: Sequence[str], limits: RoundLimits) -> list[str]:
-    """Nodes that wait and for which the world of this node has room."""
+    """Returns the nodes that wait and for which the world of this node has room."""
     world = view.world
     if world is None or view.done is not None:
         return []
@@ -285,7 +287,8 @@ def newcomers(view: RoundView, lost_nodes: Sequence[str], limits: RoundLimits) -
 
 
 def _standing(view: RoundView, world: World | None) -> list[str]:
-    """Members of the world whose very registration is there: they have not left their places."""
+    """Returns the members of the world whose very registration exists: they have not left their
+    places."""
     members = view.members or {}
     return [
         member.node
@@ -295,14 +298,14 @@ def _standing(view: RoundView, world: World | None) -> list[str]:
 
 
 def _is_full(view: RoundView, world: World, limits: RoundLimits) -> bool:
-    """Whether nobody can be taken in beside those who stand in the world."""
+    """Returns whether no node can be added to the members that are still registered."""
     return len(_standing(view, world)) == len(world.members) >= limits.max_nodes
 
 
 def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
-    """Whether a member that has not been registered since `since_s` is gone.
+    """Returns whether a member that has not been registered since `since_s` is gone.
 
-    A node that is not of that world cannot know since when etcd is well, and waits a TTL too.
+    A node that is not of that world has not seen since when etcd is well, and waits a TTL too.
     """
     world, ttl_s = view.world, limits.lease_ttl_s
     knows = world is not None and any(member.node == view.me.node for member in world.members)
@@ -311,7 +314,7 @@ def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: Round
 
 
 def _why(world: World | None, lined: Sequence[Member]) -> str:
-    """Why the next world is made."""
+    """Returns why the next world is made."""
     if world is None:
         return f"{count_text(len(lined), 'node')} came together"
     before, after = [m.node for m in world.members], [m.node for m in lined]
