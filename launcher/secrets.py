@@ -39,10 +39,12 @@ def read_secret(
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}; name a file to read") from None
     except UnicodeDecodeError:
-        raise UserError(f"{flag} {path}: not text; one line of text is wanted") from None
+        raise UserError(f"{flag} {path}: not text; one line of text is expected") from None
     lines = text.splitlines()
     if len(lines) != 1 or not lines[0] or len(text) > MAX_BYTES:
-        raise UserError(f"{flag} {path}: {len(lines)} lines; the secret alone, in one, is wanted")
+        raise UserError(
+            f"{flag} {path}: {len(lines)} lines; the secret alone, in one line, is expected"
+        )
     return Secret(lines[0])
 
 

@@ -32,7 +32,7 @@ from elasticzero.checkpoint.storage.base import (
     holds,
     partial_name,
 )
-from elasticzero.errors import UserError
+from elasticzero.errors import StorageError, UserError
 
 _READ_BYTES = 16 << 20
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
@@ -291,6 +291,8 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
             f"{url!r} is no place that fsspec knows ({error}): give a path, file://, s3://, gs://, "
             f"or install the package for {scheme}://"
         ) from None
+    except OSError as error:  # ftp, say, connects at once
+        raise StorageError(f"{url} cannot be reached: {error}") from None
     if Remote(fs, retry).speaks(frozenset({"file", "local"})):
         raise UserError(f"{url!r} is no URL: give a path, file:///PATH or SCHEME://PLACE")
     if scheme in ("s3", "s3a"):

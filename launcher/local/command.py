@@ -17,8 +17,9 @@ from elasticzero.launcher.agent.config import console_of
 from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environment
 from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.options.table import given_words
-from elasticzero.launcher.options.validation import make_log_directory
+from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.text import count_text
 
 FAULTS = ("kill-node", "kill-worker", "drain", "join")
 
@@ -42,7 +43,7 @@ def parse_fault(text: str) -> Fault:
     """`WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError`."""
     match = re.fullmatch(r"([a-z-]+)(?::([A-Za-z0-9._-]+))?@(\d+)", text)
     if not match or match[1] not in FAULTS:
-        raise UserError(f"--fault {text}: WHAT@STEP is wanted, WHAT one of {', '.join(FAULTS)}")
+        raise UserError(f"--fault {text}: WHAT@STEP is expected, WHAT one of {', '.join(FAULTS)}")
     return Fault(match[1], int(match[3]), match[2])
 
 
@@ -98,12 +99,13 @@ def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str
 def run(args: argparse.Namespace) -> ExitCode:
     """`elasticzero local`: start the cluster, tell what happens, strike, and take it all down."""
     if args.nodes < 1:
-        raise UserError(f"--nodes {args.nodes}: at least 1 is wanted")
+        raise UserError(f"--nodes {args.nodes}: at least 1 is expected")
     faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
     names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
     for fault in faults:
         if fault.node is not None and fault.node not in names:
             raise UserError(f"--fault {fault.what}:{fault.node}: the nodes are node-0, node-1, …")
+    _check_enough_nodes(args, most_nodes(args.nodes, faults))
     job = args.job or f"local-{uuid.uuid4().hex[:6]}"
     log_dir = make_log_directory(args.log_dir, job).parent
     console = console_of(args)
@@ -125,6 +127,18 @@ def run(args: argparse.Namespace) -> ExitCode:
             lines.never_struck(fault.text)
         lines.close(code)
         return code
+
+
+def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
+    """Raises `UserError` where the job could never begin for want of nodes."""
+    if args.nnodes is None or args.etcd is not None:  # nodes of other machines may join
+        return
+    least, _ = parse_nnodes(args.nnodes)
+    if least > most:
+        raise UserError(
+            f"--nnodes {args.nnodes}: the job needs {count_text(least, 'node')}, and --nodes "
+            f"{args.nodes} starts too few"
+        )
 
 
 def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:

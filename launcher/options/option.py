@@ -76,21 +76,22 @@ class Option:
         sense. An empty variable counts as unset."""
         for variable in self.variables:
             if given := environment.get(variable):
-                return self._value(variable, given)
+                return self.value(f"{variable}={given}", given)
         return self.default
 
-    def _value(self, variable: str, given: str) -> Any:
+    def value(self, where: str, given: str) -> Any:
+        """The value of the text that was given; raises `UserError`, which begins with `where`."""
         taken = _YES + _NO if self.is_switch else self.choices
         value = given.lower() if self.is_switch else given
         if taken is not None and value not in taken:
-            raise UserError(f"{variable}={given}: one of {', '.join(taken)} is wanted")
+            raise UserError(f"{where}: one of {', '.join(taken)} is expected")
         if self.is_switch:
             return value in _YES
         try:
             return self.type(given)
         except ValueError:
-            wanted = "a whole number" if self.type is int else "a number"
-            raise UserError(f"{variable}={given}: {wanted} is wanted") from None
+            expected = "a whole number" if self.type is int else "a number"
+            raise UserError(f"{where}: {expected} is expected") from None
 
 
 def spellings(flag: str) -> list[str]:

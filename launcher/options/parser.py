@@ -67,9 +67,10 @@ def add_command(parser: Parser, options: Sequence[Option], required: Sequence[st
     """Give a parser the options of a command that runs a script, and the script."""
     add_options(parser, options, required)
     parser.add_argument("script", help="This training script runs in every worker.")
-    parser.add_argument(
+    arguments = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."
     )
+    arguments.required = False  # or else an error about a missing script names it too
     parser.prepare = lambda words: spelled_out(words, options)
 
 
@@ -99,7 +100,7 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
                 dest=option.name,
                 action="append" if option.is_list else "store",
                 default=argparse.SUPPRESS,
-                type=option.type,
+                type=_typed(option),
                 choices=option.choices,
                 metavar=option.metavar,
                 help=text,
@@ -117,12 +118,17 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
         for option in missing:
             setattr(found, option.name, option.default_in(os.environ))
         if absent := [o for o in options if o.name in required and not given(found, o)]:
-            wanted = " and ".join(_wanted(option) for option in absent)
-            parser.error(f"{wanted} {'is' if len(absent) == 1 else 'are'} wanted")
+            missing_words = " and ".join(_required_word(option) for option in absent)
+            parser.error(f"{missing_words} must be given")
 
     parser.complete = complete
 
 
-def _wanted(option: Option) -> str:
+def _typed(option: Option) -> Callable[[str], Any]:
+    """Converts the value of a flag, with the same errors as that of a variable."""
+    return lambda text: option.value(f"{option.flags[0]} {text}", text)
+
+
+def _required_word(option: Option) -> str:
     variable = f" (or {option.variable})" if option.own else ""
     return f"{option.flags[0]} {option.metavar}{variable}"

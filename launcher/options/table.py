@@ -19,6 +19,7 @@ from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.values import (
     at_least_zero,
     lease_seconds,
+    port_number,
     seconds_or_auto,
     steps_or_auto,
     whole_number,
@@ -268,6 +269,7 @@ RUN_OPTIONS = (
         None,
         int,
         metavar="PORT",
+        parse=port_number,
         in_local="absent",
     ),
     Option(
@@ -284,6 +286,7 @@ RUN_OPTIONS = (
         3.0,
         float,
         metavar="S",
+        parse=at_least_zero("0 or more seconds are expected"),
         field="policy.settle_s",
     ),
     Option(
@@ -319,6 +322,7 @@ RUN_OPTIONS = (
         600.0,
         float,
         metavar="S",
+        parse=at_least_zero("0 or more seconds are expected"),
         field="policy.join_timeout_s",
     ),
     Option(

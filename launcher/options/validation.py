@@ -63,7 +63,7 @@ def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
     """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
     if not match:
-        raise UserError(f"{what} {text}: a number or MIN:MAX is wanted, such as 2:4")
+        raise UserError(f"{what} {text}: a number or MIN:MAX is expected, such as 2:4")
     least, most = int(match[1]), int(match[2] or match[1])
     if not 1 <= least <= most:
         raise UserError(f"{what} {text}: MIN must be at least 1 and not above MAX")
@@ -85,7 +85,7 @@ def parse_nproc(text: str) -> int:
     if value == "cpu":
         return os.cpu_count() or 1
     if not value.isdigit() or int(value) < 1:
-        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is wanted")
+        raise UserError(f"--nproc-per-node {value}: a number from 1, auto, gpu or cpu is expected")
     return int(value)
 
 

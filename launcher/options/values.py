@@ -8,6 +8,7 @@ from typing import Any
 
 from elasticzero.errors import UserError
 
+MAX_PORT = 65535
 Parse = Callable[[str, Any], Any]
 """Takes the flag, for the error, and the value; returns what the program works with."""
 
@@ -22,6 +23,13 @@ def at_least_zero(expected: str, *, finite: bool = False) -> Parse:
         return value
 
     return parse
+
+
+def port_number(flag: str, port: int | None) -> int | None:
+    """A TCP port, 0 among them, or None."""
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise UserError(f"{flag} {port}: a port from 0 to {MAX_PORT} is expected")
+    return port
 
 
 def whole_number(expected: str) -> Parse:

@@ -67,7 +67,7 @@ def check_given(token: Secret | None) -> Secret | None:
         if len(text) < MIN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
             raise UserError(
                 f"the job's token ({HOW}): at least {MIN_LENGTH} printable ASCII characters "
-                "without spaces are wanted; `openssl rand -hex 32` makes one"
+                "without spaces are expected; `openssl rand -hex 32` makes one"
             )
     return token
 

@@ -119,7 +119,7 @@ def _limits(parameters: RendezvousParameters) -> RoundLimits:
                 seconds[f"{option}_s"] = float(given[option])
             except ValueError:
                 raise ValueError(
-                    f"--rdzv-conf {option}={given[option]}: seconds are wanted, as a number"
+                    f"--rdzv-conf {option}={given[option]}: a number of seconds is expected"
                 ) from None
     return RoundLimits(min_nodes=parameters.min_nodes, max_nodes=parameters.max_nodes, **seconds)
 

@@ -33,7 +33,7 @@ class Access:
             raise UserError(f"--etcd-{given} {getattr(self, given)} needs --etcd-{other} FILE too")
         if self.user is not None and ":" in self.user:
             raise UserError(
-                "--etcd-user: a name without ':' is wanted; the password comes from "
+                "--etcd-user: a name without ':' is expected; the password comes from "
                 f"--etcd-password-file FILE or {ETCD_PASSWORD}, never from the command line"
             )
         if self.user is not None and self.password is None:
@@ -143,7 +143,7 @@ def tls_context(access: Access) -> ssl.SSLContext:
             context.load_verify_locations(cafile=access.cacert)
         except ssl.SSLError:
             raise UserError(
-                f"--etcd-cacert {access.cacert}: no certificate in it; a PEM file is wanted"
+                f"--etcd-cacert {access.cacert}: no certificate in it; a PEM file is expected"
             ) from None
     if access.cert is not None and access.key is not None:
         _read("--etcd-cert", access.cert)

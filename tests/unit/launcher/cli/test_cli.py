@@ -121,10 +121,10 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "value", "wanted"),
     [
-        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3 is wanted"),
-        ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is wanted"),
-        ("ELASTICZERO_CHECKPOINT_EVERY", "often", "a whole number is wanted"),
-        ("ELASTICZERO_SETTLE", "soon", "a number is wanted"),
+        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3 is expected"),
+        ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is expected"),
+        ("ELASTICZERO_CHECKPOINT_EVERY", "often", "a whole number is expected"),
+        ("ELASTICZERO_SETTLE", "soon", "a number is expected"),
     ],
 )
 def test_a_value_from_the_environment_is_checked(
@@ -166,8 +166,8 @@ def test_an_empty_variable_is_none(
         parse([command])
     assert ended.value.code == ExitCode.USAGE
     assert capsys.readouterr().err == (
-        "error: --etcd HOST:PORT (or ELASTICZERO_ETCD) and --job ID (or ELASTICZERO_JOB) are "
-        f"wanted\nsee: elasticzero {command} --help\n"
+        "error: --etcd HOST:PORT (or ELASTICZERO_ETCD) and --job ID (or ELASTICZERO_JOB) must "
+        f"be given\nsee: elasticzero {command} --help\n"
     )
 
 
@@ -306,3 +306,40 @@ def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
     (event,) = EventReader(tmp_path / "j" / "n").read()
     assert event["event"] == "error"
     assert said == f"error: {event['message']}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--checkpoint-every", "x"], "--checkpoint-every x: a whole number is expected"),
+        (["--lease-ttl", "1.5"], "--lease-ttl 1.5: a whole number is expected"),
+        (["--strategy", "zero9"], "--strategy zero9: one of ddp, zero1, zero2, zero3 is expected"),
+        (["--http-port", "65536"], "--http-port 65536: a port from 0 to 65535 is expected"),
+        (["--settle", "-1"], "--settle -1: 0 or more seconds are expected"),
+        (["--settle", "nan"], "--settle nan: 0 or more seconds are expected"),
+        (["--join-timeout", "-1"], "--join-timeout -1: 0 or more seconds are expected"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_option(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["run", *words, str(script)]) == ExitCode.USAGE
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_local_cluster_too_small_for_its_job_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waited for a third node until --join-timeout."""
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["local", "--nodes", "2", "--nnodes", "3", str(script)]) == ExitCode.USAGE
+    assert "the job needs 3 nodes, and --nodes 2 starts too few" in capsys.readouterr().err
+
+
+def test_a_missing_script_is_all_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["run"])
+    assert "are required: script\n" in capsys.readouterr().err
