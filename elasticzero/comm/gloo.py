@@ -25,7 +25,7 @@ THREAD_NAME = "pt_gloo_runloop"
 PAUSE_S = 0.005
 """Time in seconds that the threads get before each check; Python lets a thread keep its lock as
 long."""
-QUIET_LOOKS = 2
+QUIET_POLLS = 2
 """A thread that sleeps at this many checks in a row has nothing left to drop."""
 LIMIT_S = 2.0
 
@@ -48,6 +48,6 @@ def wait_before_destroying() -> None:
 
 def _wait_until_idle() -> None:
     deadline_s, quiet = time.monotonic() + LIMIT_S, 0
-    while quiet < QUIET_LOOKS and time.monotonic() < deadline_s:
+    while quiet < QUIET_POLLS and time.monotonic() < deadline_s:
         time.sleep(PAUSE_S)
         quiet = quiet + 1 if all(state == "S" for state in thread_states(THREAD_NAME)) else 0

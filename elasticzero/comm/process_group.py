@@ -37,7 +37,7 @@ CLOSED = "nccl: the connections to the other ranks are closed"
 POLL_S = 0.1
 """Pause in seconds between two queries of NCCL's errors."""
 
-_kept: list[dist.ProcessGroup] = []
+_closed_groups: list[dist.ProcessGroup] = []
 """Groups that were closed but are never destroyed. Gloo's destructor joins its threads while it
 holds Python's global lock, and such a thread may wait for that lock to drop a finished operation:
 destroying a group can hang (seen with torch 2.13, one time in six)."""
@@ -262,7 +262,7 @@ class ProcessGroups:
         self.release()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
-            _kept.append(dist.group.WORLD)
+            _closed_groups.append(dist.group.WORLD)
             destroy_process_group()
 
 

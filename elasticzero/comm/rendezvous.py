@@ -25,7 +25,7 @@ RETRY_S, RETRY_MAX_S = 0.02, 0.5
 LOOK_MAX_S = 0.2
 PROBE_S = 2.0
 """Time limit of one try to reach rank 0's host, in seconds."""
-TOLD_AFTER_S = 10.0
+REPORT_AFTER_S = 10.0
 """Time in seconds after which a waiting rank reports the ranks that it waits for."""
 RANKS_SHOWN = 16
 
@@ -128,7 +128,7 @@ def _reach(info: RankInfo, deadline_s: float) -> None:
         pause_s = max(RETRY_S, min(RETRY_MAX_S, waited_s / 10))
         if now_s + pause_s >= min(seen_s + info.connect_timeout_s, deadline_s):
             raise RetryError(f"rank 0 at {host}:{port} was not reached in time: {problem}")
-        if waited_s >= TOLD_AFTER_S and not told:
+        if waited_s >= REPORT_AFTER_S and not told:
             told = True
             _tell(
                 f"rank 0 at {host}:{port} was not reached for {waited_s:.0f} s ({problem}); its "
@@ -166,7 +166,7 @@ def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks on rank 0, which polls its own store and names the missing
     ranks."""
     began_s = time.monotonic()
-    tell_s, told = TOLD_AFTER_S, ""
+    tell_s, told = REPORT_AFTER_S, ""
     while not here.check(["all"]):
         now_s = time.monotonic()
         waited_s = now_s - began_s

@@ -275,14 +275,14 @@ class LocalLink(AgentClient):
             except ElasticZeroError as failed:
                 self.console.say(f"error: {one_line(failed)}")
             step = at.step if at is not None else 0
-            self.console.say(f"interrupted after step {step}; {self._then()}")
+            self.console.say(f"interrupted after step {step}; {self._resume_hint()}")
             raise SystemExit(int(code)) from error
         if isinstance(error, ElasticZeroError):
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(int(error.exit_code)) from error
         raise error
 
-    def _then(self) -> str:
+    def _resume_hint(self) -> str:
         """Describes what the next start of the same command does."""
         where = self._settings.checkpoint_dir
         if where is None:

@@ -82,14 +82,14 @@ def run_stop_protocol(
         answered = _hand_over(link, str(error) or type(error).__name__, state)
         kept = may_keep and answered and not own and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
-        code = _not_kept(link, lost, state.step)
+        code = _report_lost_state(link, lost, state.step)
     finally:
         if not kept:
             exit_now(code)
     return code
 
 
-def _not_kept(link: AgentClient, error: BaseException, step: int) -> int:
+def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> int:
     """Reports that the snapshot could not be written; returns the exit code."""
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else _trace(error)
