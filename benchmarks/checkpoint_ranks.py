@@ -296,7 +296,7 @@ class Rank:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
             return int(tensor)
 
-        directory, terms = open_directory(path), SaveCoordination(agree=agree)
+        directory, terms = open_directory(path), SaveCoordination(allreduce_max=agree)
         state, rank = self.state, self.order.rank
         return lambda: write_checkpoint(directory, state.draft, rank, state.pieces(), terms)
 

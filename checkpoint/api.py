@@ -50,7 +50,7 @@ from elasticzero.nested import encoded_items, flatten, unflatten
 
 _T = TypeVar("_T")
 
-_MOST_WORDS_BYTES = 1000
+_MAX_ERROR_BYTES = 1000
 """Maximum size of an error's text that one rank gives to the others."""
 
 
@@ -76,11 +76,11 @@ def save(
     step exists already, or for values that a checkpoint cannot hold, and `StorageError` if the
     directory cannot be written or another save of the step came first.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if _is_together() else (0, 1)
-    ready = _on_all(lambda: _prepared(path, tensors, step, state, world))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+    ready = _run_on_all_ranks(lambda: _check_input(path, tensors, step, state, world))
     storage = ready.directory.step(step_directory(ready.step))
-    stands = _on_all(lambda: rank == 0 and commit.is_good(storage))
-    token = _from_rank_0(0 if stands else secrets.randbits(62) | 1)
+    stands = _run_on_all_ranks(lambda: rank == 0 and commit.is_good(storage))
+    token = _broadcast_from_rank_0(0 if stands else secrets.randbits(62) | 1)
     if not token:
         raise UserError(f"{storage.where} holds a checkpoint already: save under another step")
     draft = Manifest(
@@ -93,12 +93,14 @@ def save(
     )
     writer = ready.writers.index(rank) if rank in ready.writers else None
     pieces = () if writer is None else pieces_of(ready.layout, writer, ready.named)
-    coordination = SaveCoordination(agree=_greatest, tell=_first_words, wait_s=wait_s)
+    coordination = SaveCoordination(
+        allreduce_max=_allreduce_max, share_error=_share_error, wait_s=wait_s
+    )
     try:
         written = write_checkpoint(ready.directory, draft, writer, pieces, coordination)
     except RetryError as error:
         raise StorageError(str(error)) from None
-    if not _greatest(int(written.committed)):
+    if not _allreduce_max(int(written.committed)):
         raise StorageError(
             f"{storage.where}: another save of this step came first, and nothing of this one is "
             "left: save under another step"
@@ -140,7 +142,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
     step = checkpoint.manifest.step
     try:
-        chosen = _chosen(_first_level(checkpoint.manifest), own, step)
+        chosen = _select_items(_first_level(checkpoint.manifest), own, step)
         result = {key: unflatten(json, tensor_of) for key, json in chosen.items()}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
@@ -160,7 +162,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class _SaveInput:
     """Holds the checked input of a save: values and directory that can be written."""
 
     step: int
@@ -172,13 +174,13 @@ class _Prepared:
     directory: Directory
 
 
-def _prepared(
+def _check_input(
     path: str | os.PathLike[str],
     tensors: Mapping[Any, Any],
     step: int,
     state: Mapping[str, Any] | None,
     world_size: int,
-) -> _Prepared:
+) -> _SaveInput:
     """Checks the values and the directory of a save; raises `UserError` if either cannot be
     used."""
     number = checked_step(step)
@@ -186,7 +188,7 @@ def _prepared(
     writers = writing_ranks(named, world_size)
     directory = open_directory(path)
     catalog.check_target(directory)
-    return _Prepared(
+    return _SaveInput(
         step=number,
         named=named,
         state=json_state,
@@ -237,7 +239,7 @@ def _first_level(manifest: Manifest) -> dict[Any, Any]:
     return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
 
 
-def _chosen(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
+def _select_items(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
     """Returns the values to load: all saved values, or those under the first-level keys of `own`.
 
     A key of `own` that was not saved must hold tensors only; their names then tell where they are.
@@ -277,7 +279,7 @@ def _only_tensors(encoded: Any) -> bool:
     return all(_only_tensors(item) for item in encoded.values())
 
 
-def _on_all(work: Callable[[], _T]) -> _T:
+def _run_on_all_ranks(work: Callable[[], _T]) -> _T:
     """Returns the result of `work` on every rank; if it fails on one rank it fails on all."""
     result: list[_T] = []
     failure: Exception | None = None
@@ -285,8 +287,8 @@ def _on_all(work: Callable[[], _T]) -> _T:
         result.append(work())
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
-    if _greatest(int(failure is not None)):
-        said = _first_words("" if failure is None else one_line(failure))
+    if _allreduce_max(int(failure is not None)):
+        said = _share_error("" if failure is None else one_line(failure))
         raise failure or StorageError(f"nothing is saved: {said}")
     return result[0]
 
@@ -295,40 +297,40 @@ def _ignore(_: str) -> None:
     """Drops a line that another call or another rank also prints."""
 
 
-def _is_together() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def _is_rank_0() -> bool:
-    return not _is_together() or dist.get_rank() == 0
+    return not _is_distributed() or dist.get_rank() == 0
 
 
-def _from_rank_0(value: int) -> int:
+def _broadcast_from_rank_0(value: int) -> int:
     """Returns rank 0's value, on every rank; the value itself where there is no process group."""
-    return _exchanged([value], lambda tensor: dist.broadcast(tensor, src=0))[0]
+    return _communicate([value], lambda tensor: dist.broadcast(tensor, src=0))[0]
 
 
-def _greatest(value: int) -> int:
+def _allreduce_max(value: int) -> int:
     """Returns the greatest value of all ranks; the value itself where there is no process group."""
-    return _exchanged([value], lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))[0]
+    return _communicate([value], lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX))[0]
 
 
-def _first_words(text: str) -> str:
+def _share_error(text: str) -> str:
     """Returns on every rank the text of the first rank that has any, and names that rank."""
-    if not _is_together():
+    if not _is_distributed():
         return text
     world, rank = dist.get_world_size(), dist.get_rank()
-    first = world - _greatest(world - rank if text else 0)
+    first = world - _allreduce_max(world - rank if text else 0)
     if first == world:
         return "no rank says why"
-    words = f"rank {rank} failed: {text}".encode(errors="replace")[:_MOST_WORDS_BYTES]
-    padded = list(words.ljust(_MOST_WORDS_BYTES, b"\0"))
-    said = bytes(_exchanged(padded, lambda tensor: dist.broadcast(tensor, src=first)))
+    words = f"rank {rank} failed: {text}".encode(errors="replace")[:_MAX_ERROR_BYTES]
+    padded = list(words.ljust(_MAX_ERROR_BYTES, b"\0"))
+    said = bytes(_communicate(padded, lambda tensor: dist.broadcast(tensor, src=first)))
     return said.rstrip(b"\0").decode(errors="replace")
 
 
-def _exchanged(values: list[int], exchange: Callable[[torch.Tensor], object]) -> list[int]:
-    if not _is_together():
+def _communicate(values: list[int], exchange: Callable[[torch.Tensor], object]) -> list[int]:
+    if not _is_distributed():
         return values
     device = "cuda" if "cpu:" not in dist.get_backend_config() else "cpu"
     tensor = torch.tensor(values, dtype=torch.int64, device=device)

@@ -31,7 +31,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DIFFERENT = 1
 """Exit code of `diff` where the checkpoints differ; POSIX `diff` has the same one."""
-_MOST_LINES = 20
+_MAX_LINES = 20
 """Maximum number of lines that `diff` prints for one kind of difference; `--json` prints all."""
 
 
@@ -192,11 +192,13 @@ def _reshard(args: argparse.Namespace) -> int:
     )
 
     def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:
-        _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
+        _report_unconverted(args, catalog.read_manifest(source).layout.tensors)
         return reshard.reshard(source, open_directory(args.target), shape, copy_options)
 
     hint = "finished rank files stay in {}, and the same command goes on from there"
-    return _told_copied(_working(args, work, hint.format(args.target)), args, source.where)
+    return _report_copy(
+        _run_with_progress(args, work, hint.format(args.target)), args, source.where
+    )
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -205,7 +207,7 @@ def _diff(args: argparse.Namespace) -> int:
     def work(copy_options: step_copy.CopyOptions) -> CheckpointDiff:
         return compare(a, b, model_only=args.model_only, copy_options=copy_options)
 
-    result = _working(args, work, "the two were not compared to the end")
+    result = _run_with_progress(args, work, "the two were not compared to the end")
     if args.json:
         say(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
     else:
@@ -228,9 +230,9 @@ def _comparison_text(result: CheckpointDiff, a: str, b: str) -> str:
     ]
     lines = [shown(f"A: {a}"), shown(f"B: {b}")]
     for kind in kinds:
-        lines += map(shown, kind[:_MOST_LINES])
-        if len(kind) > _MOST_LINES:
-            lines.append(f"... and {len(kind) - _MOST_LINES} more such lines (`--json` has all)")
+        lines += map(shown, kind[:_MAX_LINES])
+        if len(kind) > _MAX_LINES:
+            lines.append(f"... and {len(kind) - _MAX_LINES} more such lines (`--json` has all)")
     lines.append(f"different; {count_text(result.equal_tensors, 'tensor')} are the same")
     return "\n".join(lines) + "\n"
 
@@ -239,9 +241,9 @@ def _export(args: argparse.Namespace) -> int:
     source = catalog.resolve(args.path)
 
     def work(copy_options: step_copy.CopyOptions) -> huggingface.ExportResult:
-        _tell_unconverted(args, catalog.read_manifest(source).layout.tensors)
+        _report_unconverted(args, catalog.read_manifest(source).layout.tensors)
         if args.format == "dcp":
-            _refuse(args, "dcp", "max_shard_size", "config")
+            _reject_options(args, "dcp", "max_shard_size", "config")
             from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
 
             dcp_options = DcpExportOptions(everything=args.what == "all", dtype=args.dtype)
@@ -254,7 +256,7 @@ def _export(args: argparse.Namespace) -> int:
         )
         return huggingface.export_hf(source, args.target, options, copy_options)
 
-    done = _working(args, work, "nothing of the export is left")
+    done = _run_with_progress(args, work, "nothing of the export is left")
     if args.json:
         say(json.dumps({**asdict(done), "source": source.where}))
         return 0
@@ -263,7 +265,7 @@ def _export(args: argparse.Namespace) -> int:
         f"{count_text(len(done.files), 'file')}, from {source.where}"
     )
     if args.format == "hf":
-        say(huggingface.what_else(done.where, has_config=args.config is not None))
+        say(huggingface.missing_files_text(done.where, has_config=args.config is not None))
     else:
         say(
             'keys: "model", "optimizer" and what else was saved; load the model as '
@@ -288,21 +290,23 @@ def _import(args: argparse.Namespace) -> int:
             foreign = huggingface.open_hf(args.path)
         if args.alias:
             foreign = reshard.tie_aliases(foreign, dict(args.alias))
-        _tell_unconverted(args, foreign.specs)
+        _report_unconverted(args, foreign.specs)
         return reshard.import_foreign(
             foreign, open_directory(args.target), args.step, shape, copy_options
         )
 
-    return _told_copied(_working(args, work, "nothing of the import is left"), args, args.path)
+    return _report_copy(
+        _run_with_progress(args, work, "nothing of the import is left"), args, args.path
+    )
 
 
-def _refuse(args: argparse.Namespace, kind: str, *names: str) -> None:
+def _reject_options(args: argparse.Namespace, kind: str, *names: str) -> None:
     """Raises `UserError` for options that a format does not have."""
     if given := [name for name in names if getattr(args, name) is not None]:
         raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
 
 
-def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
+def _report_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
     """Prints the tensors that `--dtype` does not convert."""
     if args.dtype is not None and (names := unconverted(specs)):
         complain(
@@ -311,7 +315,7 @@ def _tell_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec])
         )
 
 
-def _working(
+def _run_with_progress(
     args: argparse.Namespace, work: Callable[[step_copy.CopyOptions], _T], left: str
 ) -> _T:
     """Runs a long command and shows its progress.
@@ -321,7 +325,7 @@ def _working(
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)
     try:
-        with _ended_as_by_ctrl_c(), ProgressBar(stream) as progress:
+        with _sigterm_as_ctrl_c(), ProgressBar(stream) as progress:
             return work(
                 step_copy.CopyOptions(
                     buffer_bytes=args.buffer_size, workers=workers, progress=progress
@@ -333,7 +337,7 @@ def _working(
 
 
 @contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
+def _sigterm_as_ctrl_c() -> Iterator[None]:
     """Makes SIGTERM end the block as Ctrl-C does, so that the command cleans up."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -345,7 +349,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _told_copied(done: step_copy.CopyResult, args: argparse.Namespace, source: str) -> int:
+def _report_copy(done: step_copy.CopyResult, args: argparse.Namespace, source: str) -> int:
     if args.json:
         say(json.dumps({**asdict(done), "source": source}))
         return 0

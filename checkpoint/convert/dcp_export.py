@@ -43,7 +43,7 @@ MODEL_KEY = "model"
 OWN_KEY = "elasticzero"
 """Key of the exported values that have no place in a state dict of torch."""
 OPTIMIZER_KEY, GROUPS_KEY = "optimizer", "param_groups"
-_TORCHS_OWN_WRITER = "inline_container.cc"
+_TORCH_WRITER = "inline_container.cc"
 """Text in torch's error when its file could not be written to the end."""
 
 
@@ -115,7 +115,7 @@ def _cause(error: CheckpointException, path: Path) -> BaseException:
         link = link.__cause__ or link.__context__
     if link is not None and not isinstance(cause, ElasticZeroError):
         return StorageError(f"cannot write to {path}: {explain(link)}")
-    if _TORCHS_OWN_WRITER in str(cause):
+    if _TORCH_WRITER in str(cause):
         return StorageError(f"cannot write to {path}: is the disk full, or a quota used up?")
     return cause
 
@@ -174,7 +174,7 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
     """Returns all state, nested as it was saved, or else as torch's state dicts are."""
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
-        return {**unflatten(_as_torch_has_it(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
+        return {**unflatten(_torch_nesting(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
     model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
@@ -199,24 +199,24 @@ def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str
     return [
         {
             "params": list(group["names"]),
-            **unflatten(_as_torch_has_it(group["options"]), tensor_of),
+            **unflatten(_torch_nesting(group["options"]), tensor_of),
         }
         for group in manifest.state.get("groups", ())
     ]
 
 
-def _as_torch_has_it(json: Any) -> Any:
+def _torch_nesting(json: Any) -> Any:
     """Returns an encoded value with its arrays as tensors, and with tuples that hold tensors as
     lists.
 
     torch's format finds tensors in dicts and lists only.
     """
     if isinstance(json, list):
-        return [_as_torch_has_it(item) for item in json]
+        return [_torch_nesting(item) for item in json]
     if not isinstance(json, dict):
         return json
     if json.keys() == {"$array"}:
         return {"$tensor": json["$array"]}
     if json.keys() == {"$tuple"} and tensor_names(json):
-        return _as_torch_has_it(json["$tuple"])
-    return {key: _as_torch_has_it(item) for key, item in json.items()}
+        return _torch_nesting(json["$tuple"])
+    return {key: _torch_nesting(item) for key, item in json.items()}

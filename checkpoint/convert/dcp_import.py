@@ -56,7 +56,7 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     ours: dict[str, Any] = {}
     named: dict[KeyPath, str] = {}
     if exported:
-        ours, named = _our_state(storage, contents.values[OWN_KEY, "state"])
+        ours, named = _exported_state(storage, contents.values[OWN_KEY, "state"])
     names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
     if exported:
         names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
@@ -79,7 +79,9 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     )
 
 
-def _our_state(storage: Readable, item: StoredItem) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def _exported_state(
+    storage: Readable, item: StoredItem
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Returns (the state of the exported checkpoint, the names of the tensors that the state
     nests)."""
     try:
@@ -249,7 +251,7 @@ class _Directory:
         return part.reshape(1) if not spec.shape else part
 
 
-_SPOILED = (
+_ITEM_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     ArithmeticError,
@@ -287,7 +289,7 @@ def _load(storage: Readable, item: StoredItem) -> Any:
             f"{where} asks for code to be run when it is read, so it is not read; `--model-only` "
             f"leaves all but the model's tensors out ({str(error).splitlines()[0]:.150})"
         ) from None
-    except _SPOILED as error:
+    except _ITEM_ERRORS as error:
         raise CheckpointDamaged(f"{where} is not an item of torch's: {error!r:.150}") from None
 
 

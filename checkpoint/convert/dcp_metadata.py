@@ -20,7 +20,7 @@ from elasticzero.checkpoint.convert.pickle_reader import (
     InertRecord,
     Mapped,
     Size,
-    Stand,
+    StandIn,
     read_pickle,
 )
 from elasticzero.checkpoint.format.coverage import check_cover
@@ -89,7 +89,7 @@ def read_contents(storage: Readable) -> Contents:
             "torch.distributed.checkpoint"
         ) from None
 
-    def find(module: str, name: str) -> Stand:
+    def find(module: str, name: str) -> StandIn:
         if (module, name) in _TABLE:
             return _TABLE[module, name]
         if module == "torch" and _DTYPE.fullmatch(name):
@@ -150,7 +150,7 @@ _RECORDS = {
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
 }
-_TABLE: Mapping[tuple[str, str], Stand] = {
+_TABLE: Mapping[tuple[str, str], StandIn] = {
     **dict.fromkeys(_RECORDS, InertRecord),
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Value,

@@ -93,7 +93,7 @@ def export_hf(
     manifest = catalog.read_manifest(source)
     specs = model_specs(source, manifest)
     config = None if options.config is None else _config(options.config)
-    parts = _packed(cast_specs(specs, options.dtype), options.max_shard_bytes)
+    parts = _split_into_files(cast_specs(specs, options.dtype), options.max_shard_bytes)
     count = len(parts)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = dict(zip(names if count > 1 else [ONE_FILE], parts, strict=True))
@@ -116,7 +116,7 @@ def export_hf(
     return ExportResult(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
 
 
-def what_else(where: str, *, has_config: bool) -> str:
+def missing_files_text(where: str, *, has_config: bool) -> str:
     """Returns one line that names the files that `from_pretrained` of Transformers still needs."""
     config = "" if has_config else "config.json (model.config.save_pretrained, or --config FILE), "
     return (
@@ -192,7 +192,9 @@ def _file_job(
     return job
 
 
-def _packed(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[dict[str, TensorSpec]]:
+def _split_into_files(
+    specs: Mapping[str, TensorSpec], max_shard_bytes: int
+) -> list[dict[str, TensorSpec]]:
     """Cuts the tensors, in their order, into parts of at most `max_shard_bytes`, none of them
     empty."""
     parts: list[dict[str, TensorSpec]] = [{}]
@@ -230,7 +232,7 @@ def open_hf(url: str) -> ForeignCheckpoint:
     `url`: the file, or the directory. Raises `UserError` if it is no such model, and
     `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
     """
-    storage, files = _located(url)
+    storage, files = _locate_files(url)
     places: dict[str, tuple[str, TensorEntry]] = {}
     aliases: dict[str, str] = {}
     for file, wanted in files.items():
@@ -281,7 +283,7 @@ class _Files:
             position += len(view)
 
 
-def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
+def _locate_files(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
     """Returns (the files' storage, the tensors to take from each file; None: all)."""
     parent, _, name = str(url).rstrip("/").rpartition("/")
     if name.endswith(".safetensors"):
@@ -292,7 +294,7 @@ def _located(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
     found = [n for n in names if n.endswith(".safetensors")]
     indices = [n for n in names if n.endswith(".safetensors.index.json")]
     if len(indices) == 1:
-        return storage, _indexed(storage, indices[0], found)
+        return storage, _read_index(storage, indices[0], found)
     if ONE_FILE in found or len(found) == 1:
         return storage, {ONE_FILE if ONE_FILE in found else found[0]: None}
     if found:
@@ -319,7 +321,7 @@ def check_foreign(url: str) -> None:
         raise UserError(f"{directory.where} is an ElasticZero checkpoint already: {NO_IMPORT}")
 
 
-def _indexed(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
+def _read_index(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
     """Returns the tensors to take from each file, as the index lists them."""
     where = f"{storage.where}/{index}"
     try:

@@ -14,12 +14,12 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_PARTS = 64
+_MAX_PARTS = 64
 """Maximum number of arguments of a record; torch writes few."""
-_MOST_OBJECTS = 20_000_000
+_MAX_OBJECTS = 20_000_000
 """Maximum number of containers and records in one file."""
-_MOST_BYTES_OF_AN_INT = 64
-_VISITS_A_BYTE = 16
+_MAX_INT_BYTES = 64
+_VISITS_PER_BYTE = 16
 """Maximum number of parts of tuples that may be hashed for each byte of the file."""
 
 (
@@ -58,11 +58,11 @@ class Mapped:
     """Stands for a class of dicts; the value becomes a dict."""
 
 
-Stand = type[InertRecord] | type[Size] | type[Mapped] | str
+StandIn = type[InertRecord] | type[Size] | type[Mapped] | str
 """The stand-in for a name in the pickle."""
 
 
-def read_pickle(data: bytes, find: Callable[[str, str], Stand]) -> Any:
+def read_pickle(data: bytes, find: Callable[[str, str], StandIn]) -> Any:
     """Returns the value in a pickle.
 
     `find`: returns the stand-in for a module and a name, or raises. Raises `ValueError`,
@@ -75,10 +75,10 @@ def read_pickle(data: bytes, find: Callable[[str, str], Stand]) -> Any:
 class _Machine:
     """Runs a pickle with a stack, a memo and a position."""
 
-    def __init__(self, data: bytes, find: Callable[[str, str], Stand]) -> None:
+    def __init__(self, data: bytes, find: Callable[[str, str], StandIn]) -> None:
         self._data = data
         self._find = find
-        self._at = 0
+        self._position = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         """The stacks below each mark."""
@@ -87,8 +87,8 @@ class _Machine:
         """The number of parts of each tuple with all that is in it, by identity. The tuple is kept
         so that its identity stays its own."""
         self._made = 0
-        self._visits_left = _VISITS_A_BYTE * len(data) + 1000
-        self._does: Mapping[int, Callable[[], None]] = {
+        self._visits_left = _VISITS_PER_BYTE * len(data) + 1000
+        self._instructions: Mapping[int, Callable[[], None]] = {
             _PROTO: lambda: self._skip(1),
             _FRAME: lambda: self._skip(8),
             _MARK: self._mark,
@@ -115,12 +115,12 @@ class _Machine:
     def run(self) -> Any:
         data, push = self._data, self._push
         while True:
-            code = data[self._at]
-            self._at += 1
+            code = data[self._position]
+            self._position += 1
             if code == _STOP:
                 return self._stack.pop()
-            if code in self._does:
-                self._does[code]()
+            if code in self._instructions:
+                self._instructions[code]()
             elif code in _GETS:
                 push(self._memo[self._int(_GETS[code])])
             elif code in _PUTS:
@@ -136,23 +136,25 @@ class _Machine:
             elif code in _BYTES:
                 push(self._take(self._int(_BYTES[code])))
             else:
-                raise ValueError(f"byte {self._at - 1} is {code:#04x}, which torch does not write")
+                raise ValueError(
+                    f"byte {self._position - 1} is {code:#04x}, which torch does not write"
+                )
 
     def _skip(self, count: int) -> None:
         self._take(count)
 
     def _take(self, count: int) -> bytes:
-        stop = self._at + count
+        stop = self._position + count
         if stop > len(self._data):
             raise ValueError(f"it ends before byte {stop}")
-        found = self._data[self._at : stop]
-        self._at = stop
+        found = self._data[self._position : stop]
+        self._position = stop
         return found
 
     def _line(self) -> str:
-        stop = self._data.index(b"\n", self._at)
-        found = self._take(stop - self._at).decode()
-        self._at += 1
+        stop = self._data.index(b"\n", self._position)
+        found = self._take(stop - self._position).decode()
+        self._position += 1
         return found
 
     def _int(self, count: int, *, signed: bool = False) -> int:
@@ -160,7 +162,7 @@ class _Machine:
 
     def _long(self) -> None:
         count = self._int(1)
-        if count > _MOST_BYTES_OF_AN_INT:
+        if count > _MAX_INT_BYTES:
             raise ValueError(f"an integer of {count} bytes")
         self._push(self._int(count, signed=True))
 
@@ -184,8 +186,8 @@ class _Machine:
 
     def _make(self, value: Any) -> None:
         self._made += 1
-        if self._made > _MOST_OBJECTS:
-            raise ValueError(f"it has more than {_MOST_OBJECTS} objects")
+        if self._made > _MAX_OBJECTS:
+            raise ValueError(f"it has more than {_MAX_OBJECTS} objects")
         self._stack.append(value)
 
     def _make_tuple(self, items: list[Any]) -> None:
@@ -223,21 +225,21 @@ class _Machine:
             raise TypeError("a name is expected")
         self._push(self._find(module, name))
 
-    def _call(self, stand: Any, given: Any) -> None:
+    def _call(self, stand_in: Any, given: Any) -> None:
         """Makes the value that a stand-in becomes; nothing is called."""
-        if type(given) is not tuple or len(given) > _MOST_PARTS:
+        if type(given) is not tuple or len(given) > _MAX_PARTS:
             raise ValueError(f"a record of {len(given)} parts")
-        if stand is Size:
+        if stand_in is Size:
             (sizes,) = given or ((),)
             if type(sizes) is not tuple:
                 raise TypeError("a size is not a tuple")
             self._push(sizes)
-        elif stand is Mapped:
+        elif stand_in is Mapped:
             if given:
                 raise ValueError("a dict that is made of something")
             self._make({})
-        elif isinstance(stand, type) and issubclass(stand, InertRecord):
-            record = stand()
+        elif isinstance(stand_in, type) and issubclass(stand_in, InertRecord):
+            record = stand_in()
             record.parts = given
             self._make(record)
         else:

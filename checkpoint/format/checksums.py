@@ -198,15 +198,15 @@ class BlockReader:
             )
         self.forget()
 
-    def twin(self) -> BlockReader:
+    def clone(self) -> BlockReader:
         """Returns another reader of the file, with a buffer of its own, for another thread."""
-        twin = copy.copy(self)
-        twin.forget()
-        return twin
+        clone = copy.copy(self)
+        clone.forget()
+        return clone
 
     def forget(self) -> None:
         """Drops the block that is kept from the last reading, and its buffer."""
-        self._rooms = self._kept = memoryview(b"")
+        self._buffers = self._kept = memoryview(b"")
         self._kept_from = 0
 
     @property
@@ -259,8 +259,8 @@ class BlockReader:
         block_bytes = self._sums.block_bytes
         before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
         self._kept = memoryview(b"")
-        kept = self._room(1)[:after]
-        whole = Views([self._room(0)[:before], *views, kept])
+        kept = self._buffer(1)[:after]
+        whole = Views([self._buffer(0)[:before], *views, kept])
         step = max(1, READ_BYTES // block_bytes) * block_bytes
         for at in range(start - before, stop + after, step):
             size = min(step, stop + after - at)
@@ -286,7 +286,7 @@ class BlockReader:
         self._kept = memoryview(b"")
         for block in range(len(self._sums.blocks)):
             start, view = self._window(block)
-            if self._read_whole(start, view) and self._vouched(block, view):
+            if self._read_whole(start, view) and self._matches(block, view):
                 continue
             stop = start + len(view)
             if bad is not None and bad[1] == start:
@@ -303,14 +303,14 @@ class BlockReader:
     def _window(self, block: int) -> tuple[int, memoryview]:
         """Returns (a block's first byte, room for it)."""
         start = block * self._sums.block_bytes
-        return start, self._room(1)[: min(self._sums.block_bytes, self.size - start)]
+        return start, self._buffer(1)[: min(self._sums.block_bytes, self.size - start)]
 
-    def _room(self, number: int) -> memoryview:
+    def _buffer(self, number: int) -> memoryview:
         """Returns room for a block: number 0 for bytes to discard, 1 for bytes to keep."""
         size = min(self._sums.block_bytes, self.size)
-        if not self._rooms:
-            self._rooms = memoryview(bytearray(2 * size))
-        return self._rooms[number * size :][:size]
+        if not self._buffers:
+            self._buffers = memoryview(bytearray(2 * size))
+        return self._buffers[number * size :][:size]
 
     def _fill(self, start: int, *views: memoryview) -> None:
         if not self._read_whole(start, *views):
@@ -331,7 +331,7 @@ class BlockReader:
             raise StorageError(f"{error} (bytes {start} to {stop} of {self._name})") from error
 
     def _check(self, block: int, *views: memoryview) -> None:
-        if not self._vouched(block, *views):
+        if not self._matches(block, *views):
             start = block * self._sums.block_bytes
             stop = start + sum(map(len, views))
             raise CheckpointDamaged(
@@ -339,7 +339,7 @@ class BlockReader:
                 "(their checksum differs); use another step"
             )
 
-    def _vouched(self, block: int, *views: memoryview) -> bool:
+    def _matches(self, block: int, *views: memoryview) -> bool:
         return _checksum(*views) == self._sums.blocks[block]
 
 

@@ -116,11 +116,11 @@ class ShardReader:
         self._blocks = BlockReader(storage, file)
         self.metadata, self.entries = _read_header(self._blocks)
 
-    def twin(self) -> ShardReader:
+    def clone(self) -> ShardReader:
         """Returns another reader of the shard, for another thread."""
-        twin = copy.copy(self)
-        twin._blocks = self._blocks.twin()  # noqa: SLF001 - of the same class
-        return twin
+        clone = copy.copy(self)
+        clone._blocks = self._blocks.clone()  # noqa: SLF001 - of the same class
+        return clone
 
     @property
     def where(self) -> str:

@@ -37,13 +37,13 @@ class ReaderState:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._shard: ShardReader | None = None
-        self._twin: ShardReader | None = None
+        self._clone: ShardReader | None = None
 
     def own(self, shard: ShardReader) -> ShardReader:
         """Returns this thread's own reader of the shard."""
-        if self._twin is None or self._shard is not shard:
-            self._shard, self._twin = shard, shard.twin()
-        return self._twin
+        if self._clone is None or self._shard is not shard:
+            self._shard, self._clone = shard, shard.clone()
+        return self._clone
 
     def staging(self, size: int) -> torch.Tensor:
         """Returns `size` bytes of host memory, at most `READ_STAGING_BYTES`."""

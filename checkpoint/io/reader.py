@@ -52,7 +52,7 @@ class Checkpoint:
         """Takes, for each rank that wrote, the functions that may open its shard, best first."""
         self.manifest = manifest
         self.bytes_read = 0
-        self._ways = {rank: list(ways) for rank, ways in shards.items()}
+        self._sources = {rank: list(ways) for rank, ways in shards.items()}
         self._open: dict[int, ShardReader] = {}
         self._lock = threading.Lock()
 
@@ -128,7 +128,7 @@ class Checkpoint:
             try:
                 count = fill_all(state.own(shard), part.fills, state)
             except (StorageError, CheckpointDamaged):
-                if not self._give_up(part.rank, shard):
+                if not self._drop_source(part.rank, shard):
                     raise
                 continue
             with self._lock:
@@ -139,28 +139,28 @@ class Checkpoint:
         """Returns a rank's shard, from the first of its sources that opens."""
         with self._lock:
             while rank not in self._open:
-                if not self._ways.get(rank):
+                if not self._sources.get(rank):
                     raise StorageError(f"no node holds the shard of rank {rank}")
                 try:
-                    shard = self._ways[rank][0]()
+                    shard = self._sources[rank][0]()
                 except (StorageError, CheckpointDamaged):
-                    if len(self._ways[rank]) == 1:
+                    if len(self._sources[rank]) == 1:
                         raise
-                    del self._ways[rank][0]
+                    del self._sources[rank][0]
                     continue
                 if len(self._open) >= _OPEN_SHARDS:
                     del self._open[next(iter(self._open))]
                 self._open[rank] = shard
             return self._open[rank]
 
-    def _give_up(self, rank: int, shard: ShardReader) -> bool:
+    def _drop_source(self, rank: int, shard: ShardReader) -> bool:
         """Returns whether there is a source other than the one that gave `shard`."""
         with self._lock:
             if self._open.get(rank) is not shard:
                 return True
-            if len(self._ways[rank]) == 1:
+            if len(self._sources[rank]) == 1:
                 return False
-            del self._open[rank], self._ways[rank][0]
+            del self._open[rank], self._sources[rank][0]
             return True
 
 
@@ -170,7 +170,7 @@ def open_step(storage: Readable) -> Checkpoint:
     manifest = catalog.read_manifest(storage)
     return Checkpoint(
         manifest,
-        {r: [_way(storage, manifest, r)] for r in range(manifest.layout.world_size)},
+        {r: [_shard_opener(storage, manifest, r)] for r in range(manifest.layout.world_size)},
     )
 
 
@@ -197,7 +197,7 @@ def open_snapshot(
     return Checkpoint(
         manifest,
         {
-            rank: [_snapshot_way(storage, manifest, rank) for storage in storages]
+            rank: [_snapshot_shard_opener(storage, manifest, rank) for storage in storages]
             for rank, storages in places.items()
         },
     )
@@ -215,11 +215,13 @@ def _first_manifest(sources: Sequence[Readable], world_size: int) -> Manifest:
     raise StorageError("no node holds the shard of rank 0")
 
 
-def _way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+def _shard_opener(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
     return lambda: open_shard(storage, manifest, rank)
 
 
-def _snapshot_way(storage: Readable, manifest: Manifest, rank: int) -> Callable[[], ShardReader]:
+def _snapshot_shard_opener(
+    storage: Readable, manifest: Manifest, rank: int
+) -> Callable[[], ShardReader]:
     """Returns a function that opens a rank's shard by that rank's own manifest, which alone has its
     digest."""
 

@@ -49,7 +49,7 @@ def _own(number: int) -> int:
     return number
 
 
-def _own_words(text: str) -> str:
+def _own_error(text: str) -> str:
     return text
 
 
@@ -57,11 +57,11 @@ def _own_words(text: str) -> str:
 class SaveCoordination:
     """Supplies the communication by which the ranks save together."""
 
-    tell: Callable[[str], str] = _own_words
+    share_error: Callable[[str], str] = _own_error
     """Returns on every rank the text of the first rank that gives one, with that rank's number. All
     ranks call it together after one of them has failed."""
 
-    agree: Callable[[int], int] = _own
+    allreduce_max: Callable[[int], int] = _own
     """Returns on every rank the greatest of the numbers that all ranks give; they call it together.
     By default the ranks do not communicate: rank 0 waits for the others' files, and learns of no
     failure."""
@@ -81,8 +81,8 @@ def write_checkpoint(
     """Writes this rank's part of a checkpoint; rank 0 then commits it.
 
     A save that fails on any rank fails on all and leaves nothing behind. A rank that failed raises
-    its own error; the others raise a `RetryError` with the text of `coordination.tell`. A save is
-    not committed if another save of the same step came first.
+    its own error; the others raise a `RetryError` with the text of `coordination.share_error`. A
+    save is not committed if another save of the same step came first.
 
     `draft`: the manifest without `files`, the same on every rank. `rank`: this process's rank in
     `draft.layout`; None: it writes nothing, and only takes part in the ranks' decisions. `pieces`:
@@ -137,7 +137,7 @@ class _Save:
                 return _REPLACE
             return _COMMITTED if commit.is_good(self._storage) else _GO
 
-        verdict = self._together(check, lambda: False)
+        verdict = self._run_on_all_ranks(check, lambda: False)
         self._replacing = verdict == _REPLACE
         return verdict
 
@@ -152,7 +152,7 @@ class _Save:
             self.file = write_shard(self._storage, self._draft, self._rank, data)
             return _GO
 
-        return self._together(write, self._came_first)
+        return self._run_on_all_ranks(write, self._came_first)
 
     def commit(self) -> int:
         """Commits the step on rank 0, once every rank's shard exists."""
@@ -164,7 +164,7 @@ class _Save:
             done = commit.commit(self._storage, self._draft, wait_s=wait_s, replacing=again)
             return _GO if done else _COMMITTED
 
-        return self._together(finish, self._came_first)
+        return self._run_on_all_ranks(finish, self._came_first)
 
     def discard(self) -> None:
         """Removes the files that this rank has written."""
@@ -180,7 +180,7 @@ class _Save:
             return other and commit.is_good(self._storage)
         return False
 
-    def _together(self, work: Callable[[], int], came_first: Callable[[], bool]) -> int:
+    def _run_on_all_ranks(self, work: Callable[[], int], came_first: Callable[[], bool]) -> int:
         result = _FAILED
         failure: Exception | None = None
         try:
@@ -189,10 +189,10 @@ class _Save:
             failure = error
             if isinstance(error, (ElasticZeroError, OSError)) and came_first():
                 result, failure = _COMMITTED, None
-        agreed = self._coordination.agree(result)
+        agreed = self._coordination.allreduce_max(result)
         if agreed != _FAILED:
             return agreed
-        said = self._coordination.tell("" if failure is None else one_line(failure))
+        said = self._coordination.share_error("" if failure is None else one_line(failure))
         if isinstance(failure, OSError):
             raise StorageError(f"{self._storage.where}: {explain(failure)}") from failure
         raise failure or RetryError(f"{self._storage.where} is not saved: {said}")

@@ -87,7 +87,7 @@ class MemorySlot:
         os.close(self._fd)
         self.closed = True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Frees the memory of a free slot and closes it for good."""
         self.path.unlink(missing_ok=True)
         self._map = None
@@ -172,13 +172,13 @@ class Slots:
                 return slot
         except OSError as error:
             if not movable:
-                raise _short(slot, size, error) from error
-        slot.give_back()
+                raise _allocation_error(slot, size, error) from error
+        slot.release()
         self._slots[number] = moved = self._open_in(self._roots[1], number)
         try:
             moved.resize(size)
         except OSError as error:
-            raise _short(moved, size, error) from error
+            raise _allocation_error(moved, size, error) from error
         return moved
 
 
@@ -195,7 +195,7 @@ def allocated_bytes(root: Path) -> int:
     return 0
 
 
-def _short(slot: MemorySlot, size: int, error: OSError) -> StorageError:
+def _allocation_error(slot: MemorySlot, size: int, error: OSError) -> StorageError:
     return StorageError(
         f"cannot allocate {(size >> 20) + 1} MiB for a snapshot in {slot.path.parent}: "
         f"{explain(error)}"

@@ -167,13 +167,13 @@ class SharedMemoryStager:
 
     def _pin(self, memory: torch.Tensor) -> None:
         start, size = memory.data_ptr(), memory.numel()
-        self._apart(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
+        self._run_in_thread(lambda: torch.cuda.cudart().cudaHostRegister(start, size, 0))
 
     def _unpin(self, memory: torch.Tensor) -> None:
         start = memory.data_ptr()
-        self._apart(lambda: torch.cuda.cudart().cudaHostUnregister(start))
+        self._run_in_thread(lambda: torch.cuda.cudart().cudaHostUnregister(start))
 
-    def _apart(self, call: Callable[[], Any]) -> None:
+    def _run_in_thread(self, call: Callable[[], Any]) -> None:
         """Runs a CUDA call in a separate thread, if there is a GPU.
 
         CUDA keeps the error of a failed call (for memory on a disk's file system, say), and reports

@@ -66,11 +66,11 @@ class CopyOptions:
         return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
 
 
-class _Stopped(Exception):
+class _Cancelled(Exception):
     """Another job failed, or the user interrupted the copy."""
 
 
-class _Watched:
+class _CountedSource:
     """Counts the bytes that are read from a source, and can stop the reading."""
 
     def __init__(self, inner: TensorSource, progress: ProgressBar, stop: threading.Event) -> None:
@@ -85,7 +85,7 @@ class _Watched:
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
         for chunk in self._inner.chunks(name, span):
             if self._stop.is_set():
-                raise _Stopped
+                raise _Cancelled
             yield chunk
             self._progress.add(len(chunk))
 
@@ -100,7 +100,9 @@ def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: Cop
 
     def run(job: CopyJob) -> None:
         job(
-            _Watched(open_source(copy_options.buffer_bytes // threads), copy_options.progress, stop)
+            _CountedSource(
+                open_source(copy_options.buffer_bytes // threads), copy_options.progress, stop
+            )
         )
 
     if threads == 1:
@@ -189,7 +191,7 @@ def write_step(
         ) from None
     storage = commit.prepare(directory, draft.step)
     if commit.is_good(storage):
-        return _standing(storage, draft)
+        return _existing_result(storage, draft)
     digest = draft.layout.digest()
     world = draft.layout.world_size
     names = set(storage.names())
@@ -202,7 +204,7 @@ def write_step(
     try:
         run_jobs([_rank_job(storage, draft, rank) for rank in missing], open_source, copy_options)
         if not commit.commit(storage, draft, wait_s=0.0):
-            return _standing(storage, draft)
+            return _existing_result(storage, draft)
     except BaseException as error:
         if not (resumable and isinstance(error, KeyboardInterrupt)):
             for rank in range(world):
@@ -211,7 +213,7 @@ def write_step(
         raise
     _remove_partials(storage, draft)
     clean_up_after_manual_save(directory, draft)
-    return _copied(storage, kept=len(kept))
+    return _result_of(storage, kept=len(kept))
 
 
 def _rank_job(storage: Storage, draft: Manifest, rank: int) -> CopyJob:
@@ -239,14 +241,14 @@ def _finished(
     return sums.layout_digest == layout_digest and sums.size == expected == storage.size(name)
 
 
-def _standing(storage: Storage, draft: Manifest) -> CopyResult:
+def _existing_result(storage: Storage, draft: Manifest) -> CopyResult:
     """Returns the committed step if it has the draft's token; else raises `UserError`."""
     if catalog.read_manifest(storage).token != draft.token:
         raise UserError(f"{storage.where} holds a checkpoint already: give another directory")
-    return _copied(storage, already=True)
+    return _result_of(storage, already=True)
 
 
-def _copied(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyResult:
+def _result_of(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyResult:
     if (error := catalog.step_error(storage)) is not None:
         raise error
     manifest = catalog.read_manifest(storage)

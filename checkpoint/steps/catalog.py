@@ -33,7 +33,7 @@ RESOLVABLE = (
     "or of one step."
 )
 """Description of the argument of `resolve`, for the help of commands."""
-_NOT_OURS_TO_JUDGE = ("lost+found",)
+_IGNORED_NAMES = ("lost+found",)
 """Names that a new volume may contain, which do not make a directory foreign."""
 
 
@@ -171,27 +171,25 @@ def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[S
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
         return open_storage(url), False
-    passed_over: list[tuple[int, ElasticZeroError]] = []
+    skipped: list[tuple[int, ElasticZeroError]] = []
     for info in every_step(directory):
         error = step_error(info.storage)
         if error is None:
-            if passed_over:
-                said = "; ".join(
-                    f"step {step} {describe_step_error(why)}" for step, why in passed_over
-                )
+            if skipped:
+                said = "; ".join(f"step {step} {describe_step_error(why)}" for step, why in skipped)
                 tell(f"{said}; step {info.step} is used")
             return info.storage, True
         if _has_manifest(info.storage):
-            passed_over.append((info.step, error))
+            skipped.append((info.step, error))
     if not names:
         raise UserError(f"{directory.where} holds no checkpoint: it is empty or does not exist")
-    for _, error in passed_over:
+    for _, error in skipped:
         if out_of_reach(error):
             raise error
     raise UserError(
         f"{directory.where} holds no good checkpoint "
-        f"({len(passed_over)} damaged; see `elasticzero checkpoint verify`)"
-        if passed_over
+        f"({len(skipped)} damaged; see `elasticzero checkpoint verify`)"
+        if skipped
         else f"{directory.where} holds no checkpoint"
     )
 
@@ -212,7 +210,7 @@ def check_target(directory: Directory) -> None:
     Such a directory lies in a step's directory, or holds other things and no checkpoint.
     """
     check_outside_steps(directory.where)
-    names = [n for n in directory.names() if n[0] != "." and n not in _NOT_OURS_TO_JUDGE]
+    names = [n for n in directory.names() if n[0] != "." and n not in _IGNORED_NAMES]
     if names and not any(step_of(name) is not None for name in names):
         held = list_text(sorted(names), 3)
         raise UserError(

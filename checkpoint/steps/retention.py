@@ -97,13 +97,13 @@ def apply_retention(
     they do not count as good.
     """
     cleaner = _Cleaner(directory, committed)
-    with cleaner.noting():
+    with cleaner.collecting_problems():
         files = directory.files()
         now_s = files.get(step_directory(committed.step), {}).get(MANIFEST_NAME)
         if now_s is None or not _stands(directory, committed):
             return cleaner.result
         cleaner.now_s = now_s
-        stay = _staying(directory, committed, keep, files, bad_steps)
+        stay = _retained_steps(directory, committed, keep, files, bad_steps)
         for name, times in files.items():
             step = step_of(name)
             if step is not None and MANIFEST_NAME in times and step not in stay:
@@ -130,7 +130,7 @@ def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
     generation, and files of the last hour that were saved by hand.
     """
     cleaner = _Cleaner(directory, save, committed=False)
-    with cleaner.noting():
+    with cleaner.collecting_problems():
         files = directory.files()
         cleaner.now_s = max(
             (at_s for times in files.values() for at_s in times.values()), default=0
@@ -157,7 +157,7 @@ class _Cleaner:
         """Removes a committed step, its manifest first, so that a committed step always has its
         files."""
         storage = self._directory.step(name)
-        with self.noting():
+        with self.collecting_problems():
             named = _token_of_step(storage)
             if self._is_newer(named, times[MANIFEST_NAME]):
                 return
@@ -173,7 +173,7 @@ class _Cleaner:
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Removes files that no manifest names and that no save can still be writing."""
         storage = self._directory.step(name)
-        with self.noting():
+        with self.collecting_problems():
             tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
             named = None
             if MANIFEST_NAME in times and (
@@ -185,7 +185,7 @@ class _Cleaner:
             elif MANIFEST_NAME in times:
                 return
             loose = [file for file in tokens if tokens[file] != named or is_partial(file)]
-            dead = [file for file in loose if self._is_dead(step, tokens[file], times[file])]
+            dead = [file for file in loose if self._is_leftover(step, tokens[file], times[file])]
             # A manifest is staged after its shards: while those exist it may be about to appear.
             alone = len(dead) == len(loose)
             dead += [file for file in times if is_partial(file) and file not in tokens and alone]
@@ -198,7 +198,7 @@ class _Cleaner:
                 self._directory.remove(name)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def collecting_problems(self) -> Iterator[None]:
         """Turns an error into a problem in the result; the next save tries the removal again."""
         try:
             yield
@@ -207,7 +207,7 @@ class _Cleaner:
         except OSError as error:
             self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
-    def _is_dead(self, step: int, token: str, written_s: float) -> bool:
+    def _is_leftover(self, step: int, token: str, written_s: float) -> bool:
         """Returns whether a file of this token belongs to a save that has ended."""
         if token == self._committed.token:
             return step < self._committed.step
@@ -232,7 +232,7 @@ def _stands(directory: Directory, committed: Manifest) -> bool:
     return read_manifest(storage).token == committed.token and step_error_text(storage) is None
 
 
-def _staying(
+def _retained_steps(
     directory: Directory,
     committed: Manifest,
     keep: RetentionPolicy,

@@ -39,7 +39,7 @@ def find_corruption(storage: Readable) -> Iterator[Corruption]:
     good = True
     for rank, file in enumerate(manifest.files):
         found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
-        instead = _another(storage, manifest, rank) if found else None
+        instead = _file_found_instead(storage, manifest, rank) if found else None
         for fault in found:
             good = False
             yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
@@ -72,7 +72,7 @@ def _fault(name: str, error: ElasticZeroError) -> Corruption:
     return Corruption(file=name, reason=str(error))
 
 
-def _another(storage: Readable, manifest: Manifest, rank: int) -> str | None:
+def _file_found_instead(storage: Readable, manifest: Manifest, rank: int) -> str | None:
     """Returns which other file is in the place of a rank's, by its unverified header.
 
     Returns None if that cannot be read, or names the right file.

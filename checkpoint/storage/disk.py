@@ -142,7 +142,7 @@ class DiskStorage:
             done = started = 0
             if self._durable and size and not cached:
                 done = started = _write_direct(fd, rest, size)
-            for chunk in _joined(rest):
+            for chunk in _coalesced(rest):
                 done += _write_all(fd, chunk)
                 if self._durable and done - started >= _WRITEBACK_BYTES:
                     start_writeback(fd, started, done - started)
@@ -229,7 +229,7 @@ def _regular(status: os.stat_result, path: Path) -> os.stat_result:
     return status
 
 
-def _joined(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+def _coalesced(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
     """Yields the same bytes with small chunks joined and large ones as they are."""
     small = bytearray()
     for chunk in chunks:

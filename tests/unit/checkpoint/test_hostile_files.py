@@ -24,7 +24,7 @@ from elasticzero.checkpoint.convert.pickle_reader import (
     InertRecord,
     Mapped,
     Size,
-    Stand,
+    StandIn,
     read_pickle,
 )
 from elasticzero.checkpoint.format.coverage import check_cover
@@ -96,8 +96,8 @@ def test_plain_values_are_read_as_pickle_reads_them(value: object, protocol: int
     assert repr(read_pickle(pickle.dumps(value, protocol), no_names)) == repr(value)
 
 
-def no_names(module: str, name: str) -> Stand:
-    stands: dict[str, Stand] = {"Size": Size, "dict": Mapped, "Record": InertRecord}
+def no_names(module: str, name: str) -> StandIn:
+    stands: dict[str, StandIn] = {"Size": Size, "dict": Mapped, "Record": InertRecord}
     return stands[name]
 
 

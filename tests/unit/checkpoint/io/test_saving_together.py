@@ -62,7 +62,9 @@ def save_all(
     table = Table()
 
     def save(rank: int) -> WriteResult | ElasticZeroError:
-        terms = SaveCoordination(agree=table.greatest, wait_s=600.0, replacing=rank == replacing)
+        terms = SaveCoordination(
+            allreduce_max=table.greatest, wait_s=600.0, replacing=rank == replacing
+        )
         try:
             held = pieces(rank, rank == fails)
             return write_checkpoint(DiskDirectory(directory), draft, rank, held, terms)
