@@ -134,7 +134,7 @@ def test_frozen_for_longer_than_the_ttl_a_lease_is_lost_and_taken_anew(
     told.until(has(members__a=b"again"))
 
 
-def test_frozen_for_less_than_the_ttl_nothing_is_lost_but_the_silence_is_known(
+def test_a_freeze_below_the_ttl_loses_nothing_and_is_noticed(
     etcd: EtcdServer, connect: Connect
 ) -> None:
     store = connect()
@@ -428,7 +428,7 @@ def test_an_endpoint_that_falls_silent_is_left_with_its_streams(
         assert not lease.lost and "leased" in other.read("leased").entries
 
 
-def test_a_stream_that_began_at_an_endpoint_just_left_is_ended_when_it_is_silent(
+def test_a_silent_stream_at_an_endpoint_just_left_is_ended(
     etcd: EtcdServer, connect: Connect
 ) -> None:
     """It was about to begin when others moved on, who could not end it."""

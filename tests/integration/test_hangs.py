@@ -42,7 +42,7 @@ def log_of(told: Story, node: str) -> str:
 
 
 @pytest.mark.timeout(150)
-def test_a_stopped_process_and_a_dead_loop_are_replaced_and_a_busy_one_is_not(
+def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     given = words(tmp_path, "ddp", "1:busy@5", "2:loop@40")

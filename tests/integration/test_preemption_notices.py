@@ -128,7 +128,7 @@ def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> Non
     assert aws.given == 1, "the token is kept"
 
 
-def test_aws_tokens_are_renewed_when_they_are_refused_and_when_they_are_old(aws: Aws) -> None:
+def test_aws_tokens_are_renewed_when_refused_and_when_old(aws: Aws) -> None:
     cloud = providers.Aws(aws.url)
     assert cloud.poll() is None
     aws.tokens.clear()

@@ -134,7 +134,7 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     play.wait_for_end()
 
 
-def test_who_is_told_to_stop_and_is_stopped_by_a_signal_is_killed_and_a_slow_one_is_not(
+def test_a_suspended_worker_is_killed_and_a_slow_one_is_not(
     server: ForkServer, tmp_path: Path
 ) -> None:
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -112,7 +112,7 @@ def test_workers_may_have_a_store_of_their_own(
         socket.create_connection(("127.0.0.1", ports.pop()), timeout=30)
 
 
-def test_a_newcomer_is_waited_for_and_taken_and_those_who_were_there_keep_their_order(
+def test_a_newcomer_joins_and_the_others_keep_their_order(
     nodes: Nodes,
 ) -> None:
     a, b = nodes.new((1, 3)), nodes.new((1, 3))
@@ -173,7 +173,7 @@ def test_a_lost_node_is_noticed_and_a_spare_takes_its_place(nodes: Nodes, how: s
     assert ranks([future.result(PATIENCE_S) for future in spare]) == [1] * len(spare)
 
 
-def test_the_end_of_a_node_that_trained_closes_it_and_the_id_can_be_used_again(
+def test_a_run_that_ended_is_closed_and_its_id_can_be_used_again(
     nodes: Nodes,
 ) -> None:
     a, b = nodes.new((2, 2)), nodes.new((2, 2))

@@ -177,7 +177,7 @@ def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(pool: Pool, tmp_pa
     running.until(running.ended)
 
 
-def test_a_restore_from_a_node_that_never_answers_ends_when_the_agent_says_so(
+def test_a_restore_from_a_silent_node_ends_when_the_agent_aborts(
     pool: Pool, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -108,7 +108,7 @@ def test_loading_into_a_fresh_script_s_objects(tmp_path: Path) -> None:
     del rest
 
 
-def test_a_checkpoint_of_names_only_loads_into_a_nested_dict_and_the_other_way(
+def test_flat_checkpoints_load_into_nested_dicts_and_vice_versa(
     tmp_path: Path,
 ) -> None:
     flat = {"model/w": torch.ones(3), "model/b": torch.zeros(1)}

@@ -49,7 +49,7 @@ def test_the_cost_is_the_wait_and_what_steps_take_longer() -> None:
     assert cost.step_s == pytest.approx(0.1)
 
 
-def test_steps_that_were_faster_beside_a_snapshot_make_it_no_cheaper_than_its_wait() -> None:
+def test_faster_steps_make_a_snapshot_no_cheaper_than_its_wait() -> None:
     cost = IntervalTuner()
     seen(cost, stall_s=0.02, beside_s=[0.05, 0.05])
     assert cost.cost_s == pytest.approx(0.02)
@@ -72,7 +72,7 @@ def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> Non
     assert asked == [FIRST_STEPS, *[0] * (SURE_COSTS - 2), interval(0.1, 0.1)]
 
 
-def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than_half() -> None:
+def test_an_interval_changes_only_by_more_than_a_factor_of_two() -> None:
     cost = IntervalTuner()
     for _ in range(7):
         seen(cost, stall_s=0.02, beside_s=[])
@@ -84,7 +84,7 @@ def test_an_interval_stays_until_another_is_more_than_twice_as_long_or_less_than
         assert cost.proposed_interval() == asked
 
 
-def test_steps_beside_snapshots_without_a_gap_between_them_count_where_no_slower() -> None:
+def test_steps_beside_adjacent_snapshots_count_where_no_slower() -> None:
     """The first steps, here of 1 s, are slow: caches are cold and kernels are chosen."""
     cost = IntervalTuner()
     for _ in range(4):

@@ -124,7 +124,7 @@ def test_rank_0_s_interval_counts_from_the_word_that_all_have_read() -> None:
     assert after(ControlWord(every=40), ControlWord()).every == 40
 
 
-def test_in_any_order_of_words_nothing_held_is_lost_and_one_is_in_flight_at_most() -> None:
+def test_no_order_of_messages_loses_a_held_snapshot() -> None:
     words = [ControlWord(held=k, not_held=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))]
     for order in itertools.permutations(words, 4):
         ledger, best = READY, -1

@@ -145,7 +145,7 @@ def test_a_capture_cut_short_at_any_call_leaves_what_was_held(tmp_path: Path) ->
     assert [h.step for h in store.held()] == [1, 3]
 
 
-def test_another_run_s_snapshot_of_the_same_number_is_not_taken_for_this_one(
+def test_another_run_s_snapshot_of_the_same_number_is_not_taken(
     tmp_path: Path,
 ) -> None:
     store = SnapshotStore(tmp_path)

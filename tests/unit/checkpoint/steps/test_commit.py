@@ -121,7 +121,7 @@ def test_a_damaged_step_is_replaced_by_a_whole_save(tmp_path: Path) -> None:
     assert commit.is_good(storage)
 
 
-def test_a_step_known_to_be_damaged_stands_until_a_whole_save_takes_its_place(
+def test_a_damaged_step_stays_until_a_whole_save_replaces_it(
     tmp_path: Path,
 ) -> None:
     """Its sizes are right, so only who has read its bytes knows."""

@@ -204,7 +204,7 @@ def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [step_directory(7)]
 
 
-def test_a_save_by_hand_takes_what_was_killed_at_its_step_and_nothing_of_a_job(
+def test_a_save_by_hand_replaces_killed_saves_but_none_of_a_job(
     tmp_path: Path,
 ) -> None:
     mine = draft_of(LAYOUT, step=7, token="mine", generation=9)

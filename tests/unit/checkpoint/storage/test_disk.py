@@ -98,7 +98,7 @@ def takes_direct(path: Path) -> bool:
 
 @pytest.mark.parametrize("taken", ["all", "until the fourth", "none"])
 @pytest.mark.parametrize("sizes", [[1 << 20, 8192, 4096, 5], [4096, 100, 8192, 300_000], [0, 7]])
-def test_what_need_not_be_cached_is_written_past_the_cache_as_far_as_that_goes(
+def test_uncached_writes_bypass_the_page_cache_where_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, sizes: list[int]
 ) -> None:
     """Whole pages from a page's beginning on, until a file system says no: it may do so late."""

@@ -541,7 +541,7 @@ def test_failures_without_progress_are_counted_and_progress_forgives_them() -> N
     assert next_world(lost).fruitless == 1
 
 
-def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed_over() -> None:
+def test_a_smaller_max_parks_last_nodes_and_keeps_their_state() -> None:
     reports = {m.node: says("stopped", m) for m in (A, C)} | {
         "b": says("stopped", B, holdings=HELD)
     }
@@ -556,7 +556,7 @@ def test_a_smaller_max_parks_the_last_nodes_of_the_order_with_their_state_handed
     assert written(view).gone == ("b",), "it registers anew, as a spare"
 
 
-def test_a_job_that_is_given_up_names_the_step_and_the_first_error_of_each_generation() -> None:
+def test_a_failed_job_names_the_step_and_each_first_error() -> None:
     stuck = Resume(tier="storage", step=20)
     before = tuple(
         FailureRecord(

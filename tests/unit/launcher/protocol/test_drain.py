@@ -161,7 +161,7 @@ SPOT = PreemptionNotice(reason=AWS, heard_s=10.0, by_s=130.0)
 DRAIN = PreemptionNotice(reason="drained by an operator", heard_s=5.0)
 
 
-def test_several_notices_come_to_the_first_reason_and_the_earliest_deadline() -> None:
+def test_notices_merge_to_the_first_reason_and_earliest_deadline() -> None:
     assert merge_notices([]) is None
     assert merge_notices([SPOT]) == SPOT
     later = replace(SIGTERM, heard_s=60.0, by_s=85.0)

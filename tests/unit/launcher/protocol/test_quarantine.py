@@ -34,7 +34,7 @@ from tests.unit.launcher.protocol.test_decide import (
 )
 
 
-def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_enough() -> None:
+def test_a_node_that_alone_keeps_failing_is_set_aside() -> None:
     twice = (NodeStrikes(node="b", count=2),)
     three = v(
         blamed(), world=world(A, B, C, strikes=twice), members=named(A, B, C),
@@ -48,7 +48,7 @@ def test_a_node_that_alone_fails_time_and_again_is_set_aside_where_others_are_en
     assert few.members == (A, B), "never where fewer than MIN would be left"
 
 
-def test_of_the_nodes_set_aside_those_come_back_that_are_needed_and_no_more() -> None:
+def test_only_as_many_nodes_set_aside_return_as_are_needed() -> None:
     row = tuple(
         NodeStrikes(node=node, count=count) for node, count in (("c", 4), ("d", 3), ("e", 5))
     )

@@ -235,7 +235,7 @@ def test_a_snapshot_that_lost_its_holders_is_named() -> None:
     assert describe_incomplete_snapshot(before, reports, Resume(tier="storage", step=60)) == ""
 
 
-def test_the_snapshot_a_generation_began_from_is_named_too_when_its_holders_are_lost() -> None:
+def test_a_starting_snapshot_whose_holders_are_lost_is_named() -> None:
     before = replace(world(A, B, C), resume=ram(57, 2, (0, "a"), (1, "b"), (2, "d")))
     reports = {"a": holds((2, 57, 3, (0,))), "b": holds((2, 57, 3, (1,)))}
     assert describe_incomplete_snapshot(before, reports, Resume(tier="storage", step=50)) == (

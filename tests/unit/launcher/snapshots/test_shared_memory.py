@@ -33,7 +33,7 @@ while True:
 """
 
 
-def test_what_a_killed_owner_leaves_is_swept_and_a_living_one_keeps_its_own(
+def test_memory_of_killed_owners_is_swept_that_of_others_kept(
     tmp_path: Path,
 ) -> None:
     owners = []

@@ -57,7 +57,7 @@ def is_registered(store: LossyStore) -> bool:
     return "members/node-1" in store.read("members/node-1").entries
 
 
-def test_a_dropped_node_registers_anew_beside_one_whose_name_begins_with_its_own(
+def test_a_dropped_node_registers_beside_one_of_a_longer_name(
     store: LossyStore, node_1: Membership
 ) -> None:
     node_1.join(lambda text: None)
@@ -76,7 +76,7 @@ def test_a_dropped_node_that_is_registered_stays_as_it_is(
     assert node_1.me.incarnation == "first"
 
 
-def test_a_registration_whose_write_was_lost_is_tried_again_though_its_lease_lives(
+def test_a_registration_whose_write_was_lost_is_tried_again(
     store: LossyStore, node_1: Membership
 ) -> None:
     store.to_lose = 1
