@@ -209,7 +209,7 @@ class Agent:
                 self.reporter.stuck_at_exit(worker, self.options.launch.exit_timeout_s)
             self.reporter.outlasted(group, now_s)
             for failure in group.poll_stalls(now_s):
-                self.reporter.looked(group, failure)
+                self.reporter.examined(group, failure)
         self._receive_saves()
 
     def _receive(self, now_s: float) -> WorkerGroup | None:
@@ -222,7 +222,7 @@ class Agent:
         group = self._group
         if group is not None:
             heard = group.poll_messages(now_s, ended)
-            self.reporter.heard(group, heard, now_s)
+            self.reporter.received(group, heard, now_s)
             for _, message in heard:
                 match message:
                     case Captured():

@@ -180,7 +180,7 @@ class AgentConsole:
             level=logging.WARNING,
         )
 
-    def looked(self, group: WorkerGroup, found: Failure) -> None:
+    def examined(self, group: WorkerGroup, found: Failure) -> None:
         """Prints what was found about a worker that makes no step."""
         self._silent.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":

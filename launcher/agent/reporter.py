@@ -141,7 +141,7 @@ class AgentReporter:
         self.note("started", pids=[worker.pid for worker in group.workers], kept=group.kept)
         self._metrics.workers_running.set(len(group.workers))
 
-    def heard(  # noqa: PLR0915 - one case for each message
+    def received(  # noqa: PLR0915 - one case for each message
         self, group: WorkerGroup, heard: Iterable[Heard], now_s: float
     ) -> None:
         """Records messages of workers."""
@@ -252,10 +252,10 @@ class AgentReporter:
         for worker in group.workers:
             self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
 
-    def looked(self, group: WorkerGroup, found: Failure) -> None:
+    def examined(self, group: WorkerGroup, found: Failure) -> None:
         """Records what was found about a worker that makes no step."""
         self.note("looked", generation=group.generation, **_plain(found))
-        self.console.looked(group, found)
+        self.console.examined(group, found)
 
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
         """Records once a generation that workers have finished and others of its world run on."""

@@ -142,7 +142,7 @@ class Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Returns True: the workers use the agents' store, which outlives them."""
+        """Returns whether the workers use the agents' store, which outlives them."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:

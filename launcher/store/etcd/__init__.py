@@ -1,1 +1,1 @@
-"""The coordination store in etcd v3."""
+"""Implements the coordination store with etcd v3."""

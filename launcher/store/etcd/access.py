@@ -13,9 +13,10 @@ from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret, read_secret
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Certificates, user and password towards etcd; raises `UserError` for what cannot go together.
+    """Holds certificates, user and password for etcd; raises `UserError` for values that cannot go
+    together.
 
-    With none of them, etcd is spoken to without TLS and without a user.
+    With none of them, requests go to etcd without TLS and without a user.
     """
 
     cacert: str | None = None
@@ -67,7 +68,7 @@ def asked_for(
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One member of etcd, as gRPC takes it."""
+    """Names one member of etcd, as gRPC takes it."""
 
     address: str
     """HOST:PORT."""
@@ -86,7 +87,8 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, access: Access) -> Endpoint:
-    """What the user wrote: HOST:PORT, with http:// or https:// or neither; raises `UserError`."""
+    """Parses what the user wrote: HOST:PORT, with http:// or https:// or neither; raises
+    `UserError`."""
     scheme, separator, rest = text.strip().rpartition("://")
     address = rest.rstrip("/")
     host, colon, port = address.rpartition(":")
@@ -104,7 +106,7 @@ def parse_endpoint(text: str, access: Access) -> Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pems:
-    """The contents of the files that an `Access` names."""
+    """Holds the contents of the files that an `Access` names."""
 
     cacert: bytes | None
     cert: bytes | None
@@ -112,7 +114,7 @@ class Pems:
 
 
 def read_certificates(access: Access) -> Pems:
-    """The files' contents, seen to be of use; raises `UserError`, which names the option."""
+    """Returns the files' contents, checked; raises `UserError`, which names the option."""
     tls_context(access)
     default = ssl.get_default_verify_paths().cafile
     return Pems(
@@ -132,7 +134,8 @@ def _read(flag: str, path: str | None) -> bytes | None:
 
 
 def tls_context(access: Access) -> ssl.SSLContext:
-    """What Python's own TLS needs to do as gRPC does; raises `UserError` for files of no use."""
+    """Returns a context with which Python's own TLS does as gRPC does; raises `UserError` for
+    invalid files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     if access.cacert is None:

@@ -20,12 +20,14 @@ _NOT_ALLOWED = "permission denied"
 
 
 def is_old_login(detail: str) -> bool:
-    """Whether etcd refused a request for want of a token that it knows; `detail`: its words."""
+    """Returns whether etcd refused a request because it does not accept the token. `detail`: etcd's
+    message."""
     return any(words in detail for words in _OLD_LOGIN)
 
 
 def why_refused(where: Endpoint, access: Access, detail: str) -> str | None:
-    """What to do about a request that etcd refuses because of who asks; None: it does not."""
+    """Returns what to do about a request that etcd refuses because of its user; None: it does
+    not."""
     if _NOT_ALLOWED in detail:
         who = "this certificate's user" if access.user is None else f"user {access.user!r}"
         return (
@@ -60,7 +62,7 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def token(self) -> str:
-        """The token to show now; raises what `ask` raises."""
+        """Returns the token to send now; raises what `ask` raises."""
         with self._lock:
             now_s = time.monotonic()
             if self._token is None or now_s - self._since_s > self._life_s:
@@ -69,7 +71,7 @@ class TokenCache:
             return self._token
 
     def invalidate(self, token: str) -> None:
-        """etcd refuses this token; a newer one stays."""
+        """Drops a token that etcd refuses; a newer one stays."""
         with self._lock:
             if self._token == token:
                 self._token = None

@@ -29,7 +29,7 @@ _OPTIONS = (
 
 
 def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
-    """A channel for each endpoint; raises `UserError` for certificates that are of no use."""
+    """Opens a channel to each endpoint; raises `UserError` for invalid certificates."""
     credentials = None
     if any(endpoint.tls for endpoint in endpoints):
         pems = read_certificates(access)

@@ -62,20 +62,20 @@ _LINEARIZABLE = frozenset({"Range", "Txn"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long the store waits, in seconds."""
+    """Holds the time limits of the store, in seconds."""
 
     request_s: float = 2.0
     """Deadline of one request, and of the tries of one read. Looking up a write whose answer was
     lost takes half as long again."""
     resync_s: float = 30.0
-    """A watch reads its prefix again so often, whatever it was told."""
+    """Seconds after which a watch reads its prefix again, whatever the stream has sent."""
     backoff_s: float = 0.05
     """First pause after a failure; it doubles up to `backoff_max_s`."""
     backoff_max_s: float = 1.0
     close_s: float = 2.0
-    """`close` waits no longer for threads to end."""
+    """Maximum seconds for which `close` waits for threads to end."""
     login_s: float = 240.0
-    """A login serves for so long; etcd forgets one after 300 s unless it is told otherwise."""
+    """Seconds for which a login is used; etcd forgets one after 300 s by default."""
 
     def __post_init__(self) -> None:
         if min(self.request_s, self.resync_s, self.backoff_s, self.backoff_max_s) <= 0:
@@ -83,17 +83,17 @@ class Timeouts:
 
 
 class CallFailed(StoreUnavailable):
-    """One request, or one stream, ended with a gRPC status."""
+    """Says that one request, or one stream, ended with a gRPC status."""
 
     def __init__(self, message: str, code: grpc.StatusCode, detail: str = "") -> None:
-        """detail: etcd's own words."""
+        """detail: etcd's own message."""
         super().__init__(message)
         self.code = code
         self.detail = detail
 
 
 class Connection:
-    """A channel for each endpoint, one of them in use, and the health of etcd as seen from here.
+    """Holds a channel for each endpoint, one of them in use, and tracks the health of etcd.
 
     An endpoint that is silent is left for the next one, and the streams open on it are ended.
     """
@@ -139,14 +139,14 @@ class Connection:
         self._lock = threading.Lock()
 
     def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
-        """The response to one request at the endpoint in use; raises `CallFailed`, or
+        """Returns the response to one request at the endpoint in use; raises `CallFailed`, or
         `AccessRefused`."""
         return self.call_in_history(operation, method, request, deadline_s=deadline_s)[0]
 
     def call_in_history(
         self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
-        """The same, with the number of the history that the response is of."""
+        """Returns the same, with the number of the history that the response is of."""
         for last_try in (self._login is None, True):
             token = self._login.token() if self._login is not None else ""
             try:
@@ -197,8 +197,10 @@ class Connection:
     def check(
         self, asked: Asked, header: Any, *, linearizable: bool = False, wrote: bool = False
     ) -> int | None:
-        """The number of the history that a response with this header is of; None where that cannot
-        be told, for another one has begun since it was asked for."""
+        """Returns the number of the history that a response with this header is of.
+
+        None: it cannot be told, for another history has begun since the request.
+        """
         revision = header.revision if linearizable else 0
         verdict = self.history.answered(asked, header.cluster_id, revision, wrote=wrote)
         if verdict == "late":
@@ -209,12 +211,13 @@ class Connection:
         return asked.number + 1
 
     def distrust(self, reason: str, number: int) -> None:
-        """Another history has begun, as a caller has found in history `number`."""
+        """Begins another history, for a caller has found in history `number` that the data are
+        lost."""
         if self.history.begin(reason, number):
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """End all streams: those that follow begin with what stands in the store now."""
+        """Ends all streams; new ones begin with what the store holds now."""
         log.debug("etcd has lost its data: %s", self.history.reason)
         self.record_late_reply()
         with self._lock:
@@ -265,7 +268,7 @@ class Connection:
                 self._streams.pop(call, None)
 
     def record_success(self) -> None:
-        """etcd gave an answer, whatever it says: an outage is over."""
+        """Notes that etcd gave an answer, whatever it says: an outage is over."""
         self._met = True
         if self.reachable:
             return
@@ -277,8 +280,8 @@ class Connection:
         log.warning("etcd is back after %.1f s", self.last_outage_end_s - self._outage_began_s)
 
     def explain_silence(self) -> None:
-        """Raise `AccessRefused` if etcd has never answered and something on our side is the reason
-        why it cannot."""
+        """Raises `AccessRefused` if etcd has never answered and something on our side is the
+        reason."""
         if self._met or self.closed.is_set():
             return
         reasons = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
@@ -287,7 +290,7 @@ class Connection:
             raise AccessRefused("; ".join(told))
 
     def _log_in(self) -> str:
-        """A token for user and password; empty where etcd asks for none."""
+        """Returns a token for user and password; an empty one where etcd needs none."""
         access = self._access
         assert access.user is not None and access.password is not None
         request = rpc.AuthenticateRequest(name=access.user, password=access.password.reveal)
@@ -309,15 +312,17 @@ class Connection:
         return self.endpoints[self._current]
 
     def record_late_reply(self) -> None:
-        """etcd answered after a silence in which leases may have run out: that was an outage."""
+        """Notes an outage: etcd answered after a silence in which leases may have expired."""
         with self._lock:
             self.last_outage_end_s = time.monotonic()
             self.reachable = True
 
     def record_timeout(self, operation: str, call: Any, *, end: bool) -> None:
-        """A stream gave no answer in time: its endpoint is silent. It is ended, with all streams of
-        that endpoint, if there is another one, or that one is in use already; and if `end` says
-        so."""
+        """Notes that a stream gave no answer in time, so its endpoint is silent.
+
+        The stream is ended, with all streams of that endpoint, if there is another one, or that one
+        is in use already; and if `end` says so.
+        """
         self.observe(operation, 0.0, "no_answer")
         with self._lock:
             index = self._streams.get(call, self._current)
@@ -330,7 +335,7 @@ class Connection:
         self.closed.wait(self.retry.pause_s(failures))
 
     def close(self) -> None:
-        """Fail all calls and streams, now and later."""
+        """Fails all calls and streams, now and later."""
         self.closed.set()
         with self._lock:
             calls = list(self._streams)
@@ -383,7 +388,7 @@ class Connection:
 
 
 def _plainly(detail: str) -> str:
-    """gRPC's words for a connection that failed, without the list of its tries."""
+    """Returns gRPC's message about a connection that failed, without the list of its tries."""
     return detail.rpartition(": ")[2].lower() if detail.startswith(_NO_CONNECTION) else detail
 
 

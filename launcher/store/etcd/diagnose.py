@@ -13,11 +13,12 @@ import ssl
 from elasticzero.launcher.store.etcd.access import Access, Endpoint, _reason, tls_context
 
 PROBE_TIMEOUT_S = 1.0
-"""An endpoint that is asked why it is shut has so long to say."""
+"""Maximum seconds for the connection that finds out why an endpoint does not answer."""
 
 
 def diagnose_endpoint(endpoint: Endpoint, access: Access) -> str | None:
-    """What must be changed for this endpoint to answer; None: nothing that a knock can tell."""
+    """Returns what must be changed for this endpoint to answer; None: nothing that a connection
+    shows."""
     try:
         with _connect(endpoint) as knock:
             if not endpoint.tls:
@@ -61,7 +62,7 @@ def _why_no_tls(error: ssl.SSLError, endpoint: Endpoint, access: Access) -> str 
 
 
 def _speaks_plainly(endpoint: Endpoint) -> bool:
-    """Whether a request without TLS is answered."""
+    """Returns whether a request without TLS is answered."""
     try:
         with _connect(endpoint) as knock:
             knock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())

@@ -10,7 +10,8 @@ from elasticzero.launcher.store.api import Entry
 
 
 class Keyspace:
-    """The keys under one prefix in etcd, which the rest of the launcher knows by relative names."""
+    """Maps the keys under one prefix in etcd to the relative names that the rest of the launcher
+    uses."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode()
@@ -19,7 +20,7 @@ class Keyspace:
         return self._prefix + name.encode()
 
     def span(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key, and the end (excluded), of every key that begins with `prefix`."""
+        """Returns the first key, and the end (excluded), of every key that begins with `prefix`."""
         first = self.key(prefix)
         return first, first[:-1] + bytes([first[-1] + 1])
 
@@ -38,6 +39,6 @@ class Keyspace:
 
 
 def oldest_first(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """A fixed copy in order of creation."""
+    """Returns a fixed copy in order of creation."""
     order = sorted(entries.values(), key=lambda entry: (entry.create_revision, entry.key))
     return MappingProxyType({entry.key: entry for entry in order})

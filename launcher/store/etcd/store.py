@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 
 def _ignore(operation: str, seconds: float, error: str | None) -> None:
-    """Observe nothing."""
+    """Records nothing."""
 
 
 class EtcdStore:
-    """A `Store` of the keys under `prefix`, reached by any of `endpoints`.
+    """Implements a `Store` of the keys under `prefix`, reached by any of `endpoints`.
 
     It connects when it is first used. Create it after any fork.
     """
@@ -179,8 +179,8 @@ class EtcdStore:
     def _retried(
         self, operation: str, method: str, request: Any, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
-        """The response and the number of its history, tried again while etcd is silent: every
-        endpoint, and for `request_s`.
+        """Returns the response and the number of its history; retries while etcd is silent: at
+        every endpoint, and for `request_s`.
 
         deadline_s: of each try, where that is not `request_s` too.
         """
@@ -205,10 +205,11 @@ class EtcdStore:
     def _verify_write(
         self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed
     ) -> int | None:
-        """The revision of a write whose answer was lost, if the store now holds what it wrote.
+        """Returns the revision of a write whose answer was lost, if the store now holds what it
+        wrote.
 
-        Otherwise it may still be on its way, or have been overwritten, and only the caller can say
-        what to do: raises `StoreUnavailable`.
+        Otherwise it may still be on its way, or have been overwritten, and only the caller can
+        decide what to do: raises `StoreUnavailable`.
         """
         written = list_text(map(repr, [*puts, *deletes]), 4)
         unknown = StoreUnavailable(f"{error}; it is not known whether {written} was written")
@@ -255,6 +256,6 @@ class EtcdStore:
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
 
     def _range(self, name: str, revision: int) -> Any:
-        """What stands there at that revision; 0: now."""
+        """Makes a request for what a key or a folder holds at that revision; 0: now."""
         key, end = self._keys.span(name) if name.endswith("/") else (self._keys.key(name), b"")
         return rpc.RangeRequest(key=key, range_end=end, revision=revision)

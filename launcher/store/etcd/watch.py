@@ -35,14 +35,15 @@ log = logging.getLogger(__name__)
 
 _PUT = 0
 SLOW_READS = 4
-"""So often a prefix is read again before its stream is given up, with twice the time each."""
+"""Number of reads of a prefix, each with twice the time of the one before, before its stream is
+given up."""
 
 Read = Callable[[str, float], PrefixState]
 """A prefix, and the seconds that may take, to what stands there."""
 
 
 class EtcdWatch:
-    """One prefix, and what was told of it. The store's one thread tells; any may close."""
+    """Watches one prefix. The store's one thread calls back; any thread may close it."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class EtcdWatch:
             self._telling.release()
 
     def begin(self, snapshot: PrefixState) -> None:
-        """Tell the prefix as it was read, unless that is what was told last."""
+        """Passes on the prefix as it was read, unless that is what was passed on last."""
         self._history, self._revision = snapshot.history, snapshot.revision
         self._entries = dict(snapshot.entries)
         told = self._told
@@ -76,7 +77,7 @@ class EtcdWatch:
             self._tell(snapshot)
 
     def advance(self, events: Sequence[Any]) -> None:
-        """Tell what changed after the revision that is known."""
+        """Passes on what changed after the revision that is known."""
         newer = [event for event in events if event.kv.mod_revision > self._revision]
         if not newer:
             return
@@ -90,7 +91,7 @@ class EtcdWatch:
         self._tell(PrefixState(revision=self._revision, entries=entries, history=self._history))
 
     def _put(self, entry: Entry) -> None:
-        """Take in an entry; they stay in order of creation, and what is new mostly comes last."""
+        """Takes in an entry; entries stay in order of creation, and a new one mostly comes last."""
         entries = self._entries
         if entry.key in entries:
             entries[entry.key] = entry
@@ -108,9 +109,9 @@ class EtcdWatch:
 
 
 class _Stream:
-    """One stream: what is asked of it, and whose answers it carries.
+    """Holds one stream: the requests on it, and the watches whose answers it carries.
 
-    etcd answers in the order in which it was asked, and gives each watch a number.
+    etcd answers in the order of the requests, and gives each watch a number.
     """
 
     def __init__(self, history: Asked) -> None:
@@ -120,7 +121,8 @@ class _Stream:
         self.unanswered: deque[EtcdWatch] = deque()
         self.watches: dict[int, EtcdWatch] = {}
         self.unread: list[EtcdWatch] = []
-        """Begun by etcd, and not read yet; only the thread of the stream knows them."""
+        """Watches that etcd has begun, and that are not read yet; only the stream's thread uses
+        them."""
 
     def requests(self, over: threading.Event) -> Iterator[Any]:
         while (request := self.asked.get()) is not None and not over.is_set():
@@ -159,7 +161,7 @@ class WatchMultiplexer:
         return watch
 
     def drop(self, watch: EtcdWatch) -> None:
-        """Have etcd send no more of it."""
+        """Tells etcd to send no more of it."""
         with self._lock:
             if watch in self._open:
                 self._open.remove(watch)
@@ -193,7 +195,7 @@ class WatchMultiplexer:
                 self._connection.pause(self._failures)
 
     def _follow(self) -> None:
-        """Tell every prefix as it is, then each change, until the next re-read is due."""
+        """Passes on every prefix as it is, then each change, until the next re-read is due."""
         stream = _Stream(self._connection.history.asked())
         with self._lock:
             self._stream = stream
@@ -213,7 +215,7 @@ class WatchMultiplexer:
             stream.asked.put(None)
 
     def _take(self, stream: _Stream, response: Any) -> bool:
-        """One response; False ends the stream."""
+        """Takes in one response; returns False if it ends the stream."""
         if self._connection.check(stream.history, response.header) != stream.history.number:
             return False
         if response.created:
@@ -237,7 +239,7 @@ class WatchMultiplexer:
         return True
 
     def _read_begun(self, stream: _Stream) -> None:
-        """Read and tell what has begun, once etcd has begun all that it was asked for.
+        """Reads and passes on what has begun, once etcd has begun all that was requested.
 
         The changes that came until then are older than what is read.
         """
@@ -263,8 +265,8 @@ class WatchMultiplexer:
         )
 
     def _answered(self, stream: _Stream, response: Any) -> EtcdWatch | None:
-        """The watch that etcd has begun, or refused, under the response's number; None: it was
-        closed meanwhile."""
+        """Returns the watch that etcd has begun, or refused, under the response's number; None: it
+        was closed meanwhile."""
         with self._lock:
             watch = stream.unanswered.popleft()
             if not watch.closed:

@@ -109,11 +109,11 @@ def test_a_hang_that_ends_by_itself_is_said(
     """A rank was said to make no step, and then nothing."""
     group, worker = group_of(tmp_path / "0.log")
     step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
-    reporter.heard(group, [(worker, step)], 0.0)
+    reporter.received(group, [(worker, step)], 0.0)
     assert capsys.readouterr().err == ""
     found = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
-    reporter.looked(group, found)
-    reporter.heard(group, [(worker, step), (worker, step)], 0.0)
+    reporter.examined(group, found)
+    reporter.received(group, [(worker, step), (worker, step)], 0.0)
     lines = [line.partition("n] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "rank 0: no step for 61.0 s after step 6; it waits"
     assert lines[1].startswith("rank 0 makes steps again, ")
@@ -126,7 +126,7 @@ def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
 ) -> None:
     group, worker = group_of(tmp_path / "0.log")
     for every in (4, 1, 9, 12, 3, 20):
-        reporter.heard(
+        reporter.received(
             group, [(worker, SnapshotInterval(every=every, cost_s=0.01, step_s=0.1))], 0.0
         )
     lines = capsys.readouterr().err.splitlines()
@@ -158,12 +158,12 @@ def test_events_made_of_messages_have_their_documented_fields(
         Stopping(step=2, clean=True, complete=True, reason="the world grows"),
         Failed(step=2, blame="user", message="no", traceback=""),
     ):
-        reporter.heard(group, [(worker, message)], 0.0)
+        reporter.received(group, [(worker, message)], 0.0)
     reporter.kept(SnapshotHeld(step=2, generation=1))
     reporter.saved(SaveFinished(step=2, generation=1, seconds=0.1, bytes=8, committed=True))
     failed = SaveFailed(step=2, generation=1, error="no", newest=None, pause_s=0.1)
     reporter.save_failed(failed)
-    reporter.looked(group, Failure(rank=0, blame="hung", message="no step"))
+    reporter.examined(group, Failure(rank=0, blame="hung", message="no step"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     found = {event["event"]: event.keys() - {"event", "time"} for event in events}
     assert len(found) == 12
