@@ -27,7 +27,7 @@ from elasticzero.launcher.options.validation import (
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
-from elasticzero.launcher.workers.console_output import Console, check_ranks, check_streams
+from elasticzero.launcher.workers.console_output import ConsoleOutput, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.process import worker_environment
 
@@ -66,7 +66,7 @@ class AgentOptions:
     """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """True: workers' processes outlive a generation where they can be reused."""
-    console: Console = field(default_factory=Console)
+    console: ConsoleOutput = field(default_factory=ConsoleOutput)
     """Selects the workers' output that is repeated on the terminal."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)
 
@@ -158,9 +158,9 @@ def worker_settings(
     )
 
 
-def console_of(args: argparse.Namespace) -> Console:
+def console_of(args: argparse.Namespace) -> ConsoleOutput:
     """Returns which of the workers' output is repeated here; raises `UserError`."""
-    return Console(
+    return ConsoleOutput(
         tee=args.tee,
         tee_streams=check_streams("--tee", args.tee_streams),
         redirects=check_streams("--redirects", args.redirects),

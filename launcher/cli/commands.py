@@ -82,8 +82,8 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "scale": _add_scale,
     "stop": _add_steering,
 }
-"""What gives a command's parser its options and its `run_command`, which takes the parsed arguments
-and returns the exit code."""
+"""Functions that give a command's parser its options and its `run_command`, which takes the parsed
+arguments and returns the exit code."""
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What operators ask of a running job: drain a node, scale, stop.
+"""Carries out what operators ask of a running job: drain a node, scale, stop.
 
 Each command changes the document `control`, which every agent watches, by a transaction on
 condition that it stands as it was read: of two operators at once one is tried again. Asking for
@@ -45,7 +45,7 @@ NAMES_SHOWN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the store shows of a job at one time."""
+    """A job as the store shows it at one time."""
 
     name: str
     members: Mapping[str, Member]
@@ -90,7 +90,7 @@ def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterat
 
 
 def read_job(store: Store, name: str) -> Job:
-    """What stands in the store; raises `UserError` when it knows no such job."""
+    """Reads the job from the store; raises `UserError` if it knows no such job."""
     members = members_of(store.read(MEMBERS))
     world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
     if not members and world is None and done is None:
@@ -196,7 +196,7 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
 
 def _effect_of_scaling(job: Job, least: int, most: int) -> str:
-    """What will happen, and when."""
+    """Says what will happen, and when."""
     count, waiting = len(job.placed), job.waiting
     if job.world is None:
         return f"{count_text(len(waiting), 'node')} here, the first generation is still to come"

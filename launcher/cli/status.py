@@ -1,4 +1,4 @@
-"""What a job is doing: what the store shows of it, and what its agents say of themselves."""
+"""Shows what a job is doing, from the store and from what its agents report of themselves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def status(
 
 
 def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
-    """What each agent serves at `/status`, asked all at once."""
+    """Returns what each agent serves at `/status`; all are asked at once."""
     waiting = list(members)
     answers: dict[str, Mapping[str, Any]] = {}
 
@@ -155,7 +155,7 @@ def _most(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
 
 
 def _leader(job: Job) -> str | None:
-    """Who acts for the job, as far as the store shows it."""
+    """Returns the node that leads the job, as far as the store shows it."""
     if job.done is not None:
         return None
     candidates = [m.node for m in job.placed if m.node in job.members] or list(job.members)

@@ -87,7 +87,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 class HeadTimeoutReader(io.RawIOBase):
-    """What a client sends. It may rest between two requests, and not within the head of one."""
+    """Reads what a client sends, which may pause between requests but not within a head."""
 
     def __init__(self, connection: socket.socket, idle_s: float) -> None:
         self._connection = connection

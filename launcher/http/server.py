@@ -37,7 +37,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
 
 
 class SnapshotSource(Protocol):
-    """Where the server finds the files of snapshots."""
+    """Opens the files of snapshots for the server."""
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
         """A real file, open for reading; raises `FileNotFoundError`."""
@@ -187,10 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """What the base class tells of each request."""
+        """Drops what the base class logs of each request."""
 
     def log_error(self, format: str, *args: Any) -> None:
-        """What the base class tells of a client that was too slow."""
+        """Drops what the base class logs of a client that was too slow."""
         if self._incoming.began_s is not None:
             self._note("its head was not whole in time")
 
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the agent's log")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class answers to a request it cannot read, and to other methods."""
+        """Answers a request that the base class cannot read, and other methods."""
         status = HTTPStatus(code)
         headers = {"Connection": "close"}
         if status is HTTPStatus.NOT_IMPLEMENTED:

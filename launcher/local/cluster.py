@@ -40,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where on this machine an agent runs, and how others reach it."""
+    """Says where on this machine an agent runs, and how others reach it."""
 
     before: Sequence[str] = ()
     """Words of a command that becomes the one after it, as `ip netns exec NAME`."""
@@ -67,7 +67,7 @@ class Cluster:
     output: int | None = None
     """Descriptor for the workers' repeated output; None: into the agent's log."""
     place: Callable[[str], Placement] = on_loopback
-    """Where the node of a name runs."""
+    """Returns where the node of a name runs."""
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
@@ -101,7 +101,7 @@ class Cluster:
         return [node for node in self.nodes.values() if node.running]
 
     def kill_node(self, node: Node) -> None:
-        """SIGKILL to every process of one node, as if its machine had gone."""
+        """Sends SIGKILL to every process of one node, as if its machine had gone."""
         victims = [node.process.pid, *descendants(node.process.pid)]
         for pid in victims:
             with suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ class Cluster:
         return [pid for server in servers for pid in children_of(server) if is_alive(pid)]
 
     def kill_worker(self, node: Node) -> int:
-        """SIGKILL to the node's last worker; its process id."""
+        """Sends SIGKILL to the node's last worker; returns its process id."""
         pid = self.workers_of(node)[-1]
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -149,7 +149,7 @@ class Cluster:
 
 
 def cluster_environment(nodes: int) -> dict[str, str]:
-    """What makes several nodes live well on one machine, unless the user said otherwise."""
+    """Returns variables with which nodes share a machine well, but for those the user has set."""
     threads = max(1, (os.cpu_count() or 1) // nodes)
     wanted = {"OMP_NUM_THREADS": str(threads)}
     return {key: value for key, value in wanted.items() if key not in os.environ}

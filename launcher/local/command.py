@@ -26,7 +26,7 @@ FAULTS = ("kill-node", "kill-worker", "drain", "join")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to the cluster when the job reaches a step."""
+    """A fault that is injected when the job reaches a step."""
 
     what: str
     step: int
@@ -48,7 +48,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
-    """How many nodes there are at most, if every fault strikes in the order of steps."""
+    """Returns the largest number of nodes, if the faults strike in the order of steps."""
     most = nodes
     for fault in sorted(faults, key=lambda fault: fault.step):
         nodes += {"join": 1, "kill-worker": 0}.get(fault.what, -1)
@@ -57,7 +57,7 @@ def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
 
 
 def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
-    """What every agent of the cluster gets after `run`: its options, the script, its arguments.
+    """Returns the words that every agent gets after `run`: its options, the script, its arguments.
 
     most: the highest number of nodes that the cluster ever has.
     """
@@ -67,7 +67,7 @@ def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[
 
 
 def _output_words(args: argparse.Namespace) -> list[str]:
-    """What of their workers' output the agents repeat: what this command is to show."""
+    """Returns the options by which agents repeat the output that this command is to show."""
     words = [] if args.local_ranks_filter is None else ["--local-ranks-filter"]
     words += [args.local_ranks_filter] if words else []
     if args.tee or (not args.log_dir and args.tee_streams is None and args.redirects is None):

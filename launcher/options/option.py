@@ -12,8 +12,8 @@ from elasticzero.launcher.options.values import Parse
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 InLocal = Literal["passed on", "taken", "absent"]
-"""What `elasticzero local` does with an option of `run`: it takes it and gives its agents the same
-value, takes it and uses it itself, or does not take it."""
+"""Says what `elasticzero local` does with an option of `run`: it takes it and gives its agents the
+same value, takes it and uses it itself, or does not take it."""
 
 
 @dataclass(frozen=True, slots=True)

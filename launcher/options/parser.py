@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
         self.options: tuple[Option, ...] = ()
-        """What `add_options` gave the parser."""
+        """The options that `add_options` gave the parser."""
         self.complete: Callable[[argparse.Namespace], None] | None = None
         """Sets what no word has set; raises `UserError`."""
         self.prepare: Callable[[Sequence[str]], list[str]] = list

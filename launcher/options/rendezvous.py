@@ -1,4 +1,4 @@
-"""Where the nodes of a run find each other, from this project's options and from torchrun's.
+"""Finds out where the nodes of a run meet, from this project's options and from torchrun's.
 
 Pure, but for the options that `check_rendezvous` sets. Rules, the first that applies:
  Z1  --standalone: an etcd of this node alone; every address that was given is ignored.
@@ -49,7 +49,7 @@ class HostedEtcd:
     host: str
     port: int
     here: bool | None
-    """Whether this node starts it; None: if the host is this machine."""
+    """True if this node starts it; None: it does if the host is this machine."""
 
     @property
     def endpoint(self) -> str:
@@ -58,7 +58,7 @@ class HostedEtcd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the nodes find each other."""
+    """The place where the nodes find each other."""
 
     etcd: str | None = None
     """Endpoints as --etcd takes them; None: an etcd of this node alone."""
@@ -70,7 +70,7 @@ class Rendezvous:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options of `run` by name, from --rdzv-conf."""
     lines: tuple[str, ...] = ()
-    """What the user is told."""
+    """Lines that the user is told."""
 
 
 def resolve_rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:

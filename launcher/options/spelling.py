@@ -13,7 +13,7 @@ from elasticzero.errors import UserError
 from elasticzero.launcher.options.option import Option
 
 STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
-"""What torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""
+"""The values that torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 _TEE, _TEE_STREAMS = "--tee", "--tee-streams"
 _SHORT = {"-t": _TEE}

@@ -76,7 +76,8 @@ JOB_OPTIONS = (
         metavar="FILE",
     ),
 )
-"""What it takes to come to a job: for `run`, and for the commands on a running job."""
+"""Options that say which job, and how to reach it: for `run`, and for the commands on a running
+job."""
 
 RUN_OPTIONS = (
     Option(
@@ -350,7 +351,7 @@ TEE_STREAMS = Option(
     also_from="PET_TEE",
     in_local="taken",
 )
-"""What `--tee` becomes where torchrun's value follows it, and what `PET_TEE` says."""
+"""`--tee` becomes this where torchrun's value follows it; `PET_TEE` gives it too."""
 
 _ALL_OF_RUN = (*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
 

@@ -127,7 +127,7 @@ _IDLE = {
 _WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
 """torchrun itself takes these from the command line alone."""
 SILENT = ("--run-path",)
-"""What the option asks for holds anyway, so nothing is said."""
+"""Options whose effect holds anyway, so nothing is said."""
 
 IDLE = tuple(
     Option(

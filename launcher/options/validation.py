@@ -1,4 +1,4 @@
-"""What the words of options may say: checked here, each with an error that names the option."""
+"""Checks the values of options; each error names the option."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def endpoints_of(args: argparse.Namespace) -> list[str]:
 
 
 def check_access(args: argparse.Namespace) -> Access:
-    """How etcd is approached; raises `UserError` where files, user or password are not in order."""
+    """Returns how etcd is accessed; raises `UserError` where files, user or password are not in
+    order."""
     access = asked_for(
         cacert=args.etcd_cacert,
         cert=args.etcd_cert,

@@ -1,1 +1,1 @@
-"""What an agent does with the state that its workers capture: it holds, replicates and saves it."""
+"""An agent holds, replicates and saves the state that its workers capture."""

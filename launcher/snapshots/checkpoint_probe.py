@@ -16,7 +16,7 @@ from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
 
 FRESH_S = 0.3
-"""What was seen counts for so long, or for as long as it took to see it."""
+"""Seconds for which a result counts, or as long as it took to get it if that is longer."""
 AGAIN_S = 2.0
 """After an error the directory is looked at again."""
 
@@ -28,7 +28,7 @@ class CheckpointState:
     step: int | None = None
     """The newest good checkpoint."""
     damage: DamagedCheckpoint | None = None
-    """What is wrong with the newest of all."""
+    """The damage of the newest of all."""
     pending: str | None = None
     """Why there is no answer yet."""
 
@@ -50,15 +50,16 @@ class CheckpointProbe:
 
     @property
     def possible(self) -> bool:
-        """Whether there is a checkpoint directory."""
+        """True if there is a checkpoint directory."""
         return self._directory is not None
 
     def invalidate(self) -> None:
-        """What was seen is no longer so."""
+        """Discards the last result, which no longer holds."""
         self._until_s = 0.0
 
     def poll(self, bad: Mapping[int, str]) -> CheckpointState:
-        """What is there, or that the answer is to come. bad: why steps are known to be damaged."""
+        """Returns what is there, or that the answer is to come. bad: why steps are known to be
+        damaged."""
         if self._directory is None:
             return CheckpointState()
         with self._lock:

@@ -42,12 +42,12 @@ from elasticzero.launcher.snapshots.roles import CapturedStep, SnapshotRole
 from elasticzero.text import count_text
 
 COMMIT_WAIT_S = 600.0
-"""How long a save waits for the parts of other nodes."""
+"""Seconds that a save waits for the parts of other nodes."""
 SUPERSEDED_WAIT_S = 10.0
 """The same once its generation is over: who has not written by then may be lost. A save of the next
 generation does not wait even that long."""
 CLOSE_WAIT_S = 20.0
-"""How long a leaving node stays to write its part of a save."""
+"""Seconds that a leaving node stays to write its part of a save."""
 SEAL_POLL_S = 0.005
 TRY_AGAIN_S, MOST_TRY_AGAIN_S = 0.5, 30.0
 """Pause before the second try of a save that is tried again, and at most."""
@@ -60,14 +60,14 @@ class SaveFinished:
 
     step: int
     generation: int
-    """Whose workers asked for it."""
+    """The generation whose workers asked for it."""
     seconds: float
     bytes: int
     committed: bool
     """The manifest was created here."""
     error: str | None = None
     notes: tuple[str, ...] = ()
-    """What else there is to say: what retention did."""
+    """Notes on what retention did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +90,19 @@ class _Job:
     post: SnapshotRole
     step: int
     shards: tuple[ShardName, ...]
-    """To be copied from memory."""
+    """Shards that are to be copied from memory."""
     manifests: Mapping[int, str] = field(default_factory=dict)
     """Of the shards that workers wrote to storage themselves, by rank."""
     again: bool = False
     """It is tried again until it stands or is given up."""
     notes: list[str] = field(default_factory=list)
-    """What was done for it on storage."""
+    """What this node has done for it on storage."""
     dropped: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for it any more."""
 
     @property
     def commits(self) -> bool:
-        """Whether this node creates the manifest: it has rank 0's part."""
+        """True if this node creates the manifest: it has rank 0's part."""
         return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
 
 
@@ -193,7 +193,7 @@ class CheckpointSaver:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is not over."""
+        """True while a save is not over."""
         return bool(self._open)
 
     def give_up(self, generation: int, step: int) -> None:
@@ -210,11 +210,11 @@ class CheckpointSaver:
                 self._tell(_over(generation, step, error))
 
     def unsealed(self) -> bool:
-        """Whether a shard in memory is not sealed yet; that is being done."""
+        """Returns whether a shard in memory is not sealed yet; that is being done."""
         return self._replicator.unsealed()
 
     def events(self) -> list[SnapshotHeld | SaveFinished | SaveFailed]:
-        """What has happened since the last call."""
+        """Returns what has happened since the last call."""
         found = []
         while not self._events.empty():
             found.append(self._events.get())

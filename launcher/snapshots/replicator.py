@@ -62,7 +62,7 @@ class SnapshotReplicator:
         """Why a shard of this generation has no seal and will get none."""
         self._replica_slots: dict[int, Slots] = {}
         self._sources: set[HttpStorage] = set()
-        """What is being pulled from."""
+        """The sources that are being pulled from."""
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
             for name, work in (("sealing", self._seal), ("keeping", self._keep))
@@ -82,7 +82,7 @@ class SnapshotReplicator:
         self._unsealed.set()
 
     def unsealed(self) -> bool:
-        """Whether a shard in memory is not sealed yet; that is being done."""
+        """Returns whether a shard in memory is not sealed yet; that is being done."""
         if not self._snapshots.drafts():
             return False
         self._unsealed.set()

@@ -37,7 +37,7 @@ class SnapshotRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
-    """What this node's workers have captured of one step so far."""
+    """The shards that this node's workers have captured of one step so far."""
 
     post: SnapshotRole
     number: int
@@ -46,12 +46,12 @@ class CapturedStep:
 
     @property
     def complete(self) -> bool:
-        """Whether every worker of this node has captured it."""
+        """True if every worker of this node has captured it."""
         return len(self.captured) == len(self.post.ranks)
 
     @property
     def shards(self) -> tuple[ShardName, ...]:
-        """What is in memory of it."""
+        """The shards of it that are in memory."""
         return tuple(
             ShardName(self.post.generation, self.number, rank, self.post.world_size)
             for rank, part in self.captured.items()

@@ -21,8 +21,9 @@ ALL = OUT | ERR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Console:
-    """What is repeated; torchrun's numbers name streams: 0 none, 1 stdout, 2 stderr, 3 both."""
+class ConsoleOutput:
+    """Says which output is repeated; streams have torchrun's numbers: 0 none, 1 stdout, 2 stderr,
+    3 both."""
 
     tee: bool = False
     tee_streams: str | None = None
@@ -44,8 +45,8 @@ class Console:
         return 0 if self.log_dir else ALL
 
     def apart(self, local_rank: int) -> bool:
-        """Whether one stream of this worker is repeated without the other, so that each needs a
-        file of its own."""
+        """Returns whether one stream of this worker is repeated without the other, so that each
+        needs a file of its own."""
         return self.shown(local_rank) in (OUT, ERR)
 
     @property

@@ -34,7 +34,7 @@ def error_file(log_dir: Path, local_rank: int) -> Path:
 
 
 def read(path: Path) -> Recorded | None:
-    """What stands in the file; None: there is none, or it is not of this form."""
+    """Reads the file; None: there is none, or it is not of this form."""
     with suppress(OSError, ValueError, RecursionError):
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -47,7 +47,7 @@ DUMP_SIGNAL = signal.SIGRTMAX - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a worker is: a script or module, its arguments and its whole environment."""
+    """Says what a worker runs: a script or module, its arguments and its whole environment."""
 
     target: str
     """Path of a script, or name of a module."""
@@ -242,8 +242,8 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _failure_of(error: BaseException, text: str = "") -> Failed:
-    """What ended a script that `elasticzero.run` does not look after. text: in the place of the
-    error's own words and of its traceback."""
+    """Reports what ended a script that `elasticzero.run` does not look after. text: in the place of
+    the error's own words and of its traceback."""
     return Failed(
         step=0,
         blame="peer" if is_peer_error(error) else "user",

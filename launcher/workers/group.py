@@ -32,7 +32,7 @@ from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
-from elasticzero.launcher.workers.console_output import Console
+from elasticzero.launcher.workers.console_output import ConsoleOutput
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance, group_events
 from elasticzero.launcher.workers.lifecycle import Event
@@ -84,13 +84,13 @@ class WorkerGroup:
     progress_monitor: ProgressMonitor = field(default_factory=ProgressMonitor)
     exit_timeout_s: float = 0.0
     """Limit for a process to end once its script has; 0: none."""
-    console: Console = field(default_factory=Console)
+    console: ConsoleOutput = field(default_factory=ConsoleOutput)
     kept: int = 0
-    """So many workers are processes of a generation before."""
+    """Number of workers that run in a process of an earlier generation."""
     _view: WorkerGroupState = field(default_factory=WorkerGroupState)
     _complete_given: bool = False
     _early: list[Heard] = field(default_factory=list)
-    """What was taken from the channels before it was asked for."""
+    """Messages that were read from the channels before `poll_messages` was called."""
 
     def start(
         self,
@@ -134,7 +134,7 @@ class WorkerGroup:
         return ready
 
     def view(self, now_s: float) -> WorkerGroupState:
-        """What `decide` sees."""
+        """Returns the state that `decide` sees."""
         state = replace(
             self._view,
             running=sum(worker.at_work for worker in self.workers),
@@ -179,8 +179,8 @@ class WorkerGroup:
                 worker.send_signal(signal.SIGTERM)
 
     def kill(self, *, spare_saving: bool = False) -> None:
-        """SIGKILL, to each worker's whole process group; perhaps not to those that write their
-        snapshot."""
+        """Sends SIGKILL to each worker's whole process group. spare_saving: but not to workers that
+        write their snapshot."""
         event = GroupEvent.KILL_UNSAVED if spare_saving else GroupEvent.KILL
         self._view = advance(self._view, event)
         for worker in self.workers:
@@ -188,19 +188,19 @@ class WorkerGroup:
                 worker.send_signal(signal.SIGKILL)
 
     def kill_unresponsive(self) -> None:
-        """SIGKILL to those that, as a look has found, could not obey."""
+        """Sends SIGKILL to workers that a stack dump has found unable to obey."""
         for worker in self.workers:
             if worker.running and worker.rank in self.progress_monitor.unresponsive:
                 worker.send_signal(signal.SIGKILL)
 
     def kill_suspended(self) -> None:
-        """SIGKILL to those that a signal has stopped."""
+        """Sends SIGKILL to workers that a signal has suspended."""
         for worker in self.workers:
             if worker.at_work and worker.rank in self.progress_monitor.stopped:
                 worker.send_signal(signal.SIGKILL)
 
     def kill_unresponsive_scripts(self, now_s: float) -> None:
-        """SIGKILL to scripts that did not heed SIGTERM in time."""
+        """Sends SIGKILL to scripts that did not end at SIGTERM in time."""
         told_s = self._view.aborted_s
         if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
             for worker in self.workers:
@@ -211,7 +211,7 @@ class WorkerGroup:
                     worker.send_signal(signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> list[Worker]:
-        """SIGKILL to processes that are stuck after the end of their scripts; which they are."""
+        """Sends SIGKILL to processes that outlast their scripts too long; returns those workers."""
         if self.exit_timeout_s <= 0:
             return []
         limit_s = self.exit_timeout_s + EXIT_MARGIN_S
@@ -232,8 +232,8 @@ class WorkerGroup:
         return [w for w in self.workers if w.state.finished and 0 < w.ended_s <= now_s - limit_s]
 
     def poll_messages(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
-        """Everything the workers said, and which of them ended, since the last call; does not
-        wait."""
+        """Returns everything the workers sent, and which of them ended, since the last call; does
+        not wait."""
         heard, self._early = self._early, []
         for worker in self.workers:
             heard += self._receive(worker, now_s)

@@ -28,7 +28,7 @@ from elasticzero.launcher.workers.lifecycle import WorkerState
 
 
 class GroupEvent(Enum):
-    """What happens to a group: its workers come on, time passes, or the agent gives an order."""
+    """An event of a group: its workers come on, time passes, or the agent gives an order."""
 
     FIRST_ATTACHED = auto()
     """A worker has called `elasticzero.run`."""

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 
 class Event(Enum):
-    """What happens to a worker: it reports something, or its process exits."""
+    """An event of a worker: it reports something, or its process exits."""
 
     ATTACHED = auto()
     """It has called `elasticzero.run`."""

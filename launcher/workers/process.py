@@ -21,7 +21,7 @@ from elasticzero.launcher.workers.lifecycle import Event, WorkerState
 STACK_BYTES = 1 << 16
 """The end of a log in which the stack of a crash is looked for."""
 FATAL = "Fatal Python error: "
-"""How such a stack begins."""
+"""The words with which such a stack begins."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOCAL_RANK_MACRO = "${local_rank}"
 """torchrun replaces it in the arguments of scripts."""
@@ -38,7 +38,7 @@ class Worker:
     pid: int
     channel: Channel
     log: Path
-    """What it writes to stderr, and to stdout unless that has a file of its own."""
+    """The file of what it writes to stderr, and to stdout unless that has a file of its own."""
     log_start: int
     """Size of the log when this worker began."""
     stdout_log: Path | None = None
@@ -79,7 +79,7 @@ class Worker:
         self.send(Locate())
 
     def receive(self) -> list[Message]:
-        """What it has said since the last call; does not wait."""
+        """Returns the messages since the last call; does not wait."""
         if not self.running or self.channel_closed:
             return []
         try:
@@ -89,14 +89,14 @@ class Worker:
             return []
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To its whole process group."""
+        """Sends a signal to its whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logs:
-    """Where the output of a node's workers goes."""
+    """Says where the output of a node's workers goes."""
 
     directory: Path
     apart: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ def fork(
 
 
 def kill_all(workers: Iterable[Worker]) -> None:
-    """SIGKILL to processes that were kept and are not needed."""
+    """Sends SIGKILL to processes that were kept for reuse and are not needed."""
     for worker in workers:
         worker.send_signal(signal.SIGKILL)
         worker.channel.close()
@@ -171,8 +171,8 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
 
 
 def fatal_stack(worker: Worker) -> str:
-    """What Python wrote into a worker's log about the signal that ended it; empty if it wrote
-    nothing."""
+    """Returns what Python wrote into a worker's log about the signal that ended it; empty if it
+    wrote nothing."""
     try:
         with worker.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -37,12 +37,12 @@ from elasticzero.processes import process_state
 STEPS_REMEMBERED = 20
 """The longest of so many says how long a step may take."""
 FROZEN_EVERY_S = 1.0
-"""So often is looked for workers that a signal has stopped, while none is told to stop."""
+"""Seconds between checks for workers that a signal has stopped, while none is told to stop."""
 
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """How one worker gets on."""
+    """The progress of one worker."""
 
     rank: int
     pid: int
@@ -134,8 +134,8 @@ class ProgressMonitor:
         )
 
     def _all_due(self, now_s: float) -> bool:
-        """Whether each worker is past its own time: one that was busy until just now is on its
-        way, and with it those that waited for it."""
+        """Returns whether each worker is past its own time: one that was busy until just now is on
+        its way, and with it those that waited for it."""
         workers = [worker for worker in self._workers.values() if worker.expected]
         limits = [due_s(self._limit_s, in_loop=worker.in_loop) for worker in workers]
         return all(now_s - p.progress_s >= due for p, due in zip(workers, limits, strict=True))

@@ -22,7 +22,6 @@ MAX_MODULES = 14
 """In one package, without its `__init__` and `__main__`."""
 DEFINED_TWICE = {
     *("main", "parse", "run", "create"),  # what a command line or a public interface must be named
-    *("Console",),
 }
 """Public names that several modules define. No name is to be added; each that can go, shall."""
 

@@ -23,7 +23,7 @@ from elasticzero.launcher.options.rendezvous import (
 )
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import IDLE, SILENT, check_signals, without_effect
-from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, Console
+from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, ConsoleOutput
 
 ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
 VALUES = {
@@ -268,7 +268,7 @@ def test_what_of_the_output_is_repeated(words: str, shown: list[int]) -> None:
     assert [console.shown(rank) for rank in range(2)] == shown
     assert [console.apart(rank) for rank in range(2)] == [s in (OUT, ERR) for s in shown]
     assert console.silent == (words == "--log-dir d")
-    assert Console().shown(0) == ALL
+    assert ConsoleOutput().shown(0) == ALL
 
 
 @pytest.mark.parametrize(
