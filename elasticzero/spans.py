@@ -16,7 +16,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 """Names of the ways to distribute training state; `parallel` implements them."""
 
 Rule = Literal["even", "fsdp_rows", "whole"]
-"""How a group of tensors is dealt to `world_size` ranks.
+"""Names the rule that distributes a group of tensors over `world_size` ranks.
 
 even: the tensors are laid end to end in the group's order and cut in `world_size` chunks of
 ceil(total / world_size) elements; the last chunks may be short or empty.
