@@ -7,19 +7,19 @@ its first parameter's gradient until its sum, in memory that a small pool lends
 (Rajbhandari et al., "ZeRO", 2020, section 5.2).
 
 Rules:
- D1  When autograd has a gradient it is copied into its bucket. Under stage 1 `grad` is a view of
+ F1  When autograd has a gradient it is copied into its bucket. Under stage 1 `grad` is a view of
      the bucket from then on; under stage 2 the parameter has no gradient any more.
- D2  In a backward that is summed, a bucket's exchange begins once each of its parameters has its
+ F2  In a backward that is summed, a bucket's exchange begins once each of its parameters has its
      gradient and the exchanges of the buckets before it have begun: the order is the same on all
      ranks.
- D3  When that backward is over, zeros stand for the gradients that this rank does not have, and
+ F3  When that backward is over, zeros stand for the gradients that this rank does not have, and
      the exchanges of the rest begin. Every bucket is exchanged, whatever a rank has used.
- D4  Autograd may give a parameter's gradient in several parts (a layer shared by segments that are
+ F4  Autograd may give a parameter's gradient in several parts (a layer shared by segments that are
      checkpointed with `use_reentrant=True`). The first global batch shows which these are; from
      then on their buckets are exchanged at the end. Under stage 1 all exchanges of the first
      global batch begin at the end; under stage 2, to save memory, what came too late is exchanged
      once more.
- D5  A pool lends memory for at most POOL_BUCKETS of the largest buckets. Where it is used up, the
+ F5  A pool lends memory for at most POOL_BUCKETS of the largest buckets. Where it is used up, the
      oldest exchange is waited for; where none is under way, it lends more for this time.
 Shapes: E elements of a bucket with its padding, N of its parameters.
 """
@@ -103,7 +103,7 @@ class _Gradient:
     begun: bool = False
     """The exchange of this backward has begun."""
     late: bool = False
-    """It is exchanged at the end of a backward: D4."""
+    """It is exchanged at the end of a backward: F4."""
     works: list[Any] = field(default_factory=list)
     received: Tensor | None = None
     lent: list[Tensor] = field(default_factory=list)
@@ -211,7 +211,7 @@ class GradientScatter:
                 return  # autograd adds the next backward's to it
             gradient.parts_N[index] += 1
             if gradient.begun:
-                return  # D4: `_repeat_late` exchanges it
+                return  # F4: `_repeat_late` exchanges it
             self._lay(gradient, index)
             if self._sums and self._inside and gradient.parts_N[index] == 1:
                 gradient.missing -= 1
@@ -221,7 +221,7 @@ class GradientScatter:
         return added
 
     def _lay(self, gradient: _Gradient, index: int) -> None:
-        """D1."""
+        """F1."""
         parameter = gradient.bucket.parameters[index]
         if gradient.flat_E is None:
             gradient.flat_E = self._borrow(gradient, gradient.bucket.flat_E.numel())
@@ -237,7 +237,7 @@ class GradientScatter:
         parameter.grad = view if self._keeps else None
 
     def _begin_ready(self) -> None:
-        """D2."""
+        """F2."""
         while self._next < len(self._gradients):
             gradient = self._gradients[self._next]
             if gradient.missing or gradient.late:
@@ -267,7 +267,7 @@ class GradientScatter:
         self._under_way.append(gradient)
 
     def _borrow(self, gradient: _Gradient, numel: int) -> Tensor:
-        """D5."""
+        """F5."""
         while True:
             found = gradient.pool.take(numel, even_if_over=not self._under_way)
             if found is not None:
@@ -302,7 +302,7 @@ class GradientScatter:
         gradient.lent = []
 
     def _complete(self) -> None:
-        """D3 and D4."""
+        """F3 and F4."""
         for gradient in self._gradients[self._next :]:
             self._begin(gradient)
         if not self._learnt:
