@@ -255,7 +255,7 @@ def test_documents_that_make_no_sense_are_an_error_of_state(nodes: Nodes) -> Non
         ("", {}, "--rdzv-endpoint HOST:PORT"),
         ("host:port", {}, "not HOST:PORT"),
         ("host:1", {"join_timeuot": 1}, "join_timeuot: unknown; there are join_timeout"),
-        ("host:1", {"join_timeout": "soon"}, "join_timeout=soon: seconds"),
+        ("host:1", {"join_timeout": "soon"}, "join_timeout=soon: a number of seconds"),
         ("host:1", {"lease_ttl": "1"}, "lease_ttl=1: etcd grants"),
         (
             "host:1",
