@@ -12,7 +12,7 @@ import ssl
 
 from elasticzero.launcher.store.etcd.access import Access, Endpoint, _reason, tls_context
 
-PROBE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 3.0
 """Maximum seconds for the connection that finds out why an endpoint does not answer."""
 
 
