@@ -6,6 +6,13 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Other projects that tests run, beside the packages of $(VENV), which stay as they are.
 INTEGRATIONS := .venv-integrations
+# The two ends of the ranges in pyproject.toml; the newer one with Python 3.13 where there is one.
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+NEWEST_PYTHON ?= $(shell for p in python3.13 "$$(pyenv prefix 3.13 2>/dev/null)/bin/python3.13"; do \
+  "$$p" -c 'import ensurepip, ssl' 2>/dev/null && echo "$$p" && break; done)
+RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots state worker checkpoint/convert launcher/store) \
+  tests/contract/test_store.py tests/integration/test_unused_parameters.py
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
 PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
@@ -17,7 +24,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check reference bench chaos gpu integrations docs tools clean
+.PHONY: help demo test slow check reference bench chaos gpu integrations versions docs tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -68,6 +75,21 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 integrations: $(INTEGRATIONS)/.ready ## scripts of other projects under elasticzero run (about 2 minutes)
 	timeout --foreground --kill-after=10 900 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 
+# Each Python is a try, since gigabytes are fetched.
+$(OLDEST)/.ready: PYTHONS = $(RUN) $(RUN)
+$(NEWEST)/.ready: PYTHONS = $(NEWEST_PYTHON) $(RUN) $(RUN)
+$(OLDEST)/.ready $(NEWEST)/.ready: .venv-%/.ready: $(READY) pyproject.toml tests/integrations/%.txt tests/integrations/tools.txt
+	for python in $(PYTHONS); do $$python -m venv --clear .venv-$* \
+	  && timeout --foreground --kill-after=10 1200 .venv-$*/bin/python -m pip install --quiet --no-compile \
+	    -r tests/integrations/$*.txt -r tests/integrations/tools.txt -e . && exit; done; exit 1
+	@touch $@
+
+versions: $(OLDEST)/.ready $(NEWEST)/.ready ## the oldest and the newest packages that users may have (fetches 6 GB)
+	@for end in $(OLDEST) $(NEWEST); do $$end/bin/python -c 'import sys, torch; \
+	  print("packages of", sys.argv[1] + ": torch", torch.__version__, "on Python", sys.version.split()[0])' $$end; done
+	timeout --foreground --kill-after=10 1200 $(OLDEST)/bin/python -m pytest -ra -q -n $(JOBS) --dist loadfile $(RANGE_TESTS)
+	timeout --foreground --kill-after=10 1200 $(NEWEST)/bin/python -m pytest -ra -q -n $(JOBS) --dist loadfile $(RANGE_TESTS)
+
 $(DOCS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt mkdocs-material
@@ -89,5 +111,5 @@ tools: # programs that some tests run, from Debian's packages where they are mis
 	@.ci/tools
 
 clean: ## remove everything that make has built
-	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) $(OLDEST) $(NEWEST) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

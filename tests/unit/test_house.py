@@ -103,6 +103,16 @@ def test_there_is_one_version(root: Path) -> None:
     assert elasticzero.__version__ == project["version"]
 
 
+def test_the_lowest_versions_are_those_that_are_tested(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = (root / "tests/integrations/oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    bounds = dict(entry.split(",")[0].split(">=") for entry in project["dependencies"])
+    assert pins.keys() == bounds.keys()
+    for name, bound in bounds.items():
+        assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", pins[name]), name
+
+
 @pytest.mark.parametrize("name", ["launcher", "checkpoint"])
 def test_the_links_into_the_package_are_relative(root: Path, name: str) -> None:
     link = root / "elasticzero" / name
