@@ -1,4 +1,4 @@
-"""Repeats a call that fails for a while: the one place that sets `tenacity` up.
+"""Repeats a call that fails for a while: the one place of the launcher that sets `tenacity` up.
 
 A loop that waits for a condition, such as a lease that has to lapse, is no retry and stays a loop.
 So does a state machine that puts its next write off after a failure, for it must not block.

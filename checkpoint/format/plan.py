@@ -22,7 +22,7 @@ class Copy:
     """Rank in the world that wrote the checkpoint."""
     span_in_tensor: Span
     span_in_shard: Span
-    """The same elements, counted from the first element of the tensor that the file holds."""
+    """Span of the same elements, where 0 is the first element of the tensor that the file holds."""
     offset_in_wanted: int
     """Number of elements of the wanted span before these."""
 

@@ -78,7 +78,7 @@ class ClusterConsole:
         self._early = ""
         """Why the script ended training early."""
         self._errors: dict[str, dict[str, Any]] = {}
-        """Of each node the event of the error with which its agent has ended."""
+        """Event of the error with which the agent of a node has ended, by node."""
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.say(

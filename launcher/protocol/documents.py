@@ -141,7 +141,7 @@ class Alarm:
     kind: Literal["failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
     left: int | None = None
-    """Of a hang: the rank that left its loop alone, and for which the others wait."""
+    """Rank that left its loop alone, and for which the others wait; None: this is no such hang."""
     final: bool = False
     """True if the same input would bring the failure about again."""
 

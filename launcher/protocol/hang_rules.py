@@ -91,7 +91,7 @@ class StalledWorker:
     wait: str = ""
     """Place in the kernel where its main thread sleeps."""
     located: Located | None = None
-    """Its answer to where it is; None: it has not answered."""
+    """Location that the worker has reported; None: it has reported none."""
 
     @property
     def unresponsive(self) -> bool:
