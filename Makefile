@@ -71,7 +71,7 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate
 	@touch $@
 
-integrations: $(INTEGRATIONS)/.ready ## scripts of other projects under elasticzero run (about 2 minutes)
+integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts of other projects (about 12 minutes)
 	timeout --foreground --kill-after=10 900 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 
 # Each Python is a try, since gigabytes are fetched.
@@ -83,7 +83,7 @@ $(OLDEST)/.ready $(NEWEST)/.ready: .venv-%/.ready: $(READY) pyproject.toml tests
 	    -r tests/integrations/$*.txt -r tests/integrations/tools.txt -e . && exit; done; exit 1
 	@touch $@
 
-versions: $(OLDEST)/.ready $(NEWEST)/.ready ## the oldest and the newest packages that users may have (fetches 6 GB)
+versions: $(OLDEST)/.ready $(NEWEST)/.ready ## tests with the oldest and the newest packages (about 10 minutes; fetches 6 GB)
 	@for end in $(OLDEST) $(NEWEST); do $$end/bin/python -c 'import sys, torch; \
 	  print("packages of", sys.argv[1] + ": torch", torch.__version__, "on Python", sys.version.split()[0])' $$end; done
 	timeout --foreground --kill-after=10 1200 $(OLDEST)/bin/python -m pytest -ra -q -n $(JOBS) --dist loadfile $(RANGE_TESTS)
