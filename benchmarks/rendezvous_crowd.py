@@ -119,7 +119,7 @@ class PretendedWorkers:
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         raise AssertionError("no worker hangs")
 
-    def ask(self, flags: int) -> None:
+    def request(self, flags: int) -> None:
         raise AssertionError("no worker is asked to stop at a boundary")
 
     def kill(self, *, spare_saving: bool = False) -> None:

@@ -110,7 +110,7 @@ def is_alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
 
 
-def is_ending(pid: int) -> bool:
+def is_exiting(pid: int) -> bool:
     """Returns whether a process has begun to exit, or is gone.
 
     The kernel has marked it then, though it may still write a core dump or free its memory.

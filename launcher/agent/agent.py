@@ -182,8 +182,8 @@ class Agent:
         long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
         idle = training or view.world is None or view.outside_s is not None or long_round
         group = self._group
-        looking = group is not None and group.progress_monitor.looking
-        timeout_s = REST_S if idle and not decision.actions and not looking else BUSY_S
+        examining = group is not None and group.progress_monitor.examining
+        timeout_s = REST_S if idle and not decision.actions and not examining else BUSY_S
         sources: list[Any] = [self._wake_read, self._server]
         readable = select.select(sources, [], [], timeout_s)[0]
         if self._wake_read in readable:
@@ -266,7 +266,7 @@ class Agent:
                     if news.error is None:
                         self._cluster.saved(news.step)
             if self._group is not None and self._group.generation == news.generation:
-                self._group.tell(message)
+                self._group.broadcast(message)
 
     def _replace_server(self) -> None:
         """Starts another fork server after the first one died, and its workers with it."""
@@ -285,7 +285,7 @@ class Agent:
         """Starts this node's workers of a generation, in the processes that were kept if any."""
         options = self.options
         token = self._agreed.secret
-        kept, self._spare = self._spare, {}
+        reusable, self._spare = self._spare, {}
         given = assignments(options, world, index, token)
         first = world.first_rank(index)
         self.saver.begin(post(world, index, token))
@@ -298,11 +298,11 @@ class Agent:
             console=options.console,
         )
         self._group = group
-        kill_all(worker for local_rank, worker in kept.items() if local_rank >= len(given))
+        kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
         store = self._membership.take_store_socket() if first == 0 else None
         try:
-            group.start(given, options.launch, options.log_dir, store, kept)
+            group.start(given, options.launch, options.log_dir, store, reusable)
         except (ChannelClosed, OSError):
             self._replace_server()
         finally:

@@ -72,7 +72,7 @@ class Workers(Protocol):
 
     def view(self, now_s: float) -> WorkerGroupState: ...
 
-    def ask(self, flags: int) -> None: ...
+    def request(self, flags: int) -> None: ...
 
     def stop(self, reason: str, now_s: float) -> None: ...
 
@@ -178,7 +178,7 @@ class AgentCore:
 
         by_s: the time at which the machine is gone, on this agent's clock.
         """
-        self._notices.append(PreemptionNotice(reason=reason, heard_s=self._clock(), by_s=by_s))
+        self._notices.append(PreemptionNotice(reason=reason, received_s=self._clock(), by_s=by_s))
         self._node.wake()
 
     @property
@@ -294,7 +294,7 @@ def command(group: Workers, action: Action, now_s: float) -> None:
     """Passes an action on to the workers that it is about."""
     match action:
         case RequestBoundaryStop(flags):
-            group.ask(flags)
+            group.request(flags)
         case StopWorkers(reason):
             group.stop(reason, now_s)
         case KillWorkers(spare_saving=spare_saving):

@@ -32,7 +32,7 @@ from elasticzero.launcher.protocol.documents import Done, Failure, World
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
 from elasticzero.launcher.workers import error_file
-from elasticzero.launcher.workers.group import Ended, Heard, WorkerGroup
+from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
 
@@ -138,11 +138,11 @@ class AgentReporter:
         )
 
     def started(self, group: WorkerGroup) -> None:
-        self.note("started", pids=[worker.pid for worker in group.workers], kept=group.kept)
+        self.note("started", pids=[worker.pid for worker in group.workers], kept=group.reused)
         self._metrics.workers_running.set(len(group.workers))
 
     def received(  # noqa: PLR0915 - one case for each message
-        self, group: WorkerGroup, heard: Iterable[Heard], now_s: float
+        self, group: WorkerGroup, heard: Iterable[Received], now_s: float
     ) -> None:
         """Records messages of workers."""
         for worker, message in heard:
@@ -246,11 +246,13 @@ class AgentReporter:
 
     def _repeats(self, worker: Worker) -> bool:
         """Returns whether this worker's output is repeated on the terminal."""
-        return self._options.console.shown(worker.local_rank) != 0
+        return self._options.console.repeated_streams(worker.local_rank) != 0
 
     def _tee(self, group: WorkerGroup, *, last: bool) -> None:
         for worker in group.workers:
-            self._tail.follow(worker, self._options.console.shown(worker.local_rank), last=last)
+            self._tail.follow(
+                worker, self._options.console.repeated_streams(worker.local_rank), last=last
+            )
 
     def examined(self, group: WorkerGroup, found: Failure) -> None:
         """Records what was found about a worker that makes no step."""
@@ -278,7 +280,7 @@ class AgentReporter:
 
     def notice(self, notice: PreemptionNotice) -> None:
         """Records that this node is to leave."""
-        left_s = None if notice.by_s is None else round(notice.by_s - notice.heard_s, 3)
+        left_s = None if notice.by_s is None else round(notice.by_s - notice.received_s, 3)
         self.note("notice", reason=notice.reason, left_s=left_s)
         self.console.say(f"{notice.reason}: leaving at the next boundary between steps")
 

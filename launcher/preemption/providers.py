@@ -243,7 +243,7 @@ CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure":
 def _notice(what: str, left_s: float, answer: Answer) -> PreemptionNotice:
     """Returns a notice whose time counts from the answer that gave it."""
     return PreemptionNotice(
-        reason=f"{what} in {left_s:.0f} s", heard_s=answer.at_s, by_s=answer.at_s + left_s
+        reason=f"{what} in {left_s:.0f} s", received_s=answer.at_s, by_s=answer.at_s + left_s
     )
 
 

@@ -73,9 +73,9 @@ from elasticzero.launcher.protocol.drain import (
     stop_limit_s,
 )
 from elasticzero.launcher.protocol.hang_rules import (
+    EXAMINATION_GRACE_S,
+    EXAMINATION_LIMIT_S,
     HANG_STOP_S,
-    MOST_LOOK_S,
-    PATIENCE_S,
     STOPPED_S,
     overdue,
     step_limit_s,
@@ -168,9 +168,9 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
         return Decision((RaiseAlarm(alarm),), reason)
     late = overdue(workers, policy)
-    if late is not None and workers.look == "none":
-        look = DumpStacks(step_limit_s(workers, policy))
-        return Decision((look,), f"{late}: looking where the workers are")
+    if late is not None and workers.examination == "none":
+        dump = DumpStacks(step_limit_s(workers, policy))
+        return Decision((dump,), f"{late}: looking where the workers are")
     nobody_waits = world.resume.tier != "ram"
     said = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:
@@ -264,29 +264,31 @@ def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if alarm is None:
         return wait("waiting for the workers to come to the boundary and save their state")
     actions = list(_report(view, "alive", "").actions)
-    opened_s, told_s = view.round_s or now_s, workers.aborted_s
+    opened_s, stop_sent_s = view.round_s or now_s, workers.aborted_s
     hang = alarm.kind == "hang"
     hung = hang or (workers.failure is not None and workers.failure.blame == "hung")
-    if hang and told_s is None:
+    if hang and stop_sent_s is None:
         waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
-        if workers.look == "none" and waited_s < PATIENCE_S / 2:
+        if workers.examination == "none" and waited_s < EXAMINATION_GRACE_S / 2:
             actions.append(DumpStacks(step_limit_s(workers, policy)))
-        if waited_s < (MOST_LOOK_S if workers.look == "open" else PATIENCE_S):
+        if waited_s < (
+            EXAMINATION_LIMIT_S if workers.examination == "open" else EXAMINATION_GRACE_S
+        ):
             return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
     if _may_fail_alike(view, alarm, now_s):
         return Decision(tuple(actions), f"{alarm.reason}: the workers here may fail alike")
     frozen = workers.stopped_s >= STOPPED_S
     patient = alarm.kind == "silence" and now_s - opened_s < policy.stop_s and not frozen
-    stop_s = stop_limit_s(view, now_s if told_s is None else told_s, policy)
+    stop_s = stop_limit_s(view, now_s if stop_sent_s is None else stop_sent_s, policy)
     stop_s = min(stop_s, HANG_STOP_S) if hung else stop_s
-    if told_s is None and not patient:
+    if stop_sent_s is None and not patient:
         actions.append(StopWorkers(alarm.reason))
         if hung:
             actions.append(KillUnresponsive())
-    if told_s is not None and not workers.killed:
-        if now_s - told_s >= policy.save_s:
+    if stop_sent_s is not None and not workers.killed:
+        if now_s - stop_sent_s >= policy.save_s:
             actions.append(KillWorkers(f"not saved within {policy.save_s:g} s"))
-        elif workers.saving < workers.running and now_s - told_s >= stop_s:
+        elif workers.saving < workers.running and now_s - stop_sent_s >= stop_s:
             actions.append(KillWorkers(f"not stopped within {stop_s:.3g} s", spare_saving=True))
     if not frozen or workers.killed:
         return Decision(tuple(actions), f"stopping: {alarm.reason}")

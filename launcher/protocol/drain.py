@@ -52,7 +52,7 @@ def boundary_deadline_s(notice: PreemptionNotice | None, policy: JobPolicy) -> f
     state."""
     if notice is None or notice.by_s is None:
         return float("inf")
-    whole_s = max(0.0, notice.by_s - notice.heard_s)
+    whole_s = max(0.0, notice.by_s - notice.received_s)
     return notice.by_s - min(policy.leave_margin_s, MARGIN_SHARE * whole_s)
 
 
@@ -64,7 +64,7 @@ def exit_deadline_s(notice: PreemptionNotice) -> float:
     """
     if notice.by_s is None:
         return float("inf")
-    whole_s = max(0.0, notice.by_s - notice.heard_s)
+    whole_s = max(0.0, notice.by_s - notice.received_s)
     return notice.by_s - min(EXIT_MARGIN_S, MARGIN_SHARE * whole_s / 2)
 
 
@@ -161,9 +161,9 @@ def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
     return begins_s + (by_s - begins_s) * before / (before + 1)
 
 
-def stop_limit_s(view: View, told_s: float, policy: JobPolicy) -> float:
-    """Returns the seconds that this node's workers, told to stop at `told_s`, may take before they
-    are killed.
+def stop_limit_s(view: View, stop_sent_s: float, policy: JobPolicy) -> float:
+    """Returns the seconds that this node's workers, told to stop at `stop_sent_s`, may take before
+    they are killed.
 
     It is less where the node itself is about to be gone.
     """
@@ -171,4 +171,4 @@ def stop_limit_s(view: View, told_s: float, policy: JobPolicy) -> float:
     if notice is None or notice.by_s is None:
         return policy.stop_s
     half_s = (notice.by_s - boundary_deadline_s(notice, policy)) / 2
-    return min(policy.stop_s, max(policy.alive_s, notice.by_s - half_s - told_s))
+    return min(policy.stop_s, max(policy.alive_s, notice.by_s - half_s - stop_sent_s))

@@ -369,14 +369,15 @@ def still_quarantined(
 
 
 def judge_exit(
-    rank: int, exit_code: int, step: int, *, asked: bool, had_begun: bool
+    rank: int, exit_code: int, step: int, *, stop_requested: bool, exiting: bool
 ) -> Failure | None:
     """Returns the failure of a worker that exited without a message and without success; None: it
     was stopped (B7).
 
-    asked: it was told to stop before its agent saw its exit. had_begun: its exit had begun by then.
+    stop_requested: it was told to stop before its agent saw its exit. exiting: its exit had begun
+    by then.
     """
-    if asked and not had_begun:
+    if stop_requested and not exiting:
         return None
     if exit_code < 0:
         text = f"killed by {_signal_name(-exit_code)}"

@@ -35,9 +35,9 @@ from elasticzero.launcher.protocol.view import WorkerGroupState
 STEPS_LONG = 10.0
 FLOOR_S = 60.0
 FIRST_STEP_S = 1800.0
-PATIENCE_S = 1.0
+EXAMINATION_GRACE_S = 1.0
 """Seconds after an alarm of a hang in which agents examine their workers before any is stopped."""
-MOST_LOOK_S = 10.0
+EXAMINATION_LIMIT_S = 10.0
 """Seconds after which an examination that is not over is no longer waited for."""
 HANG_STOP_S = 5.0
 """Seconds within which a worker must have left its loop, or it is killed: H6."""

@@ -295,7 +295,7 @@ def request_graceful_stop(
     if workers.running and (workers.plain or workers.late):
         alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
         return Decision((RaiseAlarm(alarm),), reason)
-    if workers.asked & flags == flags:
+    if workers.requested & flags == flags:
         return wait(f"{reason}: waiting for the next boundary")
     if workers.attached:
         return Decision((RequestBoundaryStop(flags),), reason)

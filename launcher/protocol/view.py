@@ -28,7 +28,7 @@ class PreemptionNotice:
 
     reason: str
     """Reason as the world's reason will repeat it: `AWS spot interruption in 118 s`."""
-    heard_s: float
+    received_s: float
     by_s: float | None = None
     """Time at which the machine is gone; None: the machine stays."""
 
@@ -103,7 +103,7 @@ class WorkerGroupState:
     end_reason: str = ""
     """Why the script ended training early, where it did."""
     failure: Failure | None = None
-    asked: int = 0
+    requested: int = 0
     """Flags that were already requested of the workers."""
     aborted_s: float | None = None
     """Time at which the workers were told to stop where they are."""
@@ -123,7 +123,7 @@ class WorkerGroupState:
     """The same, whatever the worker was doing."""
     longest_step_s: float = 0.0
     """Longest of the last steps, with the time between steps."""
-    look: Literal["none", "open", "over"] = "none"
+    examination: Literal["none", "open", "over"] = "none"
     """State of the examination of workers that make no step, since their last step."""
     stalled: Failure | None = None
     """What the workers wait for, after an examination that found none to blame here."""

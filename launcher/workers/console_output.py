@@ -33,7 +33,7 @@ class ConsoleOutput:
     log_dir: bool = False
     """A directory for logs was given."""
 
-    def shown(self, local_rank: int) -> int:
+    def repeated_streams(self, local_rank: int) -> int:
         """The streams of this worker that are repeated."""
         if self.ranks is not None and local_rank not in self.ranks:
             return 0
@@ -44,10 +44,10 @@ class ConsoleOutput:
             return ALL & ~hidden
         return 0 if self.log_dir else ALL
 
-    def apart(self, local_rank: int) -> bool:
+    def needs_separate_stdout(self, local_rank: int) -> bool:
         """Returns whether one stream of this worker is repeated without the other, so that each
         needs a file of its own."""
-        return self.shown(local_rank) in (OUT, ERR)
+        return self.repeated_streams(local_rank) in (OUT, ERR)
 
     @property
     def silent(self) -> bool:

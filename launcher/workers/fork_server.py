@@ -54,7 +54,7 @@ class Launch:
     is_module: bool
     is_program: bool = False
     """`target` is a program's path, and Python has nothing to do with it."""
-    stdout_apart: bool = False
+    separate_stdout: bool = False
     """Stdout has a file of its own, the last of the descriptors."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -71,12 +71,12 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     adopt_orphans()
     try:
         with suppress(BrokenPipeError, ConnectionResetError):
-            _answer(sock, preload)
+            _serve_requests(sock, preload)
     finally:
         kill_descendants(CLEAN_UP_S)
 
 
-def _answer(sock: socket.socket, preload: list[str]) -> None:
+def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.disable()  # it would take a quarter of the time that the imports take
     for name in preload:
@@ -97,7 +97,7 @@ def _answer(sock: socket.socket, preload: list[str]) -> None:
         if wake_read in readable:
             with suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _report_the_dead(sock, workers)
+            _reap_workers(sock, workers)
         if sock.fileno() in readable:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
@@ -110,7 +110,7 @@ def _answer(sock: socket.socket, preload: list[str]) -> None:
             sock.send(json.dumps({"started": pid, "fds": fds}).encode())
 
 
-def _report_the_dead(sock: socket.socket, workers: set[int]) -> None:
+def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
     """Reaps what has ended; tells of workers, after their process groups have been killed."""
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
@@ -134,7 +134,7 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
     server = os.getpid()
     pid = os.fork()
     if pid:
-        _lead_a_group(pid)
+        _lead_process_group(pid)
         return pid
     try:
         die_with_parent(server)
@@ -142,7 +142,7 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _lead_a_group(0)
+        _lead_process_group(0)
         sock.close()
         for fd in wake:
             os.close(fd)
@@ -153,7 +153,7 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         os._exit(1)
 
 
-def _lead_a_group(pid: int) -> None:
+def _lead_process_group(pid: int) -> None:
     """Make `pid` (0: this process) the leader of a process group. Done by parent and child both, so
     that the group is there for whoever is first to signal it."""
     with suppress(ProcessLookupError, PermissionError):
@@ -161,10 +161,10 @@ def _lead_a_group(pid: int) -> None:
 
 
 def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
-    os.dup2(fds[-1] if launch.stdout_apart else fds[0], 1)
+    os.dup2(fds[-1] if launch.separate_stdout else fds[0], 1)
     os.dup2(fds[0], 2)
     os.close(fds[0])
-    if launch.stdout_apart:
+    if launch.separate_stdout:
         os.close(fds.pop())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -271,7 +271,7 @@ class ForkServer:
         theirs.close()
         self._socket = mine
         self._ready = False
-        self._early: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
 
     @property
     def pid(self) -> int:
@@ -288,16 +288,16 @@ class ForkServer:
             message = self._receive()
             if "started" in message:
                 return int(message["started"]), list(message["fds"])
-            self._early.append(message)
+            self._pending.append(message)
 
     def wait_until_ready(self) -> None:
         """Return when the imports are done; raises `ChannelClosed` if the server died over them."""
-        self._early = [message for message in [self._receive()] if "ready" not in message]
+        self._pending = [message for message in [self._receive()] if "ready" not in message]
         self._ready = True
 
     def ended(self) -> list[tuple[int, int]]:
         """(process id, exit code) of every worker that ended since the last call; does not wait."""
-        messages, self._early = self._early, []
+        messages, self._pending = self._pending, []
         while select.select([self._socket], [], [], 0)[0]:
             messages.append(self._receive())
         return [(int(m["ended"]), int(m["status"])) for m in messages if "ended" in m]

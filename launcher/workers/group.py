@@ -44,7 +44,7 @@ from elasticzero.launcher.workers.process import (
     reassign,
 )
 from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
-from elasticzero.processes import is_ending
+from elasticzero.processes import is_exiting
 
 MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0
@@ -66,7 +66,7 @@ class Ended:
     exit_code: int
 
 
-Heard = tuple[Worker, Message | Ended]
+Received = tuple[Worker, Message | Ended]
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class WorkerGroup:
     exit_timeout_s: float = 0.0
     """Limit for a process to end once its script has; 0: none."""
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
-    kept: int = 0
+    reused: int = 0
     """Number of workers that run in a process of an earlier generation."""
     _view: WorkerGroupState = field(default_factory=WorkerGroupState)
-    _complete_given: bool = False
-    _early: list[Heard] = field(default_factory=list)
+    _complete_save_requested: bool = False
+    _pending: list[Received] = field(default_factory=list)
     """Messages that were read from the channels before `poll_messages` was called."""
 
     def start(
@@ -98,27 +98,29 @@ class WorkerGroup:
         launch: Launch,
         log_dir: Path,
         store: socket.socket | None,
-        kept: Mapping[int, Worker] | None = None,
+        reusable: Mapping[int, Worker] | None = None,
     ) -> None:
         """A worker for each assignment: the one kept from a generation before for its local rank,
         or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
         log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
         ranks = [assignment.local_rank for assignment in assignments]
-        apart = frozenset(rank for rank in ranks if self.console.apart(rank))
-        logs = Logs(directory=log_dir, apart=apart)
+        separate = frozenset(rank for rank in ranks if self.console.needs_separate_stdout(rank))
+        logs = Logs(directory=log_dir, separate_stdout=separate)
         for assignment in assignments:
             mine = store.fileno() if store is not None and assignment.rank == 0 else None
-            old = (kept or {}).get(assignment.local_rank)
+            old = (reusable or {}).get(assignment.local_rank)
             worker = reassign(old, assignment, mine) if old is not None else None
             if worker is not None:
-                self.kept += 1
+                self.reused += 1
             else:
                 worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, mine)
             self.workers.append(worker)
-            ask = worker.request_location
+            locate = worker.request_location
             self.progress_monitor.add(
-                WorkerProgress(rank=worker.rank, pid=worker.pid, log=worker.log, ask=ask)
+                WorkerProgress(
+                    rank=worker.rank, pid=worker.pid, log=worker.log, request_location=locate
+                )
             )
         self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
 
@@ -149,19 +151,15 @@ class WorkerGroup:
         """Go on with a look at workers that make no step; what it found, when it is over."""
         found = self.progress_monitor.poll(now_s, ending=self._view.aborted_s is not None)
         for failure in found:
-            if failure.rank in self.progress_monitor.guilty:
+            if failure.rank in self.progress_monitor.at_fault:
                 self._fail(failure)
         return found
 
-    def tell(self, message: Message) -> None:
-        """Pass a message on to every worker."""
-        self._send_all(message)
-
-    def ask(self, flags: int) -> None:
+    def request(self, flags: int) -> None:
         """Have the workers raise `flags` in the control word."""
-        self._view = replace(self._view, asked=self._view.asked | flags)
+        self._view = replace(self._view, requested=self._view.requested | flags)
         self._view = advance(self._view, GroupEvent.REQUEST)
-        self._send_all(Request(flags=self._view.asked))
+        self.broadcast(Request(flags=self._view.requested))
 
     def stop(self, reason: str, now_s: float) -> None:
         """Tell the workers to stop where they are; a script that does not listen gets SIGTERM.
@@ -170,10 +168,10 @@ class WorkerGroup:
         """
         for worker in self.workers:
             if worker.running:
-                worker.ending = is_ending(worker.pid)
-                self._early += self._receive(worker, now_s)
+                worker.exiting = is_exiting(worker.pid)
+                self._pending += self._receive(worker, now_s)
         self._view = advance(replace(self._view, aborted_s=now_s), GroupEvent.STOP)
-        self._send_all(Abort(reason=reason))
+        self.broadcast(Abort(reason=reason))
         for worker in self.workers:
             if worker.state.needs_signal:
                 worker.send_signal(signal.SIGTERM)
@@ -201,12 +199,12 @@ class WorkerGroup:
 
     def kill_unresponsive_scripts(self, now_s: float) -> None:
         """Sends SIGKILL to scripts that did not end at SIGTERM in time."""
-        told_s = self._view.aborted_s
-        if told_s is not None and now_s - told_s >= UNASKED_GRACE_S:
+        stop_sent_s = self._view.aborted_s
+        if stop_sent_s is not None and now_s - stop_sent_s >= UNASKED_GRACE_S:
             for worker in self.workers:
                 state = worker.state
                 ending = state.failed and not state.attached and state.running
-                slow = ending and now_s - told_s >= EXIT_FUNCTIONS_S
+                slow = ending and now_s - stop_sent_s >= EXIT_FUNCTIONS_S
                 if worker.state.needs_signal or slow:
                     worker.send_signal(signal.SIGKILL)
 
@@ -231,22 +229,22 @@ class WorkerGroup:
         limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
         return [w for w in self.workers if w.state.finished and 0 < w.ended_s <= now_s - limit_s]
 
-    def poll_messages(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Heard]:
+    def poll_messages(self, now_s: float, ended: Sequence[tuple[int, int]]) -> list[Received]:
         """Returns everything the workers sent, and which of them ended, since the last call; does
         not wait."""
-        heard, self._early = self._early, []
+        received, self._pending = self._pending, []
         for worker in self.workers:
-            heard += self._receive(worker, now_s)
+            received += self._receive(worker, now_s)
         by_pid = {worker.pid: worker for worker in self.workers}
         for pid, code in ended:
             if pid in by_pid:
                 worker = by_pid[pid]
-                heard += self._receive(worker, now_s)
-                heard.append((worker, Ended(code)))
+                received += self._receive(worker, now_s)
+                received.append((worker, Ended(code)))
                 self._handle(worker, Ended(code), now_s)
-        return heard
+        return received
 
-    def _receive(self, worker: Worker, now_s: float) -> list[Heard]:
+    def _receive(self, worker: Worker, now_s: float) -> list[Received]:
         messages = worker.receive()
         for message in messages:
             self._handle(worker, message, now_s)
@@ -262,14 +260,14 @@ class WorkerGroup:
 
     def _handle(self, worker: Worker, message: Message | Ended, now_s: float) -> None:
         if isinstance(message, Ended):
-            self.progress_monitor.gone(worker.rank, now_s)
+            self.progress_monitor.exited(worker.rank, now_s)
         else:
             self.progress_monitor.note(worker.rank, message, now_s)
         match message:
             case Attached():
                 self._record(worker, Event.ATTACHED)
-                if self._view.asked:
-                    worker.send(Request(flags=self._view.asked))
+                if self._view.requested:
+                    worker.send(Request(flags=self._view.requested))
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
             case Restored():
@@ -286,8 +284,8 @@ class WorkerGroup:
                 self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
                 self._record(worker, Event.STOPPING)
-                wanted = message.clean and not (message.complete and self._complete_given)
-                self._complete_given |= wanted and message.complete
+                wanted = message.clean and not (message.complete and self._complete_save_requested)
+                self._complete_save_requested |= wanted and message.complete
                 worker.send(SaveState(wanted=wanted))
             case Failed():
                 self._record(worker, Event.FAILED)
@@ -319,9 +317,11 @@ class WorkerGroup:
         if code == 0 and (worker.state.finished or not worker.state.attached):
             self._record(worker, Event.FINISHED)
             return
-        asked = self._view.aborted_s is not None
+        stop_requested = self._view.aborted_s is not None
         step = self._view.step
-        failure = judge_exit(worker.rank, code, step, asked=asked, had_begun=worker.ending)
+        failure = judge_exit(
+            worker.rank, code, step, stop_requested=stop_requested, exiting=worker.exiting
+        )
         if failure is None:
             return
         trace = fatal_stack(worker) if code < 0 else ""
@@ -331,8 +331,8 @@ class WorkerGroup:
         self._fail(replace(failure, traceback=trace[-MAX_TRACEBACK:]))
 
     def _blame(self, worker: Worker, message: Failed) -> None:
-        asked = self._view.aborted_s is not None
-        if asked and (message.blame == "peer" or not worker.state.attached):
+        stop_requested = self._view.aborted_s is not None
+        if stop_requested and (message.blame == "peer" or not worker.state.attached):
             return  # what a script says that SIGTERM has ended is no failure
         failure = Failure(
             rank=worker.rank,
@@ -354,7 +354,7 @@ class WorkerGroup:
         if known is None or order(failure.blame) < order(known.blame):
             self.failure = failure
 
-    def _send_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         for worker in self.workers:
             if worker.at_work:
                 worker.send(message)

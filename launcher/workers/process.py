@@ -25,7 +25,7 @@ FATAL = "Fatal Python error: "
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOCAL_RANK_MACRO = "${local_rank}"
 """torchrun replaces it in the arguments of scripts."""
-HAND_S = 1.0
+REASSIGN_TIMEOUT_S = 1.0
 """A kept process takes its new assignment within so long."""
 
 
@@ -49,7 +49,7 @@ class Worker:
     script_ended_s: float | None = None
     """When its script and the exit functions had ended, though the process may still run."""
     script_exit_code: int | None = None
-    ending: bool = False
+    exiting: bool = False
     """Its end had begun when it was asked to stop."""
     exit_code: int | None = None
     ended_s: float = 0.0
@@ -99,7 +99,7 @@ class Logs:
     """Says where the output of a node's workers goes."""
 
     directory: Path
-    apart: frozenset[int] = frozenset()
+    separate_stdout: frozenset[int] = frozenset()
     """Local ranks whose stdout has a file of its own."""
 
 
@@ -115,7 +115,9 @@ def fork(
     bound socket of rank 0's store, for rank 0."""
     local_rank = assignment.local_rank
     log = logs.directory / f"{local_rank}.log"
-    stdout_log = logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.apart else None
+    stdout_log = (
+        logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.separate_stdout else None
+    )
     error_file(logs.directory, local_rank).unlink(missing_ok=True)
     mine, theirs = socket.socketpair()
     opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
@@ -130,7 +132,7 @@ def fork(
         launch,
         environment=environment,
         arguments=arguments,
-        stdout_apart=stdout_log is not None,
+        separate_stdout=stdout_log is not None,
     )
     try:
         pid, numbers = server.start(mine_to_run, fds)
@@ -159,7 +161,7 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
     """Give a kept process its place in another generation; None: it cannot be reached, and is
     killed."""
     try:
-        old.channel.send_with_fd(assignment, store_fd, HAND_S)
+        old.channel.send_with_fd(assignment, store_fd, REASSIGN_TIMEOUT_S)
     except ChannelClosed:
         kill_all([old])
         return None

@@ -47,7 +47,7 @@ class WorkerProgress:
     rank: int
     pid: int
     log: Path
-    ask: Callable[[], None]
+    request_location: Callable[[], None]
     """Have it asked where it is."""
     starting: bool = True
     """Its script has not called `elasticzero.run` yet; a plain one never does."""
@@ -61,7 +61,7 @@ class WorkerProgress:
     """It has made a step, and is in the loop over batches, or left it early and waits for the
     other ranks."""
     busy: bool = False
-    over: bool = False
+    ended: bool = False
     """Its process has ended, or waits for another generation."""
     frozen_since_s: float | None = None
     """Since when it is seen stopped by a signal."""
@@ -75,9 +75,9 @@ class WorkerProgress:
             return self.frozen_since_s
         return self.progress_s
 
-    def look(self, now_s: float) -> None:
+    def update_frozen(self, now_s: float) -> None:
         """See whether a signal has stopped it."""
-        if self.over or process_state(self.pid) != "T":
+        if self.ended or process_state(self.pid) != "T":
             self.frozen_since_s, self.frozen_s = None, 0.0
         elif self.frozen_since_s is None:
             self.frozen_since_s = now_s
@@ -86,14 +86,14 @@ class WorkerProgress:
 
     def end(self) -> None:
         """It has nothing to do with its generation any more."""
-        self.over, self.frozen_since_s, self.frozen_s = True, None, 0.0
+        self.ended, self.frozen_since_s, self.frozen_s = True, None, 0.0
 
 
 @dataclass(slots=True)
 class ProgressMonitor:
     """The progress of the workers of one node in one generation."""
 
-    guilty: set[int] = field(default_factory=set)
+    at_fault: set[int] = field(default_factory=set)
     """Ranks that a look found to blame for a hang."""
     unresponsive: set[int] = field(default_factory=set)
     """Ranks that could not obey, as a look has found."""
@@ -104,13 +104,13 @@ class ProgressMonitor:
     _limit_s: float | None = None
     """Of the last look."""
     _stalled: Failure | None = None
-    _frozen_looked_s: float = 0.0
+    _frozen_checked_s: float = 0.0
 
     def add(self, worker: WorkerProgress) -> None:
         self._workers[worker.rank] = worker
 
     @property
-    def looking(self) -> bool:
+    def examining(self) -> bool:
         """A look is under way."""
         return self._dump is not None and not self._judged
 
@@ -121,7 +121,7 @@ class ProgressMonitor:
         due = [worker for worker in workers if not worker.busy]
         silent = [now_s - worker.progress_s for worker in due if worker.in_loop]
         before = [now_s - worker.progress_s for worker in due if not worker.in_loop]
-        look: Literal["none", "open", "over"] = "over" if self._judged else "open"
+        examination: Literal["none", "open", "over"] = "over" if self._judged else "open"
         return replace(
             state,
             silent_s=max(silent, default=0.0),
@@ -129,11 +129,11 @@ class ProgressMonitor:
             frozen_s=max((worker.frozen_s for worker in alive), default=0.0),
             stopped_s=max((worker.frozen_s for worker in self._workers.values()), default=0.0),
             longest_step_s=max(self._steps_s, default=0.0),
-            look="none" if self._dump is None else look,
-            stalled=self._stalled if self._all_due(now_s) else None,
+            examination="none" if self._dump is None else examination,
+            stalled=self._stalled if self._all_overdue(now_s) else None,
         )
 
-    def _all_due(self, now_s: float) -> bool:
+    def _all_overdue(self, now_s: float) -> bool:
         """Returns whether each worker is past its own time: one that was busy until just now is on
         its way, and with it those that waited for it."""
         workers = [worker for worker in self._workers.values() if worker.expected]
@@ -169,7 +169,7 @@ class ProgressMonitor:
                 return
         self._moved(worker, now_s)
 
-    def gone(self, rank: int, now_s: float) -> None:
+    def exited(self, rank: int, now_s: float) -> None:
         """Its process has ended."""
         worker = self._workers[rank]
         worker.expected = False
@@ -197,8 +197,8 @@ class ProgressMonitor:
                 step=worker.step,
                 silent_since_s=worker.silent_since_s,
                 due_s=due_s(limit_s, in_loop=worker.in_loop),
-                ask=worker.ask,
-                mute=worker.starting,
+                request_location=worker.request_location,
+                starting=worker.starting,
             )
             for worker in self._workers.values()
             if (worker.expected and not worker.busy)
@@ -215,10 +215,10 @@ class ProgressMonitor:
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
         """Go on with a look; what it found about each worker, when it is over. Now and then see
         which workers a signal has stopped; ending: they are told to stop, so see it at once."""
-        if ending or now_s - self._frozen_looked_s >= FROZEN_EVERY_S:
-            self._frozen_looked_s = now_s
+        if ending or now_s - self._frozen_checked_s >= FROZEN_EVERY_S:
+            self._frozen_checked_s = now_s
             for worker in self._workers.values():
-                worker.look(now_s)
+                worker.update_frozen(now_s)
         if self._dump is None or self._judged or not self._dump.poll(now_s):
             return []
         self._judged = True
@@ -228,10 +228,10 @@ class ProgressMonitor:
             return []
         found = [blame(worker) for worker in stalled]
         self.unresponsive |= {worker.rank for worker in stalled if worker.unresponsive}
-        self.guilty |= {failure.rank for failure in found if failure.blame == "hung"}
+        self.at_fault |= {failure.rank for failure in found if failure.blame == "hung"}
         all_wait = len(found) == sum(worker.expected for worker in self._workers.values())
         found.sort(key=lambda failure: not failure.final)
-        self._stalled = found[0] if found and all_wait and not self.guilty else None
+        self._stalled = found[0] if found and all_wait and not self.at_fault else None
         return found
 
     def close(self) -> None:

@@ -27,14 +27,14 @@ def exit_process(code: int, rank: str, limit_s: float, ending: Callable[[], None
     over = threading.Event()
     if limit_s > 0:
         words = (rank, limit_s, over)
-        threading.Thread(target=_tell_of_slow_functions, args=words, daemon=True).start()
+        threading.Thread(target=_report_slow_exit_functions, args=words, daemon=True).start()
     _run_exit_functions()
     over.set()
     ending()
     left = _wait_for_threads(limit_s)
     if left:
         running = "a thread still runs" if len(left) == 1 else f"{len(left)} threads still run"
-        _say(
+        _print_error(
             f"rank {rank}: the script has ended, but {running} after {limit_s:g} s "
             f"(--exit-timeout): {', '.join(left)}; the process ends with the script's exit code "
             f"{code}"
@@ -70,15 +70,15 @@ def _wait_for_threads(limit_s: float) -> list[str]:
     ]
 
 
-def _tell_of_slow_functions(rank: str, every_s: float, over: threading.Event) -> None:
+def _report_slow_exit_functions(rank: str, every_s: float, over: threading.Event) -> None:
     began_s = time.monotonic()
     while not over.wait(every_s):
-        _say(
+        _print_error(
             f"rank {rank}: the script has ended, and its exit functions still run after "
             f"{time.monotonic() - began_s:.0f} s: the main thread is at {main_thread()[0]}"
         )
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -46,9 +46,9 @@ class DumpTarget:
     silent_since_s: float
     due_s: float
     """Seconds of silence after which it is past its time."""
-    ask: Callable[[], None]
+    request_location: Callable[[], None]
     """Have it asked where it is."""
-    mute: bool = False
+    starting: bool = False
     """It does not listen yet, so nothing follows from its silence but where a signal stopped it."""
     located: Located | None = None
     state: str = ""
@@ -74,7 +74,7 @@ class StackDumper:
         self._began_s = now_s
         self._dumping_s: float | None = None
         for target in self.targets:
-            target.ask()
+            target.request_location()
 
     @property
     def over(self) -> bool:
@@ -118,7 +118,7 @@ class StackDumper:
                 self._begin_dump(target, now_s)
         for target in self.targets:
             if not target.dumped:
-                self._go_on(target, now_s)
+                self._continue_dump(target, now_s)
         return self.over
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class StackDumper:
 
     def _begin_dump(self, target: DumpTarget, now_s: float) -> None:
         target.state, target.wait = process_state(target.pid), kernel_wait(target.pid)
-        runs = target.state in ("", "Z") or (target.mute and target.state != "T")
+        runs = target.state in ("", "Z") or (target.starting and target.state != "T")
         if target.moved or runs:
             target.moved = target.dumped = True
             return
@@ -147,7 +147,7 @@ class StackDumper:
         if target.py_spy is None:
             self._signal(target, now_s)
 
-    def _go_on(self, target: DumpTarget, now_s: float) -> None:
+    def _continue_dump(self, target: DumpTarget, now_s: float) -> None:
         program = target.py_spy
         if program is not None:
             code = program.poll()

@@ -62,8 +62,8 @@ def cloud_of(server: Metadata) -> Cloud:
 def left_s(notice: object) -> float:
     """How long the notice gives, from when it was heard."""
     assert isinstance(notice, PreemptionNotice) and notice.by_s is not None, notice
-    assert abs(notice.heard_s - time.monotonic()) < PATIENCE_S
-    return notice.by_s - notice.heard_s
+    assert abs(notice.received_s - time.monotonic()) < PATIENCE_S
+    return notice.by_s - notice.received_s
 
 
 def notify(server: Metadata) -> None:

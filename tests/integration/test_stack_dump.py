@@ -72,7 +72,7 @@ def test_the_stack_of_a_hung_process_is_dumped(
         step=7,
         silent_since_s=time.monotonic() - 5.0,
         due_s=4.0,
-        ask=lambda: asked.append("where are you?"),
+        request_location=lambda: asked.append("where are you?"),
     )
     look = StackDumper([subject], time.monotonic(), py_spy=py_spy)
     until(lambda: look.poll(time.monotonic()), "the look is over")
@@ -102,7 +102,7 @@ def test_a_look_without_py_spy_s_permission_falls_back(server: ForkServer, tmp_p
         step=0,
         silent_since_s=0.0,
         due_s=1.0,
-        ask=lambda: None,
+        request_location=lambda: None,
     )
     look = StackDumper([subject], time.monotonic(), py_spy=false)
     until(lambda: look.poll(time.monotonic()), "the look is over")
@@ -126,10 +126,10 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     monitor.note(0, Busy(doing=None), now_s - 50.0)
     assert monitor.with_progress(WorkerGroupState(), now_s).silent_s == 50.0
     monitor.dump_stacks(10.0, now_s)
-    assert monitor.with_progress(WorkerGroupState(), now_s).look == "open"
+    assert monitor.with_progress(WorkerGroupState(), now_s).examination == "open"
     monitor.note(0, stepped(now_s), now_s)
-    until(lambda: monitor.poll(time.monotonic()) or not monitor.looking, "the look is over")
-    assert not monitor.guilty
+    until(lambda: monitor.poll(time.monotonic()) or not monitor.examining, "the look is over")
+    assert not monitor.at_fault
     play.group.kill()
     play.wait_for_end()
 
@@ -172,7 +172,7 @@ def test_a_worker_that_does_not_read_holds_nobody_up(server: ForkServer, tmp_pat
     room.detach()
     text = "x" * 1000
     for step in range(size // 500):
-        play.group.tell(SnapshotHeld(step=step, generation=3, error=text))
+        play.group.broadcast(SnapshotHeld(step=step, generation=3, error=text))
     play.group.kill()
     assert play.wait_for_end() == [-signal.SIGKILL]
 

@@ -16,9 +16,9 @@ import pytest
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
-from elasticzero.launcher.workers.group import Heard, WorkerGroup
+from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
-from elasticzero.processes import is_alive, is_ending
+from elasticzero.processes import is_alive, is_exiting
 
 PATIENCE_S = 30.0
 
@@ -65,7 +65,7 @@ class Play:
             directory=str(tmp_path),
         )
         self.logs = tmp_path / "logs"
-        self.heard: list[Heard] = []
+        self.heard: list[Received] = []
         self.wakeup_fd, rings = os.pipe2(os.O_NONBLOCK)
         self.group = WorkerGroup(server, 3, rings, started_s=time.monotonic())
         assignments = [assignment(rank, workers) for rank in range(workers)]
@@ -122,7 +122,7 @@ time.sleep(600)
     play = Play(server, tmp_path, code)
     play.wait(lambda: "stepped" in play.log())
     assert not rings(play.wakeup_fd)
-    play.group.ask(1)
+    play.group.request(1)
     play.wait(lambda: "attached" in play.log())
     assert rings(play.wakeup_fd)
     play.wait(lambda: len(play.heard) == 3)
@@ -200,7 +200,7 @@ def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
     pid = play.group.workers[0].pid
     os.kill(pid, signal.SIGSEGV)
     deadline_s = time.monotonic() + PATIENCE_S
-    while not is_ending(pid) and time.monotonic() < deadline_s:
+    while not is_exiting(pid) and time.monotonic() < deadline_s:
         time.sleep(0.001)
     play.group.stop("rank 1 lost a peer", time.monotonic())
     assert play.wait_for_end() == [-11]

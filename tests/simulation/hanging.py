@@ -28,7 +28,7 @@ class Hanging:
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._look: Literal["none", "open", "over"] = "none"
+        self._examination: Literal["none", "open", "over"] = "none"
         self._stalled: Failure | None = None
         self._limit_s: float | None = None
         self.unresponsive: set[int] = set()
@@ -52,8 +52,8 @@ class Hanging:
 
     def moved(self) -> None:
         """A worker shows progress, or is at an end: what a look found is so no more."""
-        if self._look == "over":
-            self._look, self._stalled = "none", None
+        if self._examination == "over":
+            self._examination, self._stalled = "none", None
 
     def frozen_s(self, worker: Worker) -> float:
         """For so long a worker has been seen stopped by a signal."""
@@ -65,7 +65,9 @@ class Hanging:
     def suspected(self) -> bool:
         """Whether a look was taken, or a worker is stopped: until then a worker that has not gone
         without a step for long looks like any other."""
-        return self._look != "none" or any(worker.hang for worker in self._worker_group.workers)
+        return self._examination != "none" or any(
+            worker.hang for worker in self._worker_group.workers
+        )
 
     def seen(self) -> dict[str, Any]:
         """The fields of `WorkerGroupState` that tell of progress."""
@@ -81,7 +83,7 @@ class Hanging:
             "before_step_s": 0.0 if in_loop else longest_s,
             "frozen_s": max(map(self.frozen_s, self._watched()), default=0.0),
             "stopped_s": max(map(self.frozen_s, worker_group.workers), default=0.0),
-            "look": self._look,
+            "examination": self._examination,
             "stalled": self._stalled if self._all_due(now_s) else None,
         }
 
@@ -97,7 +99,7 @@ class Hanging:
         subjects = [
             w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
         ]
-        self._look, self._limit_s = "open", limit_s
+        self._examination, self._limit_s = "open", limit_s
         silent = any(w.hang in ("stopped", "locked") for w in subjects)
         takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
         if cluster.random.random() < 0.05:
@@ -113,7 +115,7 @@ class Hanging:
             worker_group.cluster.timeline.now_s,
             worker_group.group.stepped_s is not None,
         )
-        self._look = "over"
+        self._examination = "over"
         expected, watched = self._expected(), self._watched()
         found, guilty = [], False
         for worker in subjects:

@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         name="a death that was learnt of late is no failure",
         file="protocol/failure_policy.py",
-        right="if asked and not had_begun:",
-        wrong="if asked:",
+        right="if stop_requested and not exiting:",
+        wrong="if stop_requested:",
     ),
     Mutant(
         name="each snapshot forgives a crash that recurs",

@@ -36,7 +36,7 @@ class Worker:
     __slots__ = (
         "busy",
         "deaf",
-        "ending",
+        "exiting",
         "failed",
         "finished",
         "group",
@@ -73,7 +73,7 @@ class Worker:
         self.restored = self.stopping = self.failed = self.finished = False
         self.unheard = False
         """It has died, and its agent has not learnt of it."""
-        self.ending = False
+        self.exiting = False
         """That was so when it was asked to stop."""
 
     @property

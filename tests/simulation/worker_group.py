@@ -121,7 +121,7 @@ class WorkerGroup:
             running=running,
             saving=saving,
             failure=self.failure,
-            asked=asked,
+            requested=asked,
             aborted_s=self.aborted_s,
             stepped_s=self._heard_s,
             step=heard,
@@ -136,7 +136,7 @@ class WorkerGroup:
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
             self.progress_monitor.moved()
 
-    def ask(self, flags: int) -> None:
+    def request(self, flags: int) -> None:
         self.cluster.rules.promises.asks(self.agent)
         self.flags |= flags
         self.cluster.note(f"{self.host.name}: asked {_names(flags)}")
@@ -145,7 +145,7 @@ class WorkerGroup:
         """Tell the workers to stop where they are."""
         self.aborted_s = self.host.clock()
         for worker in self.workers:
-            worker.ending = worker.unheard
+            worker.exiting = worker.unheard
             self._tell_abort(worker)
 
     def _tell_abort(self, worker: Worker) -> None:
@@ -202,7 +202,9 @@ class WorkerGroup:
     def _read_end(self, worker: Worker, said: bool) -> None:
         worker.unheard = False
         asked, code = self.aborted_s is not None, -signal.SIGKILL
-        failure = judge_exit(worker.rank, code, worker.step, asked=asked, had_begun=worker.ending)
+        failure = judge_exit(
+            worker.rank, code, worker.step, stop_requested=asked, exiting=worker.exiting
+        )
         if failure is not None and not said:
             self._blame(worker, failure)
         self.wake()

@@ -265,10 +265,12 @@ def test_torchruns_flags_go_before_own_variables(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_of_the_output_is_repeated(words: str, shown: list[int]) -> None:
     console = console_of(parse(["run", *words.split(), "t.py"]))
-    assert [console.shown(rank) for rank in range(2)] == shown
-    assert [console.apart(rank) for rank in range(2)] == [s in (OUT, ERR) for s in shown]
+    assert [console.repeated_streams(rank) for rank in range(2)] == shown
+    assert [console.needs_separate_stdout(rank) for rank in range(2)] == [
+        s in (OUT, ERR) for s in shown
+    ]
     assert console.silent == (words == "--log-dir d")
-    assert ConsoleOutput().shown(0) == ALL
+    assert ConsoleOutput().repeated_streams(0) == ALL
 
 
 @pytest.mark.parametrize(

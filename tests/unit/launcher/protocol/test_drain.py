@@ -54,9 +54,9 @@ def says(phase: Phase, of: Member, **fields: object) -> Report:
     return Report(incarnation=of.incarnation, phase=phase, store_port=29500, **fields)  # type: ignore[arg-type]
 
 
-def by(deadline_s: float | None, heard_s: float = 80.0) -> PreemptionNotice:
+def by(deadline_s: float | None, received_s: float = 80.0) -> PreemptionNotice:
     """A notice; its margin is 5 s where it gave 20 s or more."""
-    return PreemptionNotice(reason=AWS, heard_s=heard_s, by_s=deadline_s)
+    return PreemptionNotice(reason=AWS, received_s=received_s, by_s=deadline_s)
 
 
 FAILURE = Failure(rank=0, blame="user", message="ValueError: no")
@@ -105,16 +105,16 @@ TABLE: list[tuple[str, View, list[object]]] = [
     ("there is time", TRAINING, [RequestBoundaryStop(FLAG_LEAVE)]),
     ("no deadline", v(TRAINING, notice=by(None)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("a drain without a notice", v(TRAINING, notice=None), [RequestBoundaryStop(FLAG_LEAVE)]),
-    ("asked: the boundary is waited for", v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE)), []),
+    ("asked: the boundary is waited for", v(TRAINING, workers=replace(TRAINS, requested=FLAG_LEAVE)), []),
     # A10
     ("still time to wait", v(TRAINING, notice=by(105.1)), [RequestBoundaryStop(FLAG_LEAVE)]),
     ("no time, not asked yet", v(TRAINING, notice=by(105.0)), [RaiseAlarm(FALLEN)]),
-    ("no time, asked", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, asked=FLAG_LEAVE)), [RaiseAlarm(FALLEN)]),
+    ("no time, asked", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, requested=FLAG_LEAVE)), [RaiseAlarm(FALLEN)]),
     ("past the deadline", v(TRAINING, notice=by(90.0)), [RaiseAlarm(FALLEN)]),
     ("no time, and a plain script", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, stage=GroupStage.PLAIN)), [RaiseAlarm(FALLEN)]),
-    ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, asked=FLAG_LEAVE)), []),
-    ("a short notice has a short margin", v(TRAINING, notice=by(101.0, heard_s=98.0)), [RequestBoundaryStop(FLAG_LEAVE)]),
-    ("a short notice, nearly over", v(TRAINING, notice=by(100.5, heard_s=97.5)), [RaiseAlarm(FALLEN)]),
+    ("no time, but the workers are leaving the loop", v(TRAINING, notice=by(105.0), workers=replace(TRAINS, saving=1, requested=FLAG_LEAVE)), []),
+    ("a short notice has a short margin", v(TRAINING, notice=by(101.0, received_s=98.0)), [RequestBoundaryStop(FLAG_LEAVE)]),
+    ("a short notice, nearly over", v(TRAINING, notice=by(100.5, received_s=97.5)), [RaiseAlarm(FALLEN)]),
     ("the round: answer and stop", v(ROUND, workers=TRAINS), [PutReport(ALIVE), StopWorkers(FALLEN.reason)]),
     ("stopping: there is time", v(ANSWERED, notice=by(103.0)), []),
     ("stopping: half the margin is over", v(ANSWERED, notice=by(102.4)), [KillWorkers("not stopped within 1.9 s", spare_saving=True)]),
@@ -152,19 +152,19 @@ def test_rule(view: View, expected: list[Action]) -> None:
 
 def test_the_reason_is_told_while_the_boundary_is_waited_for() -> None:
     assert decide(TRAINING, NOW, POLICY).reason == f"a leaves: {AWS}"
-    asked = v(TRAINING, workers=replace(TRAINS, asked=FLAG_LEAVE))
+    asked = v(TRAINING, workers=replace(TRAINS, requested=FLAG_LEAVE))
     assert decide(asked, NOW, POLICY).reason == f"a leaves: {AWS}: waiting for the next boundary"
 
 
-SIGTERM = PreemptionNotice(reason="SIGTERM (25 s of grace)", heard_s=50.0, by_s=75.0)
-SPOT = PreemptionNotice(reason=AWS, heard_s=10.0, by_s=130.0)
-DRAIN = PreemptionNotice(reason="drained by an operator", heard_s=5.0)
+SIGTERM = PreemptionNotice(reason="SIGTERM (25 s of grace)", received_s=50.0, by_s=75.0)
+SPOT = PreemptionNotice(reason=AWS, received_s=10.0, by_s=130.0)
+DRAIN = PreemptionNotice(reason="drained by an operator", received_s=5.0)
 
 
 def test_notices_merge_to_the_first_reason_and_earliest_deadline() -> None:
     assert merge_notices([]) is None
     assert merge_notices([SPOT]) == SPOT
-    later = replace(SIGTERM, heard_s=60.0, by_s=85.0)
+    later = replace(SIGTERM, received_s=60.0, by_s=85.0)
     assert merge_notices([SIGTERM, later]) == SIGTERM, "SIGTERM twice"
     assert merge_notices([SIGTERM, SPOT]) == SIGTERM
     both = merge_notices([SPOT, SIGTERM, later])
@@ -179,7 +179,7 @@ def test_notices_merge_to_the_first_reason_and_earliest_deadline() -> None:
     ("given_s", "margin_s"), [(120.0, 5.0), (25.0, 5.0), (20.0, 5.0), (4.0, 1.0), (0.0, 0.0)]
 )
 def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) -> None:
-    notice = PreemptionNotice(reason="r", heard_s=NOW, by_s=NOW + given_s)
+    notice = PreemptionNotice(reason="r", received_s=NOW, by_s=NOW + given_s)
     assert boundary_deadline_s(notice, POLICY) == NOW + given_s - margin_s
 
 

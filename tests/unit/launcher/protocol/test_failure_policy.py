@@ -406,7 +406,7 @@ def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "asked", "had_begun", "blame"),
+    ("code", "stop_requested", "exiting", "blame"),
     [
         (-11, False, False, "killed"),
         (-11, True, True, "killed"),
@@ -420,8 +420,8 @@ def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
     ],
 )
 def test_a_death_is_judged_by_when_it_began(
-    code: int, asked: bool, had_begun: bool, blame: str | None
+    code: int, stop_requested: bool, exiting: bool, blame: str | None
 ) -> None:
-    failure = judge_exit(2, code, 7, asked=asked, had_begun=had_begun)
+    failure = judge_exit(2, code, 7, stop_requested=stop_requested, exiting=exiting)
     assert (failure.blame if failure is not None else None) == blame
     assert failure is None or (failure.rank, failure.step) == (2, 7)

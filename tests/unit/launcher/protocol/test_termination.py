@@ -48,8 +48,8 @@ TABLE = [
     ("the last checkpoint is written now: go on", v(UNWRITTEN, can_save=True, storage_step=20), [WriteWorld]),
     ("the last checkpoint is never written", v(UNWRITTEN, can_save=True, storage_step=10, round_s=30.0), [WriteDone]),
     ("another node's part is mine now", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=()), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [ExitAgent(ExitCode.LEFT)]),
-    ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", heard_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
+    ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", received_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [ExitAgent(ExitCode.LEFT)]),
+    ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", received_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
 ]  # fmt: skip
 
 

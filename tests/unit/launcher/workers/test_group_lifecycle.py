@@ -81,7 +81,9 @@ class Driver:
             worker = SignalledWorker(rank, rank, NO_PID + rank, Channel(ours), log, 0)
             self.ends.append(Channel(theirs))
             self.workers.append(worker)
-            progress = WorkerProgress(rank=rank, pid=worker.pid, log=log, ask=lambda: None)
+            progress = WorkerProgress(
+                rank=rank, pid=worker.pid, log=log, request_location=lambda: None
+            )
             self.group.progress_monitor.add(progress)
         self.group.workers = list(self.workers)
 
@@ -139,7 +141,7 @@ REPORTS: dict[str, Message] = {
     "waiting": Waiting(),
 }
 EXITS = {"exits": 0, "exits with an error": 1, "is killed": -signal.SIGKILL}
-ORDERS = ("ask", "stop", "kill the unsaved", "kill", "wait")
+ORDERS = ("request", "stop", "kill the unsaved", "kill", "wait")
 INPUTS = st.one_of(
     st.tuples(st.sampled_from([*REPORTS, *EXITS]), st.integers(0, RANKS - 1)),
     st.tuples(st.sampled_from(ORDERS), st.just(-1)),
@@ -152,8 +154,8 @@ def put(driver: Driver, kind: str, rank: int) -> None:
         driver.says(rank, REPORTS[kind])
     elif kind in EXITS:
         driver.exits(rank, EXITS[kind])
-    elif kind == "ask":
-        driver.group.ask(1)
+    elif kind == "request":
+        driver.group.request(1)
     elif kind == "stop":
         driver.stop()
     elif kind == "wait":
