@@ -1,1 +1,1 @@
-"""The processes of one node's workers: how they start, are watched and end."""
+"""Starts, watches and ends the processes of one node's workers."""

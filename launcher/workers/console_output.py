@@ -31,10 +31,10 @@ class ConsoleOutput:
     ranks: frozenset[int] | None = None
     """Local ranks whose output is repeated; None: all."""
     log_dir: bool = False
-    """A directory for logs was given."""
+    """True if a directory for logs was given."""
 
     def repeated_streams(self, local_rank: int) -> int:
-        """The streams of this worker that are repeated."""
+        """Returns the streams of this worker that are repeated."""
         if self.ranks is not None and local_rank not in self.ranks:
             return 0
         if self.tee:
@@ -51,7 +51,7 @@ class ConsoleOutput:
 
     @property
     def silent(self) -> bool:
-        """Nothing is repeated because --log-dir was given."""
+        """Returns whether nothing is repeated because --log-dir was given."""
         return not self.tee and self.log_dir and self.tee_streams is None and self.redirects is None
 
 
@@ -65,7 +65,7 @@ def _streams(text: str | None, local_rank: int) -> int:
 
 
 def check_streams(flag: str, text: str | None) -> str | None:
-    """Raise `UserError` unless the text says streams as torchrun's options do."""
+    """Returns the text; raises `UserError` unless it names streams as torchrun's options do."""
     if text is not None and not STREAMS.fullmatch(text):
         raise UserError(
             f"{flag} {text}: 0 (none), 1 (stdout), 2 (stderr) or 3 (both) is expected, or one for "
@@ -75,7 +75,7 @@ def check_streams(flag: str, text: str | None) -> str | None:
 
 
 def check_ranks(text: str | None) -> frozenset[int] | None:
-    """The local ranks of --local-ranks-filter; raises `UserError`."""
+    """Returns the local ranks of --local-ranks-filter; raises `UserError` for other text."""
     if not text:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):

@@ -1,4 +1,4 @@
-"""The file in which torch's `record` leaves the error that ended a script.
+"""Reads and writes the file in which torch's `record` leaves the error that ended a script.
 
 TORCHELASTIC_ERROR_FILE names it. An agent reads its workers' files, and writes the job's error into
 the file that its own environment names: a scheduler looks there for the reason
@@ -16,12 +16,12 @@ from pathlib import Path
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 MAX_BYTES = 1 << 20
-"""A longer file is not one of `record`'s."""
+"""Size of the largest file that is read; `record` writes none as large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An error as `record` writes it."""
+    """Holds an error as `record` writes it."""
 
     message: str
     """One line."""
@@ -29,12 +29,12 @@ class Recorded:
 
 
 def error_file(log_dir: Path, local_rank: int) -> Path:
-    """The file of the worker with this local rank."""
+    """Returns the path of the error file of the worker with this local rank."""
     return log_dir / f"{local_rank}.error.json"
 
 
 def read(path: Path) -> Recorded | None:
-    """Reads the file; None: there is none, or it is not of this form."""
+    """Returns the error in the file; None: there is no file, or it has another form."""
     with suppress(OSError, ValueError, RecursionError):
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -43,8 +43,11 @@ def read(path: Path) -> Recorded | None:
 
 
 def parse(data: bytes) -> Recorded | None:
-    """`{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}`, or
-    `{"message": TEXT}`; None: neither. Raises `ValueError` where it is no JSON."""
+    """Returns the error in the bytes of such a file; None: they have another form.
+
+    The forms are `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}` and
+    `{"message": TEXT}`. Raises `ValueError` if the bytes are no JSON.
+    """
     value = json.loads(data)
     said = value.get("message") if isinstance(value, dict) else None
     if isinstance(said, str):
@@ -62,8 +65,10 @@ def _one_line(text: str) -> str:
 
 
 def write(path: str, message: str, traceback: str, exit_code: int) -> None:
-    """Leave the job's error in the form of `record`; a file that cannot be written is passed
-    over, for the error was printed too."""
+    """Writes the job's error in the form of `record`.
+
+    A file that cannot be written is ignored, because the error was printed too.
+    """
     error = {
         "message": message,
         "errorCode": exit_code,
@@ -74,6 +79,6 @@ def write(path: str, message: str, traceback: str, exit_code: int) -> None:
 
 
 def write_own(message: str, traceback: str, exit_code: int) -> None:
-    """`write` to the file that this process's environment names, if it names one."""
+    """Writes the job's error to the file that this process's environment names, if any."""
     if path := os.environ.get(VARIABLE):
         write(path, message, traceback, exit_code)

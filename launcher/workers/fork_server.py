@@ -1,12 +1,12 @@
-"""A process that has the heavy imports done and forks workers on request: `python -m ... FD
-PRELOAD…`.
+"""Forks workers on request from a process that has done the heavy imports.
 
-The agent is its parent and speaks to it over the inherited socket FD, one JSON object a message
-(SOCK_SEQPACKET). A request carries the worker's descriptors. The server is single-threaded and the
-workers' parent. It reaps them and tells the agent at once. What a worker started ends with it: its
-process group is killed, and what has left that group when the last worker has ended. When the agent
-is gone the socket closes, and the server ends every process below it, then itself; the workers die
-with the server by a parent-death signal, whatever kills it.
+The command is `python -m ... FD PRELOAD…`. The agent is the server's parent, and sends one JSON
+object a message over the inherited socket FD (SOCK_SEQPACKET). A request carries the worker's
+descriptors. The server is single-threaded and the workers' parent: it reaps them, and reports their
+exits to the agent at once. When a worker exits, the server kills its process group; when the last
+one has exited, it kills what has left those groups. When the agent exits the socket closes, and the
+server ends every process below it, then itself. The workers die with the server by a parent-death
+signal, whatever kills it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from elasticzero.serialization import decode, encode
 
 MAX_MESSAGE_BYTES = 1 << 20
 CLEAN_UP_S = 5.0
-"""Limit for processes to be gone after SIGKILL; one that waits for a disk may take long."""
+"""Seconds within which processes must exit after SIGKILL; one that waits for a disk may take
+long."""
 CANNOT_EXECUTE = 126
-"""Exit status of a program that could not be started, as of a shell."""
+"""Exit status for a program that cannot be started, as shells use it."""
 _THREADS_AT_START = os.environ.get("OMP_NUM_THREADS")
 DUMP_SIGNAL = signal.SIGRTMAX - 1
-"""Has a worker write the stack of every thread into its log, whoever holds Python's lock."""
+"""Signal at which a worker writes the stacks of its threads into its log, without Python's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,15 @@ class Launch:
     """Path of a script, or name of a module."""
     is_module: bool
     is_program: bool = False
-    """`target` is a program's path, and Python has nothing to do with it."""
+    """True if `target` is the path of a program that is executed without Python."""
     separate_stdout: bool = False
-    """Stdout has a file of its own, the last of the descriptors."""
+    """True if stdout has a file of its own, the last of the descriptors."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
     directory: str
     exit_timeout_s: float = 30.0
-    """Limit for the process to end once its script and the exit functions have; 0: none."""
+    """Seconds within which the process must exit after its script and the exit functions; 0: no
+    limit."""
 
 
 def serve(sock: socket.socket, preload: list[str]) -> None:
@@ -88,7 +90,7 @@ def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # From now on a closed socket tells of the agent's death; a stopped server wakes up for it.
+    # From now on the socket closes when the agent dies; SIGCONT resumes a suspended server for it.
     die_with_parent(os.getppid(), signal.SIGCONT)
     sock.send(json.dumps({"ready": os.getpid()}).encode())
     workers: set[int] = set()
@@ -111,7 +113,7 @@ def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
 
 
 def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
-    """Reaps what has ended; tells of workers, after their process groups have been killed."""
+    """Reaps processes that have exited; reports workers once their process groups are killed."""
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -129,8 +131,11 @@ def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
 
 
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
-    """Forks a worker; fds: log, channel, the agent's wake-up pipe, for rank 0 the store's bound
-    socket, and where stdout is apart its file."""
+    """Forks a worker.
+
+    fds: log, channel, the agent's wake-up pipe, for rank 0 the store's bound socket, and the file
+    of stdout if that is separate.
+    """
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -154,8 +159,10 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
 
 
 def _lead_process_group(pid: int) -> None:
-    """Make `pid` (0: this process) the leader of a process group. Done by parent and child both, so
-    that the group is there for whoever is first to signal it."""
+    """Makes `pid` (0: this process) the leader of a process group.
+
+    Parent and child both call it, so that the group exists before either of them signals it.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, 0 if pid == 0 else pid)
 
@@ -194,7 +201,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
             left.append(runpy.run_path(launch.target, run_name="__main__"))
     except SystemExit as stop:
         code = _exit_code(stop)
-        if code != 0:  # said now: what runs at exit may take its time, and lose the peers first
+        if code != 0:  # reported now: exit functions may be slow, and peers may fail meanwhile
             _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         traceback.print_exc()
@@ -210,7 +217,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
 
 
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:
-    """Become a program, which may be a Python that calls `elasticzero.run`: fds are left to it."""
+    """Executes a program, which inherits `fds`: a Python may call `elasticzero.run`."""
     for fd in fds:
         os.set_inheritable(fd, True)
     faulthandler.unregister(DUMP_SIGNAL)
@@ -227,7 +234,10 @@ def _execute(launch: Launch, fds: list[int]) -> NoReturn:
 
 
 def _limit_threads() -> None:
-    """Torch read OMP_NUM_THREADS when the server imported it; a worker may have one of its own."""
+    """Sets torch's number of threads if the worker has an OMP_NUM_THREADS of its own.
+
+    torch has read the server's variable when the server imported it.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     torch = sys.modules.get("torch")
     if torch is not None and wanted.isdecimal() and int(wanted) > 0 and wanted != _THREADS_AT_START:
@@ -242,8 +252,10 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _failure_of(error: BaseException, text: str = "") -> Failed:
-    """Reports what ended a script that `elasticzero.run` does not look after. text: in the place of
-    the error's own words and of its traceback."""
+    """Returns the message about an error that ended a script outside `elasticzero.run`.
+
+    text: replaces the error's own message and its traceback.
+    """
     return Failed(
         step=0,
         blame="peer" if is_peer_error(error) else "user",
@@ -259,7 +271,7 @@ def _report_failure(channel_fd: int, wakeup_fd: int, message: Message) -> None:
 
 
 class ForkServer:
-    """The agent's end: starts the server, asks for workers, hears of their ends."""
+    """Starts the server, sends it requests for workers, and receives their exits; for the agent."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -281,7 +293,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
-        """Fork a worker; returns its process id and the numbers that `fds` have there."""
+        """Forks a worker; returns its process id and the numbers that `fds` have there."""
         data = json.dumps(encode(launch)).encode()
         socket.send_fds(self._socket, [data], fds)
         while True:
@@ -291,12 +303,13 @@ class ForkServer:
             self._pending.append(message)
 
     def wait_until_ready(self) -> None:
-        """Return when the imports are done; raises `ChannelClosed` if the server died over them."""
+        """Returns when the imports are done; raises `ChannelClosed` if the server died before."""
         self._pending = [message for message in [self._receive()] if "ready" not in message]
         self._ready = True
 
     def ended(self) -> list[tuple[int, int]]:
-        """(process id, exit code) of every worker that ended since the last call; does not wait."""
+        """Returns (process id, exit code) of every worker that exited since the last call; does
+        not wait."""
         messages, self._pending = self._pending, []
         while select.select([self._socket], [], [], 0)[0]:
             messages.append(self._receive())

@@ -1,7 +1,7 @@
 """Starts, stops and kills one node's workers of one generation, and handles their messages.
 
 A `WorkerGroup` lives as long as its generation's workers. It turns messages and exits into the
-`WorkerGroupState` that `decide` sees, and passes on to the agent what metrics and the event log
+`WorkerGroupState` that `decide` gets, and passes on to the agent what metrics and the event log
 need.
 """
 
@@ -48,20 +48,20 @@ from elasticzero.processes import is_exiting
 
 MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0
-"""Workers that have not their state in place by then start slowly; those that have not even called
+"""Seconds after which workers without a loaded state count as slow; those that have not even called
 `elasticzero.run` are taken for a plain script."""
 EXIT_TIMEOUT_S = 30.0
 EXIT_MARGIN_S = 2.0
-"""A process ends by itself at --exit-timeout; so much later it is taken for stuck."""
+"""Seconds after --exit-timeout, when a process should have exited, at which it counts as stuck."""
 EXIT_FUNCTIONS_S = 10.0
-"""A script that has failed gets so long for its exit functions once others are told to stop."""
+"""Seconds that a failed script gets for its exit functions once the workers are told to stop."""
 UNASKED_GRACE_S = 2.0
-"""A script that cannot be asked to stop gets SIGTERM, and SIGKILL so much later."""
+"""Seconds between SIGTERM and SIGKILL for a script that cannot be requested to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A worker's process is gone."""
+    """Says that a worker's process has exited."""
 
     exit_code: int
 
@@ -71,7 +71,8 @@ Received = tuple[Worker, Message | Ended]
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """This node's workers of one generation."""
+    """Holds this node's workers of one generation, and the state that follows from their
+    messages."""
 
     server: ForkServer
     generation: int
@@ -83,7 +84,7 @@ class WorkerGroup:
     failure: Failure | None = None
     progress_monitor: ProgressMonitor = field(default_factory=ProgressMonitor)
     exit_timeout_s: float = 0.0
-    """Limit for a process to end once its script has; 0: none."""
+    """Seconds within which a process must exit after its script; 0: no limit."""
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     reused: int = 0
     """Number of workers that run in a process of an earlier generation."""
@@ -100,8 +101,11 @@ class WorkerGroup:
         store: socket.socket | None,
         reusable: Mapping[int, Worker] | None = None,
     ) -> None:
-        """A worker for each assignment: the one kept from a generation before for its local rank,
-        or one that is forked. store: rank 0's bound socket, on the node of rank 0."""
+        """Starts a worker for each assignment, in a reusable process or in a new one.
+
+        store: rank 0's bound socket, on the node of rank 0. reusable: processes of an earlier
+        generation, by local rank.
+        """
         log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
         ranks = [assignment.local_rank for assignment in assignments]
@@ -125,8 +129,8 @@ class WorkerGroup:
         self._view = WorkerGroupState(generation=self.generation, running=len(self.workers))
 
     def take_waiting(self) -> dict[int, Worker]:
-        """The workers that are ready for another generation, by local rank; they leave this
-        group."""
+        """Removes the workers that are ready for another generation; returns them by local
+        rank."""
         ready = {
             w.local_rank: w
             for w in self.workers
@@ -136,7 +140,7 @@ class WorkerGroup:
         return ready
 
     def view(self, now_s: float) -> WorkerGroupState:
-        """Returns the state that `decide` sees."""
+        """Returns the state that `decide` gets."""
         state = replace(
             self._view,
             running=sum(worker.at_work for worker in self.workers),
@@ -148,7 +152,8 @@ class WorkerGroup:
         return self.progress_monitor.with_progress(state, now_s)
 
     def poll_stalls(self, now_s: float) -> list[Failure]:
-        """Go on with a look at workers that make no step; what it found, when it is over."""
+        """Continues an examination of workers that make no step; returns its findings at its
+        end."""
         found = self.progress_monitor.poll(now_s, ending=self._view.aborted_s is not None)
         for failure in found:
             if failure.rank in self.progress_monitor.at_fault:
@@ -156,15 +161,15 @@ class WorkerGroup:
         return found
 
     def request(self, flags: int) -> None:
-        """Have the workers raise `flags` in the control word."""
+        """Requests that the workers put `flags` into the control word."""
         self._view = replace(self._view, requested=self._view.requested | flags)
         self._view = advance(self._view, GroupEvent.REQUEST)
         self.broadcast(Request(flags=self._view.requested))
 
     def stop(self, reason: str, now_s: float) -> None:
-        """Tell the workers to stop where they are; a script that does not listen gets SIGTERM.
+        """Tells the workers to stop where they are; a script that is not attached gets SIGTERM.
 
-        It first reads what they have said, and whose exit has begun: see B7 in `failure_policy`.
+        It first reads their messages, and which exits have begun: see B7 in `failure_policy`.
         """
         for worker in self.workers:
             if worker.running:
@@ -177,8 +182,10 @@ class WorkerGroup:
                 worker.send_signal(signal.SIGTERM)
 
     def kill(self, *, spare_saving: bool = False) -> None:
-        """Sends SIGKILL to each worker's whole process group. spare_saving: but not to workers that
-        write their snapshot."""
+        """Sends SIGKILL to each worker's whole process group.
+
+        spare_saving: leaves out the workers that write their snapshot.
+        """
         event = GroupEvent.KILL_UNSAVED if spare_saving else GroupEvent.KILL
         self._view = advance(self._view, event)
         for worker in self.workers:
@@ -224,8 +231,8 @@ class WorkerGroup:
         return stuck
 
     def outlasted(self, now_s: float) -> list[Worker]:
-        """The workers that have finished so long ago that it is worth saying, with others of the
-        world still running."""
+        """Returns the workers that finished at least --exit-timeout ago, while the world still
+        runs."""
         limit_s = self.exit_timeout_s or EXIT_TIMEOUT_S
         return [w for w in self.workers if w.state.finished and 0 < w.ended_s <= now_s - limit_s]
 
@@ -251,7 +258,7 @@ class WorkerGroup:
         return [(worker, message) for message in messages]
 
     def fail_all(self, message: str) -> None:
-        """The fork server died, and with it every worker."""
+        """Records that the fork server died, and with it every worker."""
         for worker in self.workers:
             if worker.running:
                 self._handle(worker, Ended(-signal.SIGKILL), 0.0)
@@ -304,13 +311,15 @@ class WorkerGroup:
                 pass
 
     def _record(self, worker: Worker, event: Event) -> None:
-        """Moves the states of the worker and of the group on."""
+        """Advances the states of the worker and of the group by an event."""
         worker.record(event)
         self._view = advance(self._view, *group_events([w.state for w in self.workers]))
 
     def _judge_exit(self, worker: Worker) -> None:
-        """An exit that no message explains is a failure of its own, with status 0 too (`os._exit`);
-        a plain script says nothing at all."""
+        """Records a failure for an exit that no message explains, also with status 0 (`os._exit`).
+
+        A plain script sends no messages; its exit with status 0 is no failure.
+        """
         code = worker.exit_code or 0
         if worker.state.failed or worker.state.stopping:
             return
@@ -333,7 +342,7 @@ class WorkerGroup:
     def _blame(self, worker: Worker, message: Failed) -> None:
         stop_requested = self._view.aborted_s is not None
         if stop_requested and (message.blame == "peer" or not worker.state.attached):
-            return  # what a script says that SIGTERM has ended is no failure
+            return  # the error of a script that SIGTERM has ended is no failure
         failure = Failure(
             rank=worker.rank,
             blame=message.blame,
@@ -348,13 +357,14 @@ class WorkerGroup:
         self._fail(failure)
 
     def _fail(self, failure: Failure) -> None:
-        """Keep the failure that explains the others; of equals the first."""
+        """Records a failure if it explains the known one better; of equals the first stays."""
         known = self.failure
         order = BLAME_ORDER.index
         if known is None or order(failure.blame) < order(known.blame):
             self.failure = failure
 
     def broadcast(self, message: Message) -> None:
+        """Sends a message to every worker whose process works for the generation."""
         for worker in self.workers:
             if worker.at_work:
                 worker.send(message)

@@ -28,7 +28,8 @@ from elasticzero.launcher.workers.lifecycle import WorkerState
 
 
 class GroupEvent(Enum):
-    """An event of a group: its workers come on, time passes, or the agent gives an order."""
+    """Lists the events of a group: its workers advance, time passes, or the agent gives an
+    order."""
 
     FIRST_ATTACHED = auto()
     """A worker has called `elasticzero.run`."""
@@ -45,7 +46,7 @@ class GroupEvent(Enum):
     ALL_FINISHED = auto()
     """The training of every worker is done, and no process works for the generation."""
     REQUEST = auto()
-    """The agent asks for a stop at a boundary."""
+    """The agent requests a stop at a boundary."""
     STOP = auto()
     """The agent tells the workers to stop where they are."""
     KILL_UNSAVED = auto()
@@ -101,7 +102,8 @@ def advance(group: WorkerGroupState, *events: GroupEvent) -> WorkerGroupState:
 
 
 def group_events(workers: Sequence[WorkerState]) -> Iterator[GroupEvent]:
-    """Yields what the states of all workers of a group amount to; nothing for no workers."""
+    """Yields the events that follow from the states of all workers; none if there are no
+    workers."""
     if any(worker.attached for worker in workers):
         yield GroupEvent.FIRST_ATTACHED
         if all(worker.attached for worker in workers):

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 
 class Event(Enum):
-    """An event of a worker: it reports something, or its process exits."""
+    """Lists the events of a worker: it reports something, or its process exits."""
 
     ATTACHED = auto()
     """It has called `elasticzero.run`."""
@@ -78,14 +78,14 @@ TRANSITIONS: Mapping[tuple[Part, Event], Part] = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """The state of one worker."""
+    """Holds the state of one worker."""
 
     stage: Stage = Stage.STARTING
     outcome: Outcome = Outcome.OPEN
     process: Process = Process.WORKING
 
     def after(self, event: Event) -> WorkerState:
-        """The state once `event` has happened."""
+        """Returns the state that `event` leads to."""
         stage = TRANSITIONS.get((self.stage, event), self.stage)
         outcome = TRANSITIONS.get((self.outcome, event), self.outcome)
         process = TRANSITIONS.get((self.process, event), self.process)
@@ -96,46 +96,48 @@ class WorkerState:
 
     @property
     def attached(self) -> bool:
-        """It has called `elasticzero.run`."""
+        """Returns whether it has called `elasticzero.run`."""
         return self.stage is not Stage.STARTING
 
     @property
     def restored(self) -> bool:
-        """Its state has been put in place."""
+        """Returns whether its training state has been loaded."""
         return self.stage is Stage.RESTORED
 
     @property
     def stopping(self) -> bool:
-        """It has left its loop before its training was done."""
+        """Returns whether it has left its loop before its training was done."""
         return self.outcome in (Outcome.STOPPING, Outcome.FAILED_STOPPING)
 
     @property
     def finished(self) -> bool:
-        """Its training is done."""
+        """Returns whether its training is done."""
         return self.outcome in (Outcome.FINISHED, Outcome.FINISHED_FAILED)
 
     @property
     def failed(self) -> bool:
-        """It has reported an error."""
+        """Returns whether it has reported an error."""
         return self.outcome in (Outcome.FAILED, Outcome.FAILED_STOPPING, Outcome.FINISHED_FAILED)
 
     @property
     def running(self) -> bool:
-        """Its process exists."""
+        """Returns whether its process exists."""
         return self.process is not Process.EXITED
 
     @property
     def at_work(self) -> bool:
-        """Its process works for the generation."""
+        """Returns whether its process works for the generation."""
         return self.process is Process.WORKING
 
     @property
     def ready_for_another(self) -> bool:
-        """Its process waits for another generation."""
+        """Returns whether its process waits for another generation."""
         return self.process is Process.WAITING
 
     @property
     def needs_signal(self) -> bool:
-        """Only a signal can stop it. A script that has failed exits by itself: its exit functions
-        run."""
+        """Returns whether only a signal can stop it.
+
+        A script that has failed exits by itself, once its exit functions have run.
+        """
         return self.running and not self.attached and not self.failed

@@ -1,4 +1,4 @@
-"""Follows the log files of workers, and gives whole new lines."""
+"""Follows the log files of workers, and writes their new lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ TAIL_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class LogTail:
-    """Follows the workers' log files and gives whole new lines."""
+    """Follows the workers' log files, and passes each new whole line to `write`."""
 
     write: Callable[[str], object]
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
-        """Write what was added to a worker's log since the last call, each line with its `[rank]`;
-        streams: of `console`; last: also a last line without an end."""
+        """Writes the lines that a worker's logs have got since the last call, with its `[rank]`.
+
+        streams: those that are repeated. last: also writes a last line without an end.
+        """
         if streams & OUT and worker.stdout_log is not None:
             self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
         if streams & (ERR if worker.stdout_log is not None else ALL):

@@ -19,63 +19,64 @@ from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.lifecycle import Event, WorkerState
 
 STACK_BYTES = 1 << 16
-"""The end of a log in which the stack of a crash is looked for."""
+"""Number of bytes at the end of a log that are searched for the stack of a crash."""
 FATAL = "Fatal Python error: "
-"""The words with which such a stack begins."""
+"""Text with which such a stack begins."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOCAL_RANK_MACRO = "${local_rank}"
-"""torchrun replaces it in the arguments of scripts."""
+"""Placeholder in the arguments of scripts; torchrun replaces it too."""
 REASSIGN_TIMEOUT_S = 1.0
-"""A kept process takes its new assignment within so long."""
+"""Seconds within which a reused process must take its new assignment."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One process and what it has said so far."""
+    """Holds one worker's process, its channel, its logs, and what it has reported so far."""
 
     rank: int
     local_rank: int
     pid: int
     channel: Channel
     log: Path
-    """The file of what it writes to stderr, and to stdout unless that has a file of its own."""
+    """File that gets its stderr, and its stdout unless that has a file of its own."""
     log_start: int
     """Size of the log when this worker began."""
     stdout_log: Path | None = None
     stdout_start: int = 0
     channel_closed: bool = False
-    """Its end of the channel is closed, though the process may still run."""
+    """True if its end of the channel is closed; the process may still run."""
     state: WorkerState = field(default_factory=WorkerState)
     script_ended_s: float | None = None
-    """When its script and the exit functions had ended, though the process may still run."""
+    """Time at which its script and the exit functions had ended; the process may still run."""
     script_exit_code: int | None = None
     exiting: bool = False
-    """Its end had begun when it was asked to stop."""
+    """True if its exit had begun when it was told to stop."""
     exit_code: int | None = None
     ended_s: float = 0.0
-    """When its process had ended; 0: it has not."""
+    """Time at which its process had ended; 0: it has not."""
 
     @property
     def running(self) -> bool:
-        """Its process exists."""
+        """Returns whether its process exists."""
         return self.state.running
 
     @property
     def at_work(self) -> bool:
-        """Its process works for the generation."""
+        """Returns whether its process works for the generation."""
         return self.state.at_work
 
     def record(self, event: Event) -> None:
-        """Moves its state on."""
+        """Advances its state by an event."""
         self.state = self.state.after(event)
 
     def send(self, message: Message) -> None:
-        """A worker that hears no more is passed over: its end is seen elsewhere."""
+        """Sends a message; does nothing if the channel is closed, for its exit is noticed
+        elsewhere."""
         with suppress(ChannelClosed):
             self.channel.send(message)
 
     def request_location(self) -> None:
-        """Have it say where its main thread is."""
+        """Requests a report of where its main thread is."""
         self.send(Locate())
 
     def receive(self) -> list[Message]:
@@ -111,8 +112,11 @@ def fork(
     wakeup_fd: int,
     store_fd: int | None,
 ) -> Worker:
-    """Starts a new process. wakeup_fd: it writes there to wake the agent; store_fd: the
-    bound socket of rank 0's store, for rank 0."""
+    """Starts a new process for a worker.
+
+    wakeup_fd: the worker writes there to wake the agent. store_fd: the bound socket of rank 0's
+    store, for rank 0.
+    """
     local_rank = assignment.local_rank
     log = logs.directory / f"{local_rank}.log"
     stdout_log = (
@@ -158,8 +162,10 @@ def kill_all(workers: Iterable[Worker]) -> None:
 
 
 def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
-    """Give a kept process its place in another generation; None: it cannot be reached, and is
-    killed."""
+    """Assigns a reused process to another generation.
+
+    Returns None if the process cannot be reached; it is killed then.
+    """
     try:
         old.channel.send_with_fd(assignment, store_fd, REASSIGN_TIMEOUT_S)
     except ChannelClosed:
@@ -187,5 +193,5 @@ def fatal_stack(worker: Worker) -> str:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment as a worker may see it."""
+    """Returns the agent's environment without the variables that hold secrets."""
     return {key: value for key, value in environment.items() if key not in secret.VARIABLES}

@@ -35,48 +35,51 @@ from elasticzero.launcher.workers.stack_dump import (
 from elasticzero.processes import process_state
 
 STEPS_REMEMBERED = 20
-"""The longest of so many says how long a step may take."""
+"""Number of last steps; the longest of them determines how long a step may take."""
 FROZEN_EVERY_S = 1.0
-"""Seconds between checks for workers that a signal has stopped, while none is told to stop."""
+"""Seconds between checks for workers that a signal has suspended, while none is told to stop."""
 
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """The progress of one worker."""
+    """Holds the progress of one worker."""
 
     rank: int
     pid: int
     log: Path
     request_location: Callable[[], None]
-    """Have it asked where it is."""
+    """Requests a report of where its main thread is."""
     starting: bool = True
-    """Its script has not called `elasticzero.run` yet; a plain one never does."""
+    """True while its script has not called `elasticzero.run`; a plain one never does."""
     expected: bool = False
-    """It is to train: it obeys requests, and has not said that it is at an end."""
+    """True while it is to train: it obeys requests, and has reported no end."""
     step: int = 0
-    """The last one it finished."""
+    """Last step that it finished."""
     progress_s: float = 0.0
-    """When it last said something that shows progress."""
+    """Time of its last message that shows progress."""
     in_loop: bool = False
-    """It has made a step, and is in the loop over batches, or left it early and waits for the
-    other ranks."""
+    """True if it has made a step and is in the loop over batches, or left the loop early and waits
+    for the other ranks."""
     busy: bool = False
     ended: bool = False
-    """Its process has ended, or waits for another generation."""
+    """True if its process has exited, or waits for another generation."""
     frozen_since_s: float | None = None
-    """Since when it is seen stopped by a signal."""
+    """Time since which it is suspended by a signal; None: it is not."""
     frozen_s: float = 0.0
-    """From the first to the last time that it was seen so."""
+    """Seconds from the first to the last check that found it suspended."""
 
     @property
     def silent_since_s(self) -> float:
-        """Before it has said anything: since it was stopped, the one thing that is looked for."""
+        """Returns the time since which it makes no progress.
+
+        For a script that is starting, which reports nothing, that is since it was suspended.
+        """
         if self.starting and self.frozen_since_s is not None:
             return self.frozen_since_s
         return self.progress_s
 
     def update_frozen(self, now_s: float) -> None:
-        """See whether a signal has stopped it."""
+        """Checks whether a signal has suspended it."""
         if self.ended or process_state(self.pid) != "T":
             self.frozen_since_s, self.frozen_s = None, 0.0
         elif self.frozen_since_s is None:
@@ -85,24 +88,24 @@ class WorkerProgress:
             self.frozen_s = now_s - self.frozen_since_s
 
     def end(self) -> None:
-        """It has nothing to do with its generation any more."""
+        """Records that its process has exited, or waits for another generation."""
         self.ended, self.frozen_since_s, self.frozen_s = True, None, 0.0
 
 
 @dataclass(slots=True)
 class ProgressMonitor:
-    """The progress of the workers of one node in one generation."""
+    """Monitors the progress of the workers of one node in one generation."""
 
     at_fault: set[int] = field(default_factory=set)
-    """Ranks that a look found to blame for a hang."""
+    """Ranks that an examination found to blame for a hang."""
     unresponsive: set[int] = field(default_factory=set)
-    """Ranks that could not obey, as a look has found."""
+    """Ranks that could not obey, as an examination has found."""
     _workers: dict[int, WorkerProgress] = field(default_factory=dict)
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
     _dump: StackDumper | None = None
     _judged: bool = False
     _limit_s: float | None = None
-    """Of the last look."""
+    """Limit for a step at the last examination, in seconds; None: no limit."""
     _stalled: Failure | None = None
     _frozen_checked_s: float = 0.0
 
@@ -111,11 +114,11 @@ class ProgressMonitor:
 
     @property
     def examining(self) -> bool:
-        """A look is under way."""
+        """Returns whether an examination is under way."""
         return self._dump is not None and not self._judged
 
     def with_progress(self, state: WorkerGroupState, now_s: float) -> WorkerGroupState:
-        """`state`, with the fields that tell of progress filled in."""
+        """Returns `state` with the fields about progress filled in."""
         workers = [worker for worker in self._workers.values() if worker.expected]
         alive = [worker for worker in self._workers.values() if worker.expected or worker.starting]
         due = [worker for worker in workers if not worker.busy]
@@ -134,14 +137,16 @@ class ProgressMonitor:
         )
 
     def _all_overdue(self, now_s: float) -> bool:
-        """Returns whether each worker is past its own time: one that was busy until just now is on
-        its way, and with it those that waited for it."""
+        """Returns whether each worker is past its own time.
+
+        A worker that was busy until just now is not, and those that waited for it soon proceed.
+        """
         workers = [worker for worker in self._workers.values() if worker.expected]
         limits = [due_s(self._limit_s, in_loop=worker.in_loop) for worker in workers]
         return all(now_s - p.progress_s >= due for p, due in zip(workers, limits, strict=True))
 
     def note(self, rank: int, message: Message, now_s: float) -> None:
-        """Take in what a worker said."""
+        """Records a message of a worker."""
         worker = self._workers[rank]
         match message:
             case Located():
@@ -170,14 +175,14 @@ class ProgressMonitor:
         self._moved(worker, now_s)
 
     def exited(self, rank: int, now_s: float) -> None:
-        """Its process has ended."""
+        """Records that a worker's process has exited."""
         worker = self._workers[rank]
         worker.expected = False
         worker.end()
         self._moved(worker, now_s)
 
     def _moved(self, worker: WorkerProgress, now_s: float) -> None:
-        """It shows progress, or is at an end: what a look found is so no more."""
+        """Records that a worker makes progress or has ended, which voids the findings about it."""
         worker.progress_s = max(worker.progress_s, now_s)
         if self._dump is not None:
             self._dump.moved(worker.rank)
@@ -185,9 +190,9 @@ class ProgressMonitor:
                 self._dump, self._stalled = None, None
 
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
-        """Find out where those are that make no step, and have their stacks dumped.
+        """Begins an examination: locates the workers that make no step, and dumps their stacks.
 
-        limit_s: seconds without a step that are too many in the loop; None: none are.
+        limit_s: limit for a step in the loop, in seconds; None: no limit.
         """
         targets = [
             DumpTarget(
@@ -209,12 +214,15 @@ class ProgressMonitor:
 
     @property
     def stopped(self) -> set[int]:
-        """Ranks that a signal has stopped: H7."""
+        """Returns the ranks that a signal has suspended for long enough to be killed: H7."""
         return {rank for rank, worker in self._workers.items() if worker.frozen_s >= STOPPED_S}
 
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
-        """Go on with a look; what it found about each worker, when it is over. Now and then see
-        which workers a signal has stopped; ending: they are told to stop, so see it at once."""
+        """Continues an examination; returns what it found about each worker when it is over.
+
+        It also checks, every `FROZEN_EVERY_S`, which workers a signal has suspended. ending: the
+        workers are told to stop, so it checks at each call.
+        """
         if ending or now_s - self._frozen_checked_s >= FROZEN_EVERY_S:
             self._frozen_checked_s = now_s
             for worker in self._workers.values():
@@ -224,7 +232,7 @@ class ProgressMonitor:
         self._judged = True
         stalled = self._dump.findings(now_s)
         if self._dump.targets and not stalled:
-            self._dump = None  # they come on, so the next that does not is looked at again
+            self._dump = None  # all make progress again, so the next that does not is examined anew
             return []
         found = [blame(worker) for worker in stalled]
         self.unresponsive |= {worker.rank for worker in stalled if worker.unresponsive}
@@ -235,6 +243,6 @@ class ProgressMonitor:
         return found
 
     def close(self) -> None:
-        """Leave no program running."""
+        """Ends the programs that still dump stacks."""
         if self._dump is not None:
             self._dump.close()

@@ -46,8 +46,10 @@ def exit_process(code: int, rank: str, limit_s: float, ending: Callable[[], None
 
 
 def _run_exit_functions() -> None:
-    """Those of threading, by which executors finish their work, then those of atexit (loggers,
-    DataLoader workers)."""
+    """Runs the exit functions of threading, then those of atexit.
+
+    Executors finish their work by the first; loggers and DataLoader workers use the second.
+    """
     import atexit
 
     for function in reversed(getattr(threading, "_threading_atexits", [])):
@@ -58,7 +60,8 @@ def _run_exit_functions() -> None:
 
 
 def _wait_for_threads(limit_s: float) -> list[str]:
-    """The names of threads that a Python program would wait for and that do not end in time."""
+    """Waits for the threads that Python would wait for; returns the names of those still
+    running."""
     deadline_s = time.monotonic() + limit_s
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

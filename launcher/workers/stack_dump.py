@@ -1,4 +1,4 @@
-"""Finds out where workers are that make no step, and writes their stacks into their logs.
+"""Locates workers that make no step, and writes their stacks into their logs.
 
 Nothing here waits: the agent's loop calls `poll` until the dump is over. Each worker is first asked
 where it is; a thread of the worker answers unless the process is suspended or something holds
@@ -25,19 +25,19 @@ from elasticzero.processes import kernel_account, kernel_wait, process_state
 
 ANSWER_S = 1.0
 FAULTHANDLER_S = 0.5
-"""The handler has written by then, if it is going to."""
+"""Seconds after the signal within which the handler has written a stack, if it can."""
 PY_SPY_S = 5.0
 
 
 def find_py_spy() -> str | None:
-    """The program that reads a process's Python stack from outside, if it is installed."""
+    """Returns the path of py-spy, which reads a process's Python stack from outside, or None."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
 @dataclass(slots=True)
 class DumpTarget:
-    """A worker that is looked at."""
+    """Holds a worker that is examined, and what is found about it."""
 
     rank: int
     pid: int
@@ -45,16 +45,16 @@ class DumpTarget:
     step: int
     silent_since_s: float
     due_s: float
-    """Seconds of silence after which it is past its time."""
+    """Seconds without progress after which it is past its time."""
     request_location: Callable[[], None]
-    """Have it asked where it is."""
+    """Requests a report of where its main thread is."""
     starting: bool = False
-    """It does not listen yet, so nothing follows from its silence but where a signal stopped it."""
+    """True if it answers no request yet; only a suspension by a signal is a finding then."""
     located: Located | None = None
     state: str = ""
     wait: str = ""
     moved: bool = False
-    """It made a step meanwhile, or ended."""
+    """True if it made a step meanwhile, or exited."""
     py_spy: subprocess.Popen[bytes] | None = None
     signalled_s: float | None = None
     log_bytes: int = 0
@@ -63,12 +63,13 @@ class DumpTarget:
 
 
 class StackDumper:
-    """One look at some workers of a node."""
+    """Examines some workers of a node once."""
 
     def __init__(
         self, targets: Sequence[DumpTarget], now_s: float, *, py_spy: str | None = None
     ) -> None:
-        """py_spy: the program; None: it is done without."""
+        """Requests a location from each target. py_spy: path of the program; None: do not use
+        it."""
         self.targets = list(targets)
         self._py_spy = py_spy
         self._began_s = now_s
@@ -86,13 +87,13 @@ class StackDumper:
                 target.located = answer
 
     def moved(self, rank: int) -> None:
-        """This worker makes steps again, or is gone: nothing is said of it."""
+        """Records that a worker makes steps again or has exited; it is left out of the findings."""
         for target in self.targets:
             if target.rank == rank:
                 target.moved = True
 
     def findings(self, now_s: float) -> list[StalledWorker]:
-        """Of those that are still silent."""
+        """Returns the findings about the workers that still make no step."""
         return [
             StalledWorker(
                 rank=target.rank,
@@ -108,7 +109,7 @@ class StackDumper:
         ]
 
     def poll(self, now_s: float) -> bool:
-        """Go on as far as is possible without waiting; whether the look is over."""
+        """Continues as far as is possible without waiting; returns whether it is over."""
         if self._dumping_s is None:
             silent = [s for s in self.targets if s.located is None and not s.moved]
             if silent and now_s - self._began_s < ANSWER_S:
@@ -122,7 +123,7 @@ class StackDumper:
         return self.over
 
     def close(self) -> None:
-        """Leave no program running."""
+        """Ends the programs that still dump stacks."""
         for target in self.targets:
             if target.py_spy is not None and target.py_spy.poll() is None:
                 target.py_spy.kill()
@@ -168,7 +169,8 @@ class StackDumper:
             target.dumped = True
 
     def _signal(self, target: DumpTarget, now_s: float) -> None:
-        """Have faulthandler dump, which a stopped process cannot."""
+        """Makes faulthandler dump the stacks; a suspended process gets the kernel's account
+        instead."""
         if target.state == "T":
             _write(target.log, kernel_account(target.pid))
             target.dumped = True
