@@ -21,7 +21,7 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.messages import AbandonSave, Captured, Message, Saved, SnapshotHeld
-from elasticzero.launcher.agent.assignments import assignments, post
+from elasticzero.launcher.agent.assignments import assignments, snapshot_role
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
@@ -228,7 +228,7 @@ class Agent:
                     case Captured():
                         self.saver.captured(message)
                     case AbandonSave(generation=generation, step=step):
-                        self.saver.give_up(generation, step)
+                        self.saver.abandon(generation, step)
                     case _:
                         pass
         return group
@@ -288,7 +288,7 @@ class Agent:
         reusable, self._spare = self._spare, {}
         given = assignments(options, world, index, token)
         first = world.first_rank(index)
-        self.saver.begin(post(world, index, token))
+        self.saver.begin(snapshot_role(world, index, token))
         group = WorkerGroup(
             self._server,
             world.generation,

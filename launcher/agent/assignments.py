@@ -83,7 +83,7 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
     return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
 
 
-def post(world: World, index: int, token: Secret) -> SnapshotRole:
+def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
     """Returns this node's part in holding and saving the state of a generation."""
     other = replica_source_index(index, len(world.members))
     return SnapshotRole(

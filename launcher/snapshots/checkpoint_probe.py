@@ -41,12 +41,12 @@ class CheckpointProbe:
         self._directory = checkpoint_dir
         self._wake = wake
         self._lock = threading.Lock()
-        self._looking = False
-        self._seen: CheckpointState | None = None
-        self._known: Mapping[int, str] = {}
+        self._probing = False
+        self._result: CheckpointState | None = None
+        self._known_bad: Mapping[int, str] = {}
         """The bad steps that the last look knew of."""
         self._until_s = 0.0
-        self._trouble = ""
+        self._error = ""
 
     @property
     def possible(self) -> bool:
@@ -63,33 +63,33 @@ class CheckpointProbe:
         if self._directory is None:
             return CheckpointState()
         with self._lock:
-            fresh = time.monotonic() < self._until_s and bad.keys() <= self._known.keys()
-            if fresh and self._seen is not None:
-                return self._seen
-            if not self._looking and not (self._trouble and time.monotonic() < self._until_s):
-                self._looking = True
+            fresh = time.monotonic() < self._until_s and bad.keys() <= self._known_bad.keys()
+            if fresh and self._result is not None:
+                return self._result
+            if not self._probing and not (self._error and time.monotonic() < self._until_s):
+                self._probing = True
                 thread = threading.Thread(
-                    target=self._look, args=(dict(bad),), name="elasticzero-look", daemon=True
+                    target=self._probe, args=(dict(bad),), name="elasticzero-probe", daemon=True
                 )
                 thread.start()
             return CheckpointState(
-                pending=self._trouble or f"looking at the checkpoints in {self._directory}"
+                pending=self._error or f"looking at the checkpoints in {self._directory}"
             )
 
-    def _look(self, bad: Mapping[int, str]) -> None:
+    def _probe(self, bad: Mapping[int, str]) -> None:
         began_s = time.monotonic()
         seen: CheckpointState | None = None
-        trouble = ""
+        failure = ""
         try:
             seen = self._read(bad)
         except (ElasticZeroError, OSError) as error:
-            trouble = f"the checkpoints cannot be looked at, trying again: {one_line(error)}"
+            failure = f"the checkpoints cannot be looked at, trying again: {one_line(error)}"
         ended_s = time.monotonic()
         with self._lock:
-            self._seen, self._known, self._trouble = seen, bad, trouble
-            lasts_s = AGAIN_S if trouble else max(FRESH_S, ended_s - began_s)
+            self._result, self._known_bad, self._error = seen, bad, failure
+            lasts_s = AGAIN_S if failure else max(FRESH_S, ended_s - began_s)
             self._until_s = ended_s + lasts_s
-            self._looking = False
+            self._probing = False
         self._wake()
 
     def _read(self, bad: Mapping[int, str]) -> CheckpointState:

@@ -87,17 +87,17 @@ class SaveFailed:
 class _Job:
     """One save."""
 
-    post: SnapshotRole
+    role: SnapshotRole
     step: int
     shards: tuple[ShardName, ...]
     """Shards that are to be copied from memory."""
     manifests: Mapping[int, str] = field(default_factory=dict)
     """Of the shards that workers wrote to storage themselves, by rank."""
-    again: bool = False
+    retry: bool = False
     """It is tried again until it stands or is given up."""
     notes: list[str] = field(default_factory=list)
     """What this node has done for it on storage."""
-    dropped: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for it any more."""
 
     @property
@@ -119,43 +119,43 @@ class CheckpointSaver:
         """`keep`: which checkpoints stay after a commit. `wake`: called when there is news."""
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
-        self._keep_rule = keep
+        self._retention = keep
         self._wake = wake
         self._lock = threading.Lock()
         self._closed = False
         self._writing = threading.Lock()
         """Held while this node's own part of a save is written."""
-        self._post: SnapshotRole | None = None
-        self._post_since_s = 0.0
+        self._role: SnapshotRole | None = None
+        self._role_since_s = 0.0
         self._steps: dict[int, CapturedStep] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
         self._events: queue.SimpleQueue[SnapshotHeld | SaveFinished | SaveFailed] = (
             queue.SimpleQueue()
         )
-        self._replicator = SnapshotReplicator(snapshots, self._tell)
+        self._replicator = SnapshotReplicator(snapshots, self._add_event)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
 
-    def begin(self, post: SnapshotRole) -> None:
+    def begin(self, role: SnapshotRole) -> None:
         """A new generation: captures of the one before are no longer pulled."""
         with self._lock:
-            self._post, self._post_since_s = post, time.monotonic()
+            self._role, self._role_since_s = role, time.monotonic()
             self._steps.clear()
             self._replicator.begin()
 
     def captured(self, message: Captured) -> None:
         """A worker's shard is in memory."""
         with self._lock:
-            post = self._post
-            if post is None or message.generation != post.generation:
+            role = self._role
+            if role is None or message.generation != role.generation:
                 return
-            if message.world_size == post.world_size:
-                self._take(post, message)
+            if message.world_size == role.world_size:
+                self._record_capture(role, message)
             self._replicator.captured(self._steps[max(self._steps)] if self._steps else None)
 
-    def _take(self, post: SnapshotRole, message: Captured) -> None:
-        known = self._steps.get(message.step, CapturedStep(post=post, number=message.step))
+    def _record_capture(self, role: SnapshotRole, message: Captured) -> None:
+        known = self._steps.get(message.step, CapturedStep(role=role, number=message.step))
         step = replace(known, captured={**known.captured, message.rank: message})
         self._steps[message.step] = step
         for old in [other for other in self._steps if other < message.step]:
@@ -163,7 +163,7 @@ class CheckpointSaver:
         if step.complete and message.checkpoint:
             parts = step.captured.values()
             written = {part.rank: part.manifest for part in parts if part.direct}
-            self._put(post, message.step, step.shards, written)
+            self._put(role, message.step, step.shards, written)
 
     def save_held(self, shards: Iterable[ShardName]) -> None:
         """Save shards of one snapshot though the workers that wrote them are gone; again and again
@@ -172,22 +172,22 @@ class CheckpointSaver:
         A save of theirs that is not over is given up: what it waits for may never come.
         """
         with self._lock:
-            post, chosen = self._post, tuple(shards)
-            if post is not None and chosen:
+            role, chosen = self._role, tuple(shards)
+            if role is not None and chosen:
                 for job in self._open:
-                    job.dropped.set()
-                self._put(post, chosen[0].step, chosen, {}, again=True)
+                    job.abandoned.set()
+                self._put(role, chosen[0].step, chosen, {}, retry=True)
 
     def _put(
         self,
-        post: SnapshotRole,
+        role: SnapshotRole,
         step: int,
         shards: tuple[ShardName, ...],
         manifests: Mapping[int, str],
         *,
-        again: bool = False,
+        retry: bool = False,
     ) -> None:
-        job = _Job(post=post, step=step, shards=shards, manifests=manifests, again=again)
+        job = _Job(role=role, step=step, shards=shards, manifests=manifests, retry=retry)
         self._open.append(job)
         self._jobs.put(job)
 
@@ -196,18 +196,18 @@ class CheckpointSaver:
         """True while a save is not over."""
         return bool(self._open)
 
-    def give_up(self, generation: int, step: int) -> None:
+    def abandon(self, generation: int, step: int) -> None:
         """Another node cannot write its part of this save."""
         with self._lock:
             for job in self._open:
-                if (job.post.generation, job.step) == (generation, step):
-                    job.dropped.set()
+                if (job.role.generation, job.step) == (generation, step):
+                    job.abandoned.set()
             known = self._steps.get(step)
-            if known is None or known.post.generation != generation:
+            if known is None or known.role.generation != generation:
                 return
             if not known.complete:
                 error = "a worker of this node could not write its part"
-                self._tell(_over(generation, step, error))
+                self._add_event(_finished_event(generation, step, error))
 
     def unsealed(self) -> bool:
         """Returns whether a shard in memory is not sealed yet; that is being done."""
@@ -229,23 +229,23 @@ class CheckpointSaver:
         self._replicator.close()
         self._thread.join(1.0)
 
-    def _tell(self, news: SnapshotHeld | SaveFinished | SaveFailed) -> None:
-        self._events.put(news)
+    def _add_event(self, event: SnapshotHeld | SaveFinished | SaveFailed) -> None:
+        self._events.put(event)
         self._wake()
 
     def _save(self) -> None:
         """The thread `saving`."""
         while (job := self._jobs.get()) is not None:
             began_s = time.monotonic()
-            over = self._try(job)
+            finished = self._try(job)
             pause_s = TRY_AGAIN_S
-            while over.error is not None and job.again and self._reason_to_give_up(job) is None:
-                self._tell(self._failed(job, over.error, pause_s))
+            while finished.error is not None and job.retry and self._reason_to_abandon(job) is None:
+                self._add_event(self._failed(job, finished.error, pause_s))
                 self._pause(job, pause_s)
                 pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
-                over = self._try(job)
-            seconds, notes = time.monotonic() - began_s, (*job.notes, *over.notes)
-            self._tell(replace(over, seconds=seconds, notes=notes))
+                finished = self._try(job)
+            seconds, notes = time.monotonic() - began_s, (*job.notes, *finished.notes)
+            self._add_event(replace(finished, seconds=seconds, notes=notes))
             with self._lock:  # after the news: who sees no save in flight has heard how it went
                 self._open.remove(job)
 
@@ -253,9 +253,9 @@ class CheckpointSaver:
         """Carry a save out; once more where it found no room and leftovers were in its way."""
         for last in (False, True):
             try:
-                return self._run_save(job, again=job.again or last)
+                return self._run_save(job, again=job.retry or last)
             except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
-                failed = _over(job.post.generation, job.step, one_line(error))
+                failed = _finished_event(job.role.generation, job.step, one_line(error))
                 if last or not out_of_space(error) or not self._make_room(job):
                     break
         return failed
@@ -276,17 +276,17 @@ class CheckpointSaver:
     def _pause(self, job: _Job, pause_s: float) -> None:
         """Wait for the next try, or until there is a reason to give up."""
         until_s = time.monotonic() + pause_s
-        while self._reason_to_give_up(job) is None and time.monotonic() < until_s:
+        while self._reason_to_abandon(job) is None and time.monotonic() < until_s:
             time.sleep(PAUSE_POLL_S)
 
     def _failed(self, job: _Job, error: str, pause_s: float) -> SaveFailed:
         newest = None
         with suppress(ElasticZeroError, OSError):
             assert self._checkpoint_dir is not None
-            newest = catalog.newest_good(open_directory(self._checkpoint_dir), job.post.bad_steps)
+            newest = catalog.newest_good(open_directory(self._checkpoint_dir), job.role.bad_steps)
         return SaveFailed(
             step=job.step,
-            generation=job.post.generation,
+            generation=job.role.generation,
             error=error,
             newest=newest,
             pause_s=pause_s,
@@ -296,7 +296,7 @@ class CheckpointSaver:
         assert self._checkpoint_dir is not None
         directory = open_directory(self._checkpoint_dir)
         storage = directory.step(step_directory(job.step))
-        replacing = job.step in job.post.bad_steps
+        replacing = job.step in job.role.bad_steps
         written: dict[int, tuple[Manifest, int]] = {}
 
         def write(shard: ShardName) -> None:
@@ -310,7 +310,7 @@ class CheckpointSaver:
             )
 
         def give_up() -> str | None:
-            return self._reason_to_give_up(job)
+            return self._reason_to_abandon(job)
 
         with self._writing:
             run_parallel(job.shards, write)
@@ -324,20 +324,20 @@ class CheckpointSaver:
                 storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
             )
             if committed:
-                notes = self._tidy(directory, draft, job)
+                notes = self._apply_retention(directory, draft, job)
         else:
             token = next(manifest.token for manifest, _ in written.values())
             await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
         return replace(
-            _over(job.post.generation, job.step, None),
+            _finished_event(job.role.generation, job.step, None),
             bytes=sum(size for _, size in written.values()),
             committed=committed,
             notes=tuple(notes),
         )
 
-    def _tidy(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
+    def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
         """Remove what need not stay; what is to be said of that."""
-        done = apply_retention(directory, committed, self._keep_rule, bad_steps=job.post.bad_steps)
+        done = apply_retention(directory, committed, self._retention, bad_steps=job.role.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:
             notes.append(_removed(done))
@@ -347,19 +347,19 @@ class CheckpointSaver:
         while (seal := self._replicator.seal_of(shard)) is None:
             if not self._snapshots.has(shard):
                 raise StorageError(f"the snapshot of step {shard.step} is gone from memory")
-            if reason := self._reason_to_give_up(job):
+            if reason := self._reason_to_abandon(job):
                 raise StorageError(f"step {shard.step} is not saved: {reason}")
             time.sleep(SEAL_POLL_S)
         return seal
 
-    def _reason_to_give_up(self, job: _Job) -> str | None:
+    def _reason_to_abandon(self, job: _Job) -> str | None:
         with self._lock:
             if self._closed:
                 return "this node leaves"
-            if job.dropped.is_set():
+            if job.abandoned.is_set():
                 return "another part of it cannot be written"
-            superseded = self._post is not None and self._post.generation != job.post.generation
-            late = time.monotonic() - self._post_since_s > SUPERSEDED_WAIT_S
+            superseded = self._role is not None and self._role.generation != job.role.generation
+            late = time.monotonic() - self._role_since_s > SUPERSEDED_WAIT_S
             late |= len(self._open) > 1
         return "its generation ended before all parts were written" if superseded and late else None
 
@@ -368,7 +368,7 @@ def _removed(done: CleanupResult) -> str:
     return f"{count_text(len(done.files), 'file')} of saves that failed removed"
 
 
-def _over(generation: int, step: int, error: str | None) -> SaveFinished:
+def _finished_event(generation: int, step: int, error: str | None) -> SaveFinished:
     return SaveFinished(
         generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
     )

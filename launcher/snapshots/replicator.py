@@ -3,7 +3,7 @@
 Two threads work that the agent's loop never waits for:
 
  sealing   gives each shard its checksums and its manifest.
- keeping   once all of this node's shards of a step are sealed, pulls the replicas of another
+ replicating  once all of this node's shards of a step are sealed, pulls the replicas of another
            node's, and reports `SnapshotHeld`: this node holds all that it is to hold of that step.
 
 A request may come twice, and the work may stop anywhere and be begun again: the files show what is
@@ -40,22 +40,22 @@ class SnapshotReplicator:
     def __init__(
         self,
         snapshots: SnapshotStore,
-        tell: Callable[[SnapshotHeld], None],
+        on_event: Callable[[SnapshotHeld], None],
         *,
         silence_s: float = PULL_SILENCE_S,
     ) -> None:
-        """`tell`: called by threads of this object's own. `silence_s`: of a node that is pulled
+        """`on_event`: called by threads of this object's own. `silence_s`: of a node that is pulled
         from."""
         self._snapshots = snapshots
-        self._tell = tell
+        self._on_event = on_event
         self._silence_s = silence_s
         self._lock = threading.Lock()
         """Of the seals, the slots and the sources."""
         self._unsealed, self._dirty = threading.Event(), threading.Event()
         self._closed = False
         self._newest: CapturedStep | None = None
-        self._over: CapturedStep | None = None
-        """SnapshotHeld, or given up; known to the thread `keeping` alone."""
+        self._finished_step: CapturedStep | None = None
+        """SnapshotHeld, or given up; known to the thread `replicating` alone."""
         self._seals: dict[ShardName, Seal] = {}
         """The newest: a save may need one whose snapshot has made room for another."""
         self._failed: dict[ShardName, str] = {}
@@ -65,7 +65,7 @@ class SnapshotReplicator:
         """The sources that are being pulled from."""
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
-            for name, work in (("sealing", self._seal), ("keeping", self._keep))
+            for name, work in (("sealing", self._seal), ("replicating", self._replicate))
         ]
         for thread in self._threads:
             thread.start()
@@ -138,66 +138,72 @@ class SnapshotReplicator:
         except FileNotFoundError:
             self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
         except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
-            self._tell(_kept(shard.generation, shard.step, error))  # before a save fails for it
+            self._on_event(
+                _held_event(shard.generation, shard.step, error)
+            )  # before a save fails for it
             self._failed[shard] = one_line(error)
             self._snapshots.drop_draft(shard)
 
-    def _keep(self) -> None:
-        """The thread `keeping`."""
+    def _replicate(self) -> None:
+        """The thread `replicating`."""
         while True:
             self._dirty.wait()
             self._dirty.clear()
             if self._closed:
                 return
             step = self._newest
-            if step is None or step is self._over or not step.complete:
+            if step is None or step is self._finished_step or not step.complete:
                 continue
             if all(self._snapshots.sealed(shard) for shard in step.shards):
-                self._keep_step(step)
+                self._replicate_step(step)
 
-    def _keep_step(self, step: CapturedStep) -> None:
+    def _replicate_step(self, step: CapturedStep) -> None:
         """Pull what belongs to a step that is sealed here, and say that it is kept."""
         error: BaseException | None = None
-        source = step.post.replica_source
+        source = step.role.replica_source
         if any(part.direct for part in step.captured.values()):
             error = StorageError("memory was short")
         elif source is not None and all(part.replicate for part in step.captured.values()):
             deadline_s = time.monotonic() + PULL_LIMIT_S
 
-            def over() -> bool:
+            def expired() -> bool:
                 return self._dirty.is_set() or time.monotonic() > deadline_s
 
             try:
-                run_parallel(source.ranks, lambda rank: self._pull(step, source, rank, over))
+                run_parallel(source.ranks, lambda rank: self._pull(step, source, rank, expired))
             except Exception as lost:  # noqa: BLE001 - the top of a thread's work: told
                 error = lost
             if self._dirty.is_set():
                 return
-        self._over = step
-        self._tell(_kept(step.post.generation, step.number, error))
+        self._finished_step = step
+        self._on_event(_held_event(step.role.generation, step.number, error))
 
     def _pull(
-        self, step: CapturedStep, replica_source: ReplicaSource, rank: int, over: Callable[[], bool]
+        self,
+        step: CapturedStep,
+        replica_source: ReplicaSource,
+        rank: int,
+        expired: Callable[[], bool],
     ) -> None:
         """Pull one rank's shard once its owner has sealed it."""
-        post = step.post
-        shard = ShardName(post.generation, step.number, rank, post.world_size)
+        role = step.role
+        shard = ShardName(role.generation, step.number, rank, role.world_size)
         slot = replica_source.ranks.index(rank)
         with self._lock:
             if slot not in self._replica_slots:
                 root, overflow = self._snapshots.root, self._snapshots.overflow
                 self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
-        url = f"http://{replica_source.address}/snapshots/{post.generation}/{step.number}"
-        source = HttpStorage(url, post.password, timeout_s=self._silence_s)
+        url = f"http://{replica_source.address}/snapshots/{role.generation}/{step.number}"
+        source = HttpStorage(url, role.password, timeout_s=self._silence_s)
         with self._lock:
             self._sources.add(source)
         try:
             while not self._snapshots.sealed(shard):
-                if over():
+                if expired():
                     raise StorageError(f"{url}: the shard of rank {rank} did not come in time")
                 try:
-                    pull(source, self._snapshots, slots, shard, over)
+                    pull(source, self._snapshots, slots, shard, expired)
                 except FileNotFoundError:
                     time.sleep(PULL_POLL_S)
         finally:
@@ -206,7 +212,7 @@ class SnapshotReplicator:
             source.close()
 
 
-def _kept(generation: int, step: int, error: BaseException | None) -> SnapshotHeld:
+def _held_event(generation: int, step: int, error: BaseException | None) -> SnapshotHeld:
     text = None if error is None else one_line(error)
     not_finite = isinstance(error, NotFinite)
     return SnapshotHeld(generation=generation, step=step, error=text, not_finite=not_finite)

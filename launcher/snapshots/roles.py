@@ -39,7 +39,7 @@ class SnapshotRole:
 class CapturedStep:
     """The shards that this node's workers have captured of one step so far."""
 
-    post: SnapshotRole
+    role: SnapshotRole
     number: int
     captured: Mapping[int, Captured] = field(default_factory=dict)
     """By rank."""
@@ -47,13 +47,13 @@ class CapturedStep:
     @property
     def complete(self) -> bool:
         """True if every worker of this node has captured it."""
-        return len(self.captured) == len(self.post.ranks)
+        return len(self.captured) == len(self.role.ranks)
 
     @property
     def shards(self) -> tuple[ShardName, ...]:
         """The shards of it that are in memory."""
         return tuple(
-            ShardName(self.post.generation, self.number, rank, self.post.world_size)
+            ShardName(self.role.generation, self.number, rank, self.role.world_size)
             for rank, part in self.captured.items()
             if not part.direct
         )

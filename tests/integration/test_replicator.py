@@ -65,7 +65,7 @@ def capture(store: SnapshotStore, generation: int, step: int, rank: int) -> None
 
 def captured(generation: int, step: int, owner: str) -> CapturedStep:
     """This node has rank 0 of two; owner: the address that rank 1's shard is pulled from."""
-    post = SnapshotRole(
+    role = SnapshotRole(
         generation=generation,
         token=f"g{generation:06d}-x",
         world_size=2,
@@ -74,7 +74,7 @@ def captured(generation: int, step: int, owner: str) -> CapturedStep:
         password=TOKEN,
     )
     message = Captured(step=step, generation=generation, rank=0, world_size=2, replicate=True)
-    return CapturedStep(post=post, number=step, captured={0: message})
+    return CapturedStep(role=role, number=step, captured={0: message})
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))

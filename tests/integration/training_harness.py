@@ -197,7 +197,7 @@ class Running:
                 if isinstance(message, Captured):
                     self._savers[worker.node].captured(message)
                 if isinstance(message, AbandonSave):
-                    self._savers[worker.node].give_up(message.generation, message.step)
+                    self._savers[worker.node].abandon(message.generation, message.step)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(SaveState(wanted=self._wanted(worker, message)))
@@ -289,14 +289,14 @@ def _saver(given: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
         RetentionPolicy(),
         lambda: None,
     )
-    post = SnapshotRole(
+    role = SnapshotRole(
         generation=given.generation,
         token=given.token,
         world_size=given.world_size,
         ranks=ranks,
         bad_steps=frozenset(given.bad_steps),
     )
-    saver.begin(post)
+    saver.begin(role)
     return saver
 
 
