@@ -1,1 +1,1 @@
-"""An agent holds, replicates and saves the state that its workers capture."""
+"""Holds, replicates and saves the state that the workers of a node capture."""

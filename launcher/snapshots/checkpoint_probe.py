@@ -1,6 +1,6 @@
 """Finds the newest good checkpoint in a thread beside the agent's loop.
 
-Storage may be slow, hang or be away, and the agent must answer the others all the same.
+Storage may be slow or unreachable, and the agent must answer the other nodes all the same.
 """
 
 from __future__ import annotations
@@ -16,50 +16,52 @@ from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
 
 FRESH_S = 0.3
-"""Seconds for which a result counts, or as long as it took to get it if that is longer."""
+"""Seconds for which a result is valid; if it took longer to get it, it is valid as long as that."""
 AGAIN_S = 2.0
-"""After an error the directory is looked at again."""
+"""Seconds after an error until the directory is read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """One look."""
+    """Holds the result of one read of the checkpoint directory."""
 
     step: int | None = None
-    """The newest good checkpoint."""
+    """Step of the newest good checkpoint; None: there is none."""
     damage: DamagedCheckpoint | None = None
-    """The damage of the newest of all."""
+    """Damage of the newest checkpoint; None: it is good."""
     pending: str | None = None
-    """Why there is no answer yet."""
+    """Why there is no result yet; None: there is one."""
 
 
 class CheckpointProbe:
-    """Looks when it is asked, one look at a time."""
+    """Reads the checkpoint directory on request, in one thread at a time."""
 
     def __init__(self, checkpoint_dir: str | None, wake: Callable[[], None]) -> None:
-        """`wake`: called when there is an answer."""
+        """Creates a probe that has no result. `wake`: called when there is one."""
         self._directory = checkpoint_dir
         self._wake = wake
         self._lock = threading.Lock()
         self._probing = False
         self._result: CheckpointState | None = None
         self._known_bad: Mapping[int, str] = {}
-        """The bad steps that the last look knew of."""
+        """Damaged steps that were known when the last read began, with the reasons."""
         self._until_s = 0.0
         self._error = ""
 
     @property
     def possible(self) -> bool:
-        """True if there is a checkpoint directory."""
+        """Returns whether there is a checkpoint directory."""
         return self._directory is not None
 
     def invalidate(self) -> None:
-        """Discards the last result, which no longer holds."""
+        """Discards the last result."""
         self._until_s = 0.0
 
     def poll(self, bad: Mapping[int, str]) -> CheckpointState:
-        """Returns what is there, or that the answer is to come. bad: why steps are known to be
-        damaged."""
+        """Returns a valid result, or a pending one after it has begun to read the directory.
+
+        bad: steps that are known to be damaged, with the reasons.
+        """
         if self._directory is None:
             return CheckpointState()
         with self._lock:
@@ -83,7 +85,7 @@ class CheckpointProbe:
         try:
             seen = self._read(bad)
         except (ElasticZeroError, OSError) as error:
-            failure = f"the checkpoints cannot be looked at, trying again: {one_line(error)}"
+            failure = f"the checkpoints cannot be read, trying again: {one_line(error)}"
         ended_s = time.monotonic()
         with self._lock:
             self._result, self._known_bad, self._error = seen, bad, failure

@@ -4,9 +4,8 @@ A worker waits only until its state is in shared memory. All that follows happen
 the agent's loop never waits for. Those of `SnapshotReplicator` seal and replicate every capture;
 the thread `saving` copies the sealed shards of a checkpoint to storage, one save at a time. The
 node of rank 0 commits, the others wait until the step is committed; then `SaveFinished` is
-reported. A save from memory of a job that is to end is tried again, less and less often, until the
-step is committed or the save is given up from outside; each try that fails is reported as
-`SaveFailed`.
+reported. A save from memory for a job that ends is tried again, less and less often, until the
+step is committed or the save is abandoned; each try that fails is reported as `SaveFailed`.
 
 If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
 anywhere, and be begun again: the files show what is done.
@@ -44,27 +43,27 @@ from elasticzero.text import count_text
 COMMIT_WAIT_S = 600.0
 """Seconds that a save waits for the parts of other nodes."""
 SUPERSEDED_WAIT_S = 10.0
-"""The same once its generation is over: who has not written by then may be lost. A save of the next
-generation does not wait even that long."""
+"""The same once its generation is over, because a node that has not written by then may be lost. If
+a save of the next generation waits, it is 0."""
 CLOSE_WAIT_S = 20.0
-"""Seconds that a leaving node stays to write its part of a save."""
+"""Seconds for which a node that leaves may go on to write its part of a save."""
 SEAL_POLL_S = 0.005
 TRY_AGAIN_S, MOST_TRY_AGAIN_S = 0.5, 30.0
-"""Pause before the second try of a save that is tried again, and at most."""
+"""Shortest and longest pause between two tries of a save, in seconds."""
 PAUSE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFinished:
-    """A save has ended on this node."""
+    """Says that a save has ended on this node."""
 
     step: int
     generation: int
-    """The generation whose workers asked for it."""
+    """Generation whose workers requested the save."""
     seconds: float
     bytes: int
     committed: bool
-    """The manifest was created here."""
+    """True if this node created the manifest."""
     error: str | None = None
     notes: tuple[str, ...] = ()
     """Notes on what retention did."""
@@ -72,42 +71,42 @@ class SaveFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """A save failed and is tried again."""
+    """Says that a save has failed and is tried again."""
 
     step: int
     generation: int
     error: str
     newest: int | None
-    """The newest good checkpoint, as far as storage shows it."""
+    """Step of the newest good checkpoint; None: there is none, or storage cannot be read."""
     pause_s: float
-    """Until the next try."""
+    """Seconds until the next try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One save."""
+    """Describes one save."""
 
     role: SnapshotRole
     step: int
     shards: tuple[ShardName, ...]
     """Shards that are to be copied from memory."""
     manifests: Mapping[int, str] = field(default_factory=dict)
-    """Of the shards that workers wrote to storage themselves, by rank."""
+    """Manifests of the shards that workers wrote to storage themselves, by rank."""
     retry: bool = False
-    """It is tried again until it stands or is given up."""
+    """True if it is tried again until the step is committed or the save is abandoned."""
     notes: list[str] = field(default_factory=list)
-    """What this node has done for it on storage."""
+    """Notes on what this node has removed from storage for it."""
     abandoned: threading.Event = field(default_factory=threading.Event)
-    """Nobody waits for it any more."""
+    """Set once the save is abandoned."""
 
     @property
     def commits(self) -> bool:
-        """True if this node creates the manifest: it has rank 0's part."""
+        """Returns whether this node creates the manifest, because it has rank 0's part."""
         return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
 
 
 class CheckpointSaver:
-    """Passes what workers capture to the keeper, and brings checkpoints to storage."""
+    """Passes what workers capture to the replicator, and saves checkpoints to storage."""
 
     def __init__(
         self,
@@ -116,7 +115,10 @@ class CheckpointSaver:
         keep: RetentionPolicy,
         wake: Callable[[], None],
     ) -> None:
-        """`keep`: which checkpoints stay after a commit. `wake`: called when there is news."""
+        """Starts the thread `saving`.
+
+        `keep`: which checkpoints stay after a commit. `wake`: called when there is an event.
+        """
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
         self._retention = keep
@@ -138,14 +140,14 @@ class CheckpointSaver:
         self._thread.start()
 
     def begin(self, role: SnapshotRole) -> None:
-        """A new generation: captures of the one before are no longer pulled."""
+        """Begins a new generation, and ends the pulls of the one before."""
         with self._lock:
             self._role, self._role_since_s = role, time.monotonic()
             self._steps.clear()
             self._replicator.begin()
 
     def captured(self, message: Captured) -> None:
-        """A worker's shard is in memory."""
+        """Records that a worker's shard is in memory."""
         with self._lock:
             role = self._role
             if role is None or message.generation != role.generation:
@@ -166,10 +168,10 @@ class CheckpointSaver:
             self._put(role, message.step, step.shards, written)
 
     def save_held(self, shards: Iterable[ShardName]) -> None:
-        """Save shards of one snapshot though the workers that wrote them are gone; again and again
-        until that is done, or a newer save or generation begins.
+        """Saves shards of one snapshot whose workers have exited.
 
-        A save of theirs that is not over is given up: what it waits for may never come.
+        The save is tried again until the step is committed, or a newer save or generation begins.
+        Earlier saves that are not over are abandoned: what they wait for may never come.
         """
         with self._lock:
             role, chosen = self._role, tuple(shards)
@@ -193,11 +195,11 @@ class CheckpointSaver:
 
     @property
     def saving(self) -> bool:
-        """True while a save is not over."""
+        """Returns whether a save is under way."""
         return bool(self._open)
 
     def abandon(self, generation: int, step: int) -> None:
-        """Another node cannot write its part of this save."""
+        """Abandons a save of which another node cannot write its part."""
         with self._lock:
             for job in self._open:
                 if (job.role.generation, job.step) == (generation, step):
@@ -210,7 +212,7 @@ class CheckpointSaver:
                 self._add_event(_finished_event(generation, step, error))
 
     def unsealed(self) -> bool:
-        """Returns whether a shard in memory is not sealed yet; that is being done."""
+        """Returns whether a shard in memory is not sealed yet; if so, has it sealed."""
         return self._replicator.unsealed()
 
     def events(self) -> list[SnapshotHeld | SaveFinished | SaveFailed]:
@@ -221,7 +223,7 @@ class CheckpointSaver:
         return found
 
     def close(self) -> None:
-        """Stop; a part of a save that is being written is finished first, if that is soon done."""
+        """Stops the threads; waits up to `CLOSE_WAIT_S` for the part of a save that is written."""
         if self._writing.acquire(timeout=CLOSE_WAIT_S):
             self._writing.release()
         self._closed = True
@@ -234,7 +236,7 @@ class CheckpointSaver:
         self._wake()
 
     def _save(self) -> None:
-        """The thread `saving`."""
+        """Runs the thread `saving`."""
         while (job := self._jobs.get()) is not None:
             began_s = time.monotonic()
             finished = self._try(job)
@@ -246,11 +248,11 @@ class CheckpointSaver:
                 finished = self._try(job)
             seconds, notes = time.monotonic() - began_s, (*job.notes, *finished.notes)
             self._add_event(replace(finished, seconds=seconds, notes=notes))
-            with self._lock:  # after the news: who sees no save in flight has heard how it went
+            with self._lock:  # after the event: its outcome is known once no save is under way
                 self._open.remove(job)
 
     def _try(self, job: _Job) -> SaveFinished:
-        """Carry a save out; once more where it found no room and leftovers were in its way."""
+        """Runs a save; once more if space was short and leftovers could be removed."""
         for last in (False, True):
             try:
                 return self._run_save(job, again=job.retry or last)
@@ -261,7 +263,7 @@ class CheckpointSaver:
         return failed
 
     def _make_room(self, job: _Job) -> bool:
-        """Remove what failed saves have left on storage; whether there was any of it."""
+        """Removes what failed saves have left on storage; returns whether there was any of it."""
         assert self._checkpoint_dir is not None
         for shard in job.shards:
             with suppress(FileNotFoundError):
@@ -274,7 +276,7 @@ class CheckpointSaver:
         return False
 
     def _pause(self, job: _Job, pause_s: float) -> None:
-        """Wait for the next try, or until there is a reason to give up."""
+        """Waits for the next try, or until there is a reason to abandon the save."""
         until_s = time.monotonic() + pause_s
         while self._reason_to_abandon(job) is None and time.monotonic() < until_s:
             time.sleep(PAUSE_POLL_S)
@@ -336,7 +338,7 @@ class CheckpointSaver:
         )
 
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
-        """Remove what need not stay; what is to be said of that."""
+        """Removes the checkpoints that need not stay; returns notes on that."""
         done = apply_retention(directory, committed, self._retention, bad_steps=job.role.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:

@@ -1,14 +1,14 @@
-"""Seals the captures of a node's workers in memory, and pulls replicas of another node's.
+"""Seals the captures of a node's workers in memory, and pulls replicas of another node's shards.
 
-Two threads work that the agent's loop never waits for:
+Two threads do the work, and the agent's loop never waits for them:
 
- sealing   gives each shard its checksums and its manifest.
- replicating  once all of this node's shards of a step are sealed, pulls the replicas of another
-           node's, and reports `SnapshotHeld`: this node holds all that it is to hold of that step.
+ sealing      gives each shard its checksums and its manifest.
+ replicating  pulls the replicas of a step once all of this node's shards of the step are sealed.
+              Then it reports `SnapshotHeld`: this node holds all that it must hold of that step.
 
 A request may come twice, and the work may stop anywhere and be begun again: the files show what is
 done. A capture is no longer pulled once a newer one, or a new generation, has superseded it. A new
-generation does not wait for the old one's pulls, for their source may be gone.
+generation does not wait for the old one's pulls, for their source may have left.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from elasticzero.ipc.messages import SnapshotHeld
 from elasticzero.launcher.snapshots.roles import CapturedStep, ReplicaSource
 
 PULL_LIMIT_S = 30.0
-"""A replica that has not come by then is given up, and training's next snapshot may begin."""
+"""Seconds after which a pull is given up, so that training's next snapshot may begin."""
 PULL_POLL_S = 0.005
 PULL_SILENCE_S = 5.0
-"""A node that sends nothing for so long is not pulled from any more."""
+"""Seconds without data after which a pull from a node ends."""
 SEALS_KEPT = 64
 
 
 class SnapshotReplicator:
-    """Holds in memory what this node is to hold: its own shards, sealed, and replicas."""
+    """Holds in memory this node's own shards, sealed, and the replicas of another node's."""
 
     def __init__(
         self,
@@ -44,25 +44,27 @@ class SnapshotReplicator:
         *,
         silence_s: float = PULL_SILENCE_S,
     ) -> None:
-        """`on_event`: called by threads of this object's own. `silence_s`: of a node that is pulled
-        from."""
+        """Starts the two threads.
+
+        `on_event`: called by them. `silence_s`: seconds without data after which a pull ends.
+        """
         self._snapshots = snapshots
         self._on_event = on_event
         self._silence_s = silence_s
         self._lock = threading.Lock()
-        """Of the seals, the slots and the sources."""
+        """Guards the seals, the slots and the sources."""
         self._unsealed, self._dirty = threading.Event(), threading.Event()
         self._closed = False
         self._newest: CapturedStep | None = None
         self._finished_step: CapturedStep | None = None
-        """SnapshotHeld, or given up; known to the thread `replicating` alone."""
+        """Last step that is held or was given up; only the thread `replicating` uses it."""
         self._seals: dict[ShardName, Seal] = {}
-        """The newest: a save may need one whose snapshot has made room for another."""
+        """Newest seals; a save may need one whose snapshot was replaced by another."""
         self._failed: dict[ShardName, str] = {}
-        """Why a shard of this generation has no seal and will get none."""
+        """Errors of the shards of this generation that could not be sealed."""
         self._replica_slots: dict[int, Slots] = {}
         self._sources: set[HttpStorage] = set()
-        """The sources that are being pulled from."""
+        """Sources of the pulls under way."""
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
             for name, work in (("sealing", self._seal), ("replicating", self._replicate))
@@ -71,25 +73,26 @@ class SnapshotReplicator:
             thread.start()
 
     def begin(self) -> None:
-        """A new generation: captures of the one before are no longer pulled."""
+        """Begins a new generation, and ends the pulls of the one before."""
         self._newest = None
         self._failed = {}
         self._end_pulls()
 
     def captured(self, newest: CapturedStep | None) -> None:
-        """A worker's shard is in memory. `newest`: the step of which this node is to hold all."""
+        """Records that a worker's shard is in memory. `newest`: the step that this node is to
+        hold."""
         self._newest = newest
         self._unsealed.set()
 
     def unsealed(self) -> bool:
-        """Returns whether a shard in memory is not sealed yet; that is being done."""
+        """Returns whether a shard in memory is not sealed yet; if so, has it sealed."""
         if not self._snapshots.drafts():
             return False
         self._unsealed.set()
         return True
 
     def seal_of(self, shard: ShardName) -> Seal | None:
-        """A shard's seal, once it has one. Raises `StorageError` where it will get none."""
+        """Returns a shard's seal; None: it has none yet. Raises `StorageError` if it gets none."""
         with self._lock:
             known = self._seals.get(shard)
         if known is not None:
@@ -101,7 +104,7 @@ class SnapshotReplicator:
         return None
 
     def close(self) -> None:
-        """Stop, and give back the slots of replicas."""
+        """Stops the threads, and closes the slots of replicas."""
         self._closed = True
         self._unsealed.set()
         self._end_pulls()
@@ -111,14 +114,14 @@ class SnapshotReplicator:
             slots.close()
 
     def _end_pulls(self) -> None:
-        """Have pulls under way end at once; those about to begin see that they are overtaken."""
+        """Ends the pulls under way; those about to begin end when they find a newer capture."""
         self._dirty.set()
         with self._lock:
             for source in self._sources:
                 source.abandon()
 
     def _seal(self) -> None:
-        """The thread `sealing`."""
+        """Runs the thread `sealing`."""
         while True:
             self._unsealed.wait()
             self._unsealed.clear()
@@ -136,7 +139,7 @@ class SnapshotReplicator:
                     for old in sorted(self._seals)[:-SEALS_KEPT]:
                         del self._seals[old]
         except FileNotFoundError:
-            self._snapshots.drop_draft(shard)  # overtaken: a newer snapshot has taken its place
+            self._snapshots.drop_draft(shard)  # a newer snapshot has replaced it
         except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
             self._on_event(
                 _held_event(shard.generation, shard.step, error)
@@ -145,7 +148,7 @@ class SnapshotReplicator:
             self._snapshots.drop_draft(shard)
 
     def _replicate(self) -> None:
-        """The thread `replicating`."""
+        """Runs the thread `replicating`."""
         while True:
             self._dirty.wait()
             self._dirty.clear()
@@ -158,7 +161,7 @@ class SnapshotReplicator:
                 self._replicate_step(step)
 
     def _replicate_step(self, step: CapturedStep) -> None:
-        """Pull what belongs to a step that is sealed here, and say that it is kept."""
+        """Pulls the replicas of a step whose own shards are sealed, and reports that it is held."""
         error: BaseException | None = None
         source = step.role.replica_source
         if any(part.direct for part in step.captured.values()):
@@ -185,7 +188,7 @@ class SnapshotReplicator:
         rank: int,
         expired: Callable[[], bool],
     ) -> None:
-        """Pull one rank's shard once its owner has sealed it."""
+        """Pulls one rank's shard once its owner has sealed it."""
         role = step.role
         shard = ShardName(role.generation, step.number, rank, role.world_size)
         slot = replica_source.ranks.index(rank)

@@ -14,7 +14,7 @@ from elasticzero.ipc.messages import Captured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSource:
-    """Another node, whose shards this one keeps replicas of."""
+    """Names another node, whose shards this one holds replicas of."""
 
     address: str
     ranks: tuple[int, ...]
@@ -22,7 +22,7 @@ class ReplicaSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRole:
-    """This node's part in the snapshots and checkpoints of one generation."""
+    """Describes this node's part in the snapshots and checkpoints of one generation."""
 
     generation: int
     token: str
@@ -30,28 +30,28 @@ class SnapshotRole:
     ranks: tuple[int, ...]
     replica_source: ReplicaSource | None = None
     password: str = field(default="", repr=False)
-    """The job's token, which other nodes' snapshots are read with."""
+    """The job's token, with which other nodes' snapshots are read."""
     bad_steps: frozenset[int] = frozenset()
-    """Checkpoints found damaged: a save of such a step replaces what stands there."""
+    """Steps whose checkpoints were found damaged; a save of such a step replaces the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
-    """The shards that this node's workers have captured of one step so far."""
+    """Holds the shards of one step that this node's workers have captured so far."""
 
     role: SnapshotRole
     number: int
     captured: Mapping[int, Captured] = field(default_factory=dict)
-    """By rank."""
+    """Messages of the workers, by rank."""
 
     @property
     def complete(self) -> bool:
-        """True if every worker of this node has captured it."""
+        """Returns whether every worker of this node has captured the step."""
         return len(self.captured) == len(self.role.ranks)
 
     @property
     def shards(self) -> tuple[ShardName, ...]:
-        """The shards of it that are in memory."""
+        """Returns the names of its shards that are in memory."""
         return tuple(
             ShardName(self.role.generation, self.number, rank, self.role.world_size)
             for rank, part in self.captured.items()

@@ -22,24 +22,26 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elasticzero-snapshots-"
 _LOCK = "owner"
 SWEEP_S, POLL_S = 0.3, 0.01
-"""An agent that sweeps has a dead one's lock for less than this."""
+"""Seconds for which the lock is retried, because an agent that removes orphans may hold it; and the
+pause between tries."""
 
 
 class NameTaken(UserError):
-    """A living agent on this machine has the directory, and so the node's name."""
+    """Another agent on this machine has the directory, and so the node's name."""
 
 
 def snapshot_directory(job: str, node: str, folder: Path = SHARED_MEMORY) -> Path:
-    """The directory of a node's agent in shared memory, or in another folder."""
+    """Returns the directory of a node's agent in shared memory, or in another folder."""
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
     return folder / f"{PREFIX}{digest}-{node}"
 
 
 class OwnedDirectory:
-    """A directory of shared memory that is this process's own until it ends."""
+    """Owns a directory of shared memory until it is released or the process exits."""
 
     def __init__(self, root: Path) -> None:
-        """Makes the directory if need be; raises `NameTaken` if a living agent has it."""
+        """Creates the directory if it does not exist; raises `NameTaken` if an agent that runs has
+        it."""
         self.root = root
         deadline_s = time.monotonic() + SWEEP_S
         while True:
@@ -52,9 +54,7 @@ class OwnedDirectory:
                         "another --node-name"
                     )
                 fd = _locked(root)
-            except (
-                FileNotFoundError
-            ):  # swept by another agent, to which it looked like a dead one's
+            except FileNotFoundError:  # another agent has just removed it as an orphan
                 continue
             if fd is None and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
@@ -68,10 +68,10 @@ class OwnedDirectory:
                 if os.path.samestat(os.fstat(fd), (root / _LOCK).stat()):
                     self._fd = fd
                     return
-            os.close(fd)  # swept away between the two steps: again
+            os.close(fd)  # it was removed as an orphan between the two steps: try again
 
     def release(self) -> None:
-        """Give the memory back; a second time it does nothing."""
+        """Removes the directory; a second call does nothing."""
         if self._fd >= 0:
             _remove(self.root)
             os.close(self._fd)
@@ -79,7 +79,7 @@ class OwnedDirectory:
 
 
 def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Free the memory of agents that have died; which directories were removed."""
+    """Removes the directories of agents that have died; returns those directories."""
     removed = []
     for root in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):
@@ -93,7 +93,7 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def _remove(root: Path) -> None:
-    """Remove a directory whose lock this process has; its name is free at once."""
+    """Removes a directory whose lock this process has; its name can be used again at once."""
     gone = root.with_name(f"{PREFIX}removed-{os.urandom(6).hex()}")
     try:
         root.rename(gone)
@@ -103,7 +103,7 @@ def _remove(root: Path) -> None:
 
 
 def _locked(root: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None if somebody else has it."""
+    """Returns a descriptor that holds the directory's lock; None if another process has it."""
     fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
