@@ -24,7 +24,7 @@ def shown(name: str) -> str:
     return name if name.isprintable() else printable(name.replace("\n", "\\n"))
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints an error on stderr; further lines are indented, so that none passes for our own."""
     print(printable(text.replace("\n", "\n  ")), file=sys.stderr)
 
@@ -33,7 +33,7 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def say(text: str, end: str = "\n") -> None:
+def print_result(text: str, end: str = "\n") -> None:
     """Prints a result, escaped where need be; where that cannot be done, end the command, with a
     line that says why."""
     try:

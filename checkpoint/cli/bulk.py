@@ -24,7 +24,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES
-from elasticzero.text import complain, count_text, say, shown, size_text
+from elasticzero.text import count_text, print_error, print_result, shown, size_text
 
 _T = TypeVar("_T")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -209,9 +209,11 @@ def _diff(args: argparse.Namespace) -> int:
 
     result = _run_with_progress(args, work, "the two were not compared to the end")
     if args.json:
-        say(json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)}))
+        print_result(
+            json.dumps({"a": a.where, "b": b.where, "same": result.same, **asdict(result)})
+        )
     else:
-        say(_comparison_text(result, a.where, b.where), end="")
+        print_result(_comparison_text(result, a.where, b.where), end="")
     return 0 if result.same else _DIFFERENT
 
 
@@ -258,16 +260,16 @@ def _export(args: argparse.Namespace) -> int:
 
     done = _run_with_progress(args, work, "nothing of the export is left")
     if args.json:
-        say(json.dumps({**asdict(done), "source": source.where}))
+        print_result(json.dumps({**asdict(done), "source": source.where}))
         return 0
-    say(
+    print_result(
         f"{done.where}: {count_text(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
         f"{count_text(len(done.files), 'file')}, from {source.where}"
     )
     if args.format == "hf":
-        say(huggingface.missing_files_text(done.where, has_config=args.config is not None))
+        print_result(huggingface.missing_files_text(done.where, has_config=args.config is not None))
     else:
-        say(
+        print_result(
             'keys: "model", "optimizer" and what else was saved; load the model as '
             '{"model": model.state_dict()}'
             if args.what == "all"
@@ -309,7 +311,7 @@ def _reject_options(args: argparse.Namespace, kind: str, *names: str) -> None:
 def _report_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:
     """Prints the tensors that `--dtype` does not convert."""
     if args.dtype is not None and (names := unconverted(specs)):
-        complain(
+        print_error(
             f"--dtype {args.dtype} leaves float8 as it is: {count_text(len(names), 'tensor')}, the "
             f"first {shown(names[0])}"
         )
@@ -332,7 +334,7 @@ def _run_with_progress(
                 )
             )
     except KeyboardInterrupt:
-        complain(f"interrupted: {left}")
+        print_error(f"interrupted: {left}")
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
 
 
@@ -351,13 +353,13 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 def _report_copy(done: step_copy.CopyResult, args: argparse.Namespace, source: str) -> int:
     if args.json:
-        say(json.dumps({**asdict(done), "source": source}))
+        print_result(json.dumps({**asdict(done), "source": source}))
         return 0
     extra = (
         f" ({count_text(done.kept, 'rank')} of them had been written before)" if done.kept else ""
     )
     extra = " (it existed already)" if done.already else extra
-    say(
+    print_result(
         f"{done.where}: {count_text(done.world_size, 'rank')}, {size_text(done.bytes)}, "
         f"from {source}{extra}"
     )

@@ -19,7 +19,7 @@ from elasticzero.checkpoint.format.names import step_of
 from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import Directory, open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
-from elasticzero.text import complain, say, shown
+from elasticzero.text import print_error, print_result, shown
 
 CHECKPOINT_COMMANDS = {
     "list": "Lists the steps in a directory, and checks the sizes of their files (verify reads "
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run_command(args))
     except ElasticZeroError as error:
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -97,16 +97,16 @@ def _list(args: argparse.Namespace) -> int:
     rows = [report.row_of(info) for info in catalog.steps(directory)]
     left = [info.name for info in catalog.uncommitted(directory)]
     if args.json:
-        say(json.dumps({"steps": rows, "uncommitted": left}))
+        print_result(json.dumps({"steps": rows, "uncommitted": left}))
     else:
-        say(report.steps_text(directory.where, rows, left), end="")
+        print_result(report.steps_text(directory.where, rows, left), end="")
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = catalog.find(args.path)
     seen = report.summarize(storage)
-    say(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
+    print_result(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
     return 0
 
 
@@ -118,12 +118,12 @@ def _verify(args: argparse.Namespace) -> int:
         verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:
             continue
-        say(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
+        print_result(f"{shown(step.where)}: {'DAMAGED' if bad else 'good'}")
         for item in bad:
             where = "" if item.start is None else f": bytes {item.start} to {item.stop}"
-            say(f"  {item.file}{where}: {shown(item.reason)}")
+            print_result(f"  {item.file}{where}: {shown(item.reason)}")
     if args.json:
-        say(json.dumps(verified))
+        print_result(json.dumps(verified))
     return int(ExitCode.DONE if all(step["good"] for step in verified) else ExitCode.FAILED)
 
 

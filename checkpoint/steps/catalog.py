@@ -23,7 +23,7 @@ from elasticzero.checkpoint.storage.base import (
 )
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError, UserError
-from elasticzero.text import complain, list_text
+from elasticzero.text import list_text, print_error
 
 MANIFEST_LIMIT_BYTES = 1 << 28
 FILES_AT_ONCE = 16
@@ -141,7 +141,7 @@ def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | 
 
 
 def _tell(line: str) -> None:
-    complain(line)
+    print_error(line)
 
 
 def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from elasticzero.errors import same_error
 from elasticzero.ipc.messages import MemoryShort, SnapshotInterval
 from elasticzero.launcher.observability.console import (
+    differs_much,
     fresh_start,
     skipped_checkpoint_line,
-    worth_telling,
 )
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
 from elasticzero.launcher.protocol.failure_policy import (
@@ -156,7 +156,7 @@ class AgentConsole:
 
     def pace(self, message: SnapshotInterval) -> None:
         """Prints the interval between snapshots: the first, and one that differs much."""
-        if not worth_telling(self._every, message.every):
+        if not differs_much(self._every, message.every):
             return
         self._every = message.every
         self.say(

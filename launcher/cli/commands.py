@@ -47,7 +47,7 @@ def _add_drain(parser: Parser) -> None:
     parser.add_argument(
         "node", metavar="NODE", help="The node has this name in `elasticzero status`."
     )
-    _add_steering(parser)
+    _add_control_options(parser)
 
 
 def _add_scale(parser: Parser) -> None:
@@ -56,10 +56,10 @@ def _add_scale(parser: Parser) -> None:
         metavar="MIN:MAX",
         help="The job is to run on MIN to MAX nodes; N means exactly N.",
     )
-    _add_steering(parser)
+    _add_control_options(parser)
 
 
-def _add_steering(parser: Parser) -> None:
+def _add_control_options(parser: Parser) -> None:
     add_job_options(parser)
     parser.add_argument(
         "--wait", action="store_true", help="The command returns once the change has happened."
@@ -71,7 +71,7 @@ def _add_steering(parser: Parser) -> None:
         metavar="S",
         help="With --wait, the command waits at most S seconds. (default: 300)",
     )
-    parser.set_defaults(run_command=_steer)
+    parser.set_defaults(run_command=_control)
 
 
 ADD: dict[str, Callable[[Parser], None]] = {
@@ -80,7 +80,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "status": _add_status,
     "drain": _add_drain,
     "scale": _add_scale,
-    "stop": _add_steering,
+    "stop": _add_control_options,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code."""
@@ -152,7 +152,7 @@ def _status(args: argparse.Namespace) -> int:
     return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
 
 
-def _steer(args: argparse.Namespace) -> int:
+def _control(args: argparse.Namespace) -> int:
     """drain, scale, stop."""
     from elasticzero.launcher.cli import control
 

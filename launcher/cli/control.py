@@ -35,7 +35,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.serialization import decode
-from elasticzero.text import count_text, list_text, say
+from elasticzero.text import count_text, list_text, print_result
 
 TRIES = 20
 """So often the document is read and written again when others write it at the same time."""
@@ -149,11 +149,11 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
         if job.control.drains(member):
             return job.control
         new = Drain(node=node, incarnation=member.incarnation)
-        return replace(job.control, drain=(*standing_drains(job), new))
+        return replace(job.control, drain=(*pending_drains(job), new))
 
     job, changed = update_control(store, name, change)
     when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
-    say(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
+    print_result(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
     (member,) = chosen
 
     def gone(now: Job) -> str | None:
@@ -161,12 +161,12 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
         here = now.members.get(node)
         if placed or (here is not None and here.incarnation == member.incarnation):
             return None
-        return f"{node} has left; {_who_trains(now)}"
+        return f"{node} has left; {_members_text(now)}"
 
-    return _wait(store, name, wait_s, gone)
+    return _wait_until(store, name, wait_s, gone)
 
 
-def standing_drains(job: Job) -> tuple[Drain, ...]:
+def pending_drains(job: Job) -> tuple[Drain, ...]:
     """The drains of those that have not left yet."""
     present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
     return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
@@ -182,7 +182,9 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
     job, changed = update_control(store, name, change)
     already = "" if changed else " already"
-    say(f"job {name} has {least}:{most} nodes{already}: {_effect_of_scaling(job, least, most)}")
+    print_result(
+        f"job {name} has {least}:{most} nodes{already}: {_effect_of_scaling(job, least, most)}"
+    )
 
     def fits(now: Job) -> str | None:
         count = len(now.placed)
@@ -190,9 +192,9 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
         aside = {s.node for s in struck if s.count >= QUARANTINE_STRIKES}
         free = [node for node in now.waiting if node not in aside]
         room = count < most and free and now.world is not None
-        return None if count > most or room else _who_trains(now)
+        return None if count > most or room else _members_text(now)
 
-    return _wait(store, name, wait_s, fits)
+    return _wait_until(store, name, wait_s, fits)
 
 
 def _effect_of_scaling(job: Job, least: int, most: int) -> str:
@@ -218,18 +220,20 @@ def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
 
     job, changed = update_control(store, name, change)
     if job.done is not None:
-        say(f"job {name} is over already: {job.done.reason}")
+        print_result(f"job {name} is over already: {job.done.reason}")
         return ExitCode.DONE
     if not changed:
-        say(f"job {name} has been asked to stop already")
+        print_result(f"job {name} has been asked to stop already")
     elif not job.members:
-        say(f"job {name} stops when a node of it comes: none is here now")
+        print_result(f"job {name} stops when a node of it comes: none is here now")
     else:
-        say(f"job {name} stops at the next step; its state is saved if there is a directory")
-    return _wait(store, name, wait_s, lambda _: None)
+        print_result(
+            f"job {name} stops at the next step; its state is saved if there is a directory"
+        )
+    return _wait_until(store, name, wait_s, lambda _: None)
 
 
-def _who_trains(job: Job) -> str:
+def _members_text(job: Job) -> str:
     world = job.world
     if world is None:
         return "there is no generation yet"
@@ -238,7 +242,7 @@ def _who_trains(job: Job) -> str:
     return f"generation {world.generation} has {names}{waiting}"
 
 
-def _wait(
+def _wait_until(
     store: Store, name: str, wait_s: float | None, happened: Callable[[Job], str | None]
 ) -> ExitCode:
     """Look until it has happened, or the job is over; raises `OperatorError` past the deadline."""
@@ -252,10 +256,10 @@ def _wait(
             job = None
         if job is not None:
             if job.done is not None:
-                say(f"the job is over: {job.done.reason}")
+                print_result(f"the job is over: {job.done.reason}")
                 return ExitCode.FAILED if job.done.outcome == "failed" else ExitCode.DONE
             if (text := happened(job)) is not None:
-                say(text)
+                print_result(text)
                 return ExitCode.DONE
         if time.monotonic() > deadline_s:
             raise OperatorError(

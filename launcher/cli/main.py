@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elasticzero import __version__
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.options.parser import Parser
-from elasticzero.text import complain
+from elasticzero.text import print_error
 
 COMMANDS = {
     "run": "Runs this node's part of a job.",
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         return int(args.run_command(args))
     except ElasticZeroError as error:
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted: everything that was started here is stopped", file=sys.stderr)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.control import Job, open_job_store, read_job, standing_drains
+from elasticzero.launcher.cli.control import Job, open_job_store, pending_drains, read_job
 from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.failure_policy import (
     AGAIN,
@@ -24,7 +24,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, token_for_operator
 from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import encode
-from elasticzero.text import count_text, duration_text, say, table_text
+from elasticzero.text import count_text, duration_text, print_result, table_text
 
 QUERY_TIMEOUT_S = 2.0
 """An agent that has not answered by then is silent."""
@@ -55,7 +55,7 @@ def status(
         query_agents(job.members.values(), token) if job.done is None and token is not None else {}
     )
     found = collect_status(job, phases, statuses)
-    say(json.dumps(found, indent=2) if as_json else status_text(found))
+    print_result(json.dumps(found, indent=2) if as_json else status_text(found))
     return ExitCode.DONE
 
 
@@ -70,7 +70,7 @@ def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[
                 member = waiting.pop()
             except IndexError:
                 return
-            answer = _answer(member, token)
+            answer = _query_agent(member, token)
             if answer is not None:
                 answers[member.node] = answer
 
@@ -86,7 +86,7 @@ def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[
     return dict(answers)
 
 
-def _answer(member: Member, token: Secret) -> Mapping[str, Any] | None:
+def _query_agent(member: Member, token: Secret) -> Mapping[str, Any] | None:
     connection = http.client.HTTPConnection(member.host, member.http_port, timeout=QUERY_TIMEOUT_S)
     try:
         connection.request("GET", "/status", headers={"Authorization": f"Bearer {token.reveal}"})
@@ -137,20 +137,20 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "resume_step": world.resume.step if world is not None else 0,
         "reason": world.reason if world is not None else "waiting for nodes",
         "leader": leader,
-        "step": _most(here, "step"),
+        "step": _greatest(here, "step"),
         "total_steps": words.get("total_steps"),
         "steps_per_s": words.get("steps_per_s"),
         "goodput": words.get("goodput"),
         "plain": bool((words.get("workers") or {}).get("plain")),
-        "checkpoint_step": _most(here, "checkpoint_step"),
+        "checkpoint_step": _greatest(here, "checkpoint_step"),
         "loss": words.get("loss"),
-        "control": encode(replace(job.control, drain=standing_drains(job))),
+        "control": encode(replace(job.control, drain=pending_drains(job))),
         "nodes": nodes,
         "done": encode(job.done) if job.done is not None else None,
     }
 
 
-def _most(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
+def _greatest(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
     return max((own[key] for own in found if own.get(key) is not None), default=None)
 
 
@@ -187,7 +187,7 @@ def _state(
 
 def status_text(found: Mapping[str, Any]) -> str:
     """The same for people."""
-    lines = [_headline(found), *_progress(found), *_asked(found)]
+    lines = [_headline(found), *_progress(found), *_operator_requests(found)]
     if found["done"] is not None:
         lines.append(f"{found['done']['outcome']}: {found['done']['reason']}")
     head = ("NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST STEP", "UP", "ADDRESS")
@@ -239,7 +239,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     return [", ".join(parts)]
 
 
-def _asked(found: Mapping[str, Any]) -> list[str]:
+def _operator_requests(found: Mapping[str, Any]) -> list[str]:
     """A line on what operators have asked for."""
     control = found["control"]
     parts = [f"drain {drain['node']}" for drain in control["drain"]]

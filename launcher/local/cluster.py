@@ -42,7 +42,7 @@ class Node:
 class Placement:
     """Says where on this machine an agent runs, and how others reach it."""
 
-    before: Sequence[str] = ()
+    command_prefix: Sequence[str] = ()
     """Words of a command that becomes the one after it, as `ip netns exec NAME`."""
     address: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,17 +71,18 @@ class Cluster:
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
-    def start_node(self, again: str | None = None) -> Node:
+    def start_node(self, name: str | None = None) -> Node:
         """Start one more agent, under a name of its own, or that of one that has ended."""
-        name = again or f"node-{self._started}"
-        self._started += again is None
+        if name is None:
+            name = f"node-{self._started}"
+            self._started += 1
         directory = self.log_dir / self.job / name
         directory.mkdir(parents=True, exist_ok=True)
         log = directory / "agent.log"
         events = EventReader(directory)
         events.skip()
         at = self.place(name)
-        words = [*at.before, sys.executable, "-m", "elasticzero.launcher.cli", "run"]
+        words = [*at.command_prefix, sys.executable, "-m", "elasticzero.launcher.cli", "run"]
         words += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
         words += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:

@@ -28,7 +28,7 @@ FAULTS = ("kill-node", "kill-worker", "drain", "join")
 class Fault:
     """A fault that is injected when the job reaches a step."""
 
-    what: str
+    kind: str
     step: int
     node: str | None = None
     """None: the last node that trains."""
@@ -36,7 +36,7 @@ class Fault:
     @property
     def text(self) -> str:
         """As it was given."""
-        return f"{self.what}{f':{self.node}' if self.node else ''}@{self.step}"
+        return f"{self.kind}{f':{self.node}' if self.node else ''}@{self.step}"
 
 
 def parse_fault(text: str) -> Fault:
@@ -51,7 +51,7 @@ def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
     """Returns the largest number of nodes, if the faults strike in the order of steps."""
     most = nodes
     for fault in sorted(faults, key=lambda fault: fault.step):
-        nodes += {"join": 1, "kill-worker": 0}.get(fault.what, -1)
+        nodes += {"join": 1, "kill-worker": 0}.get(fault.kind, -1)
         most = max(most, nodes)
     return most
 
@@ -79,7 +79,7 @@ def _output_words(args: argparse.Namespace) -> list[str]:
 def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
     """Do what the fault says; the node it struck, and when (wall clock). None: there is nobody to
     strike at this moment."""
-    if fault.what == "join":
+    if fault.kind == "join":
         return cluster.start_node().name, time.time()
     living = [cluster.nodes[n] for n in training if cluster.workers_of(cluster.nodes[n])]
     chosen = [node for node in living if fault.node in (None, node.name)]
@@ -87,9 +87,9 @@ def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str
         return None
     node = chosen[-1]
     struck_s = time.time()
-    if fault.what == "kill-node":
+    if fault.kind == "kill-node":
         cluster.kill_node(node)
-    elif fault.what == "kill-worker":
+    elif fault.kind == "kill-worker":
         cluster.kill_worker(node)
     else:
         cluster.drain(node)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
     for fault in faults:
         if fault.node is not None and fault.node not in names:
-            raise UserError(f"--fault {fault.what}:{fault.node}: the nodes are node-0, node-1, …")
+            raise UserError(f"--fault {fault.kind}:{fault.node}: the nodes are node-0, node-1, …")
     _check_enough_nodes(args, most_nodes(args.nodes, faults))
     job = args.job or f"local-{uuid.uuid4().hex[:6]}"
     log_dir = make_log_directory(args.log_dir, job).parent
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             cluster.start_node()
         code = _watch(cluster, faults, lines)
         for fault in faults:
-            lines.never_struck(fault.text)
+            lines.report_missed_fault(fault.text)
         lines.close(code)
         return code
 
@@ -146,14 +146,14 @@ def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> Exit
     while True:
         alive = bool(cluster.running())
         for node, event in cluster.events():
-            lines.take(node, event)
+            lines.record(node, event)
         if faults and lines.plain:
-            lines.cannot_strike(faults[0].text)
+            lines.report_waiting_fault(faults[0].text)
         while faults and lines.step >= faults[0].step:
             struck = inject(cluster, faults[0], lines.training)
             if struck is None:
                 break
-            lines.struck(faults.pop(0).what, *struck)
+            lines.report_fault(faults.pop(0).kind, *struck)
         if not alive:
             return _outcome(cluster, lines)
         time.sleep(POLL_S)

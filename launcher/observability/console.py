@@ -11,7 +11,7 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
-from elasticzero.text import complain, count_text
+from elasticzero.text import count_text, print_error
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
@@ -22,15 +22,15 @@ LARGE_CHANGE = 5
 """A snapshot interval is printed if it differs from the last printed one by this factor."""
 
 
-def worth_telling(before: int | None, every: int) -> bool:
+def differs_much(before: int | None, new: int) -> bool:
     """Returns whether to print the interval between snapshots: the first, and one that differs
     much.
 
     before: the last one that was printed.
     """
-    if before is None or min(before, every) < 1:
-        return before != every
-    return max(before, every) >= LARGE_CHANGE * min(before, every)
+    if before is None or min(before, new) < 1:
+        return before != new
+    return max(before, new) >= LARGE_CHANGE * min(before, new)
 
 
 def fresh_start(generation: int, *, session: bool) -> str:
@@ -61,7 +61,7 @@ class ClusterConsole:
         self._session = False
         """True if a worker has called it."""
         self._every: int | None = None
-        self._told: set[str] = set()
+        self._reported_faults: set[str] = set()
         self.training: list[str] = []
         """Nodes of the current world, in rank order."""
         self.lineage = Lineage()
@@ -75,28 +75,28 @@ class ClusterConsole:
         """Steps of which a line has said that they were not saved."""
         self._shown_s = 0.0
         self._stopped = False
-        self._early = ""
+        self._end_reason = ""
         """Why the script ended training early."""
         self._errors: dict[str, dict[str, Any]] = {}
         """Event of the error with which the agent of a node has ended, by node."""
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
-        self.say(
+        self.print_line(
             f"{count_text(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
             f"logs in {log_dir}{MUTED if muted else ''}"
         )
 
-    def say(self, text: str, at_s: float | None = None) -> None:
+    def print_line(self, text: str, at_s: float | None = None) -> None:
         elapsed_s = (at_s or time.time()) - self._began_s
         start = "\r\x1b[K" if self._bar else ""
         print(f"{start}{elapsed_s:7.2f} s  {text}", flush=True)
 
-    def take(self, node: str, event: dict[str, Any]) -> None:
+    def record(self, node: str, event: dict[str, Any]) -> None:
         """Prints one event of one node's log."""
         at_s = event["time"]
         match event["event"]:
             case "registered":
-                self.say(f"{node} is here", at_s)
+                self.print_line(f"{node} is here", at_s)
             case "world" if event["generation"] > self._generation:
                 self._world(event, at_s)
             case "attached":
@@ -105,37 +105,37 @@ class ClusterConsole:
                 self.plain = not self._session
             case "restored" if event["generation"] == self._generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
-                self.say(f"  training goes on from step {event['step']} ({phases})", at_s)
+                self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
             case "step":
                 self._stepped(event, at_s)
             case "log":
                 self._loss = event.get("loss", self._loss)
             case "checkpoint":
-                self.say(
+                self.print_line(
                     f"  checkpoint of step {event['step']} written in {event['seconds']:.2f} s",
                     at_s,
                 )
             case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
                 self._unsaved.add(event["step"])
                 text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
-                self.say(f"  {text}", at_s)
-            case "paced" if worth_telling(self._every, event["every"]):
+                self.print_line(f"  {text}", at_s)
+            case "paced" if differs_much(self._every, event["every"]):
                 self._every = event["every"]
-                self.say(
+                self.print_line(
                     f"  snapshots every {count_text(event['every'], 'step')}: one costs "
                     f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
             case "failed" if event["blame"] not in ("peer", "checkpoint"):
-                self.say(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
+                self.print_line(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
             case "looked" if event["blame"] == "hung":
-                self.say(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
+                self.print_line(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
             case "exit":
                 self._stopped |= event.get("outcome") == "stopped"
                 if event.get("outcome") == "finished":
-                    self._early = event.get("end_reason", "")
+                    self._end_reason = event.get("end_reason", "")
                 if event["code"] == ExitCode.LEFT:
-                    self.say(f"{node} has left", at_s)
+                    self.print_line(f"{node} has left", at_s)
             case "error":
                 self._errors[node] = event
 
@@ -154,8 +154,8 @@ class ClusterConsole:
         if (damage := event.get("skipped")) is not None:
             reason = damage["cause"]
             line = skipped_checkpoint_line(damage["step"], damage["message"], event["resume_step"])
-            self.say(line, at_s)
-        self.say(
+            self.print_line(line, at_s)
+        self.print_line(
             f"generation {self._generation}: {count_text(event['world_size'], 'rank')} on "
             f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
             at_s,
@@ -168,33 +168,33 @@ class ClusterConsole:
         self.step = max(self.step, step)
         self._total = max(self._total, event.get("total", 0))
         if first and generation > 1:
-            self._say_pause(at_s)
+            self._print_pause(at_s)
         self._stepped_s = at_s
         every_s = BAR_EVERY_S if self._bar else PROGRESS_EVERY_S
         if at_s - self._shown_s >= every_s:
             self._shown_s = at_s
             self._progress(step, at_s)
 
-    def _say_pause(self, at_s: float) -> None:
+    def _print_pause(self, at_s: float) -> None:
         """Prints for how long training paused, at the first step of a new generation."""
         if self._killed_s is not None:
-            self.say(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
+            self.print_line(f"  next step done {at_s - self._killed_s:.2f} s after the kill", at_s)
             self._killed_s = None
         elif self._stepped_s is not None:
-            self.say(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
+            self.print_line(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
 
     def _progress(self, step: int, at_s: float) -> None:
         loss = f"  loss {self._loss:.4f}" if self._loss is not None else ""
         of = f"/{self._total}" if self._total else ""
         if not self._bar:
-            self.say(f"  step {step}{of}{loss}", at_s)
+            self.print_line(f"  step {step}{of}{loss}", at_s)
             return
         done = int(BAR_CELLS * step / self._total) if self._total else 0
         bar = f"[{'#' * done}{'.' * (BAR_CELLS - done)}] " if self._total else ""
         elapsed_s = at_s - self._began_s
         print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
 
-    def struck(self, what: str, node: str, at_s: float) -> None:
+    def report_fault(self, what: str, node: str, at_s: float) -> None:
         """Prints that a fault was injected into `node`."""
         words = {
             "kill-node": f"SIGKILL to every process of {node}",
@@ -202,27 +202,27 @@ class ClusterConsole:
             "drain": f"SIGTERM to {node}: it leaves at the next step",
             "join": f"{node} comes",
         }
-        self.say(f"step {self.step}: {words[what]}", at_s)
+        self.print_line(f"step {self.step}: {words[what]}", at_s)
         if what in ("kill-node", "kill-worker"):
             self._killed_s = at_s
 
-    def cannot_strike(self, fault: str) -> None:
+    def report_waiting_fault(self, fault: str) -> None:
         """Prints once that a fault waits for a step that this script does not make."""
-        if fault not in self._told:
-            self._told.add(fault)
-            self.say(
+        if fault not in self._reported_faults:
+            self._reported_faults.add(fault)
+            self.print_line(
                 f"--fault {fault} waits: no worker has called elasticzero.run yet, and without "
                 "that no steps are seen"
             )
 
-    def never_struck(self, fault: str) -> None:
+    def report_missed_fault(self, fault: str) -> None:
         """Prints that a fault had not been injected when the job ended."""
         why = (
             f"the job ended after step {self.step}"
             if self._session
             else "the script never called elasticzero.run, so no steps were seen"
         )
-        self.say(f"--fault {fault} did not strike: {why}")
+        self.print_line(f"--fault {fault} did not strike: {why}")
 
     def quote(self, nodes: Sequence[str], *, traced: bool) -> None:
         """Prints the error with which the agent of the first of these nodes has ended.
@@ -234,7 +234,7 @@ class ClusterConsole:
         if traced:
             errors.sort(key=lambda event: bool(event["repeats_traceback"]))
         if errors:
-            complain(f"error: {errors[0]['message']}")
+            print_error(f"error: {errors[0]['message']}")
             if details := errors[0]["details"]:
                 print(details, file=sys.stderr, flush=True)
 
@@ -244,10 +244,10 @@ class ClusterConsole:
         if code == ExitCode.DONE:
             how = "stopped" if self._stopped else "done"
             if not self._session:
-                self.say(f"{how}: {generations}; {PLAIN_END}")
+                self.print_line(f"{how}: {generations}; {PLAIN_END}")
                 return
-            why = f"; {self._early}" if self._early else ""
+            why = f"; {self._end_reason}" if self._end_reason else ""
             done = count_text(self.step, "step")
-            self.say(f"{how}: {done}, {generations}, {again} recomputed{why}")
+            self.print_line(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
-            self.say(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
+            self.print_line(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

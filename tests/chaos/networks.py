@@ -56,7 +56,7 @@ class Networks:
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", "eth0", "up")
         _ip("link", "set", name, "master", self._tag, "up")
-        return Placement(before=("ip", "netns", "exec", name), address=address)
+        return Placement(command_prefix=("ip", "netns", "exec", name), address=address)
 
     def cut(self, node: str) -> None:
         """From now on no packet comes or goes, and nobody is told."""

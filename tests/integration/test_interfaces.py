@@ -57,7 +57,10 @@ def test_ranks_meet_where_the_host_name_is_loopback(
             environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
             nodes.append(
                 subprocess.Popen(
-                    [*at.before, *elasticzero(*words, "none", str(REGRESSION), "--epochs", "1")],
+                    [
+                        *at.command_prefix,
+                        *elasticzero(*words, "none", str(REGRESSION), "--epochs", "1"),
+                    ],
                     env=environment,
                     stderr=subprocess.PIPE,
                     text=True,

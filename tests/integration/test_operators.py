@@ -90,7 +90,7 @@ def test_two_operators_drain_scale_and_stop_a_job(
         assert told.wait("the drained node's end", lambda: not told.cluster.nodes[second].running)
         told.wait("a world of one", lambda: members(told) == [first])
         assert told.cluster.nodes[second].process.returncode == 75
-        told.cluster.start_node(again=second)
+        told.cluster.start_node(name=second)
         told.wait("its return", lambda: operator.sees_states().get(second) == "waiting")
         assert told.cluster.nodes[third].running
 

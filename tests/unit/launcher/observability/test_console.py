@@ -9,7 +9,7 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.observability.console import ClusterConsole, worth_telling
+from elasticzero.launcher.observability.console import ClusterConsole, differs_much
 
 
 class Told:
@@ -20,8 +20,8 @@ class Told:
         self.console = ClusterConsole(tmp_path, 2, "127.0.0.1:2379")
         self.lines()
 
-    def take(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
-        self.console.take(node, {"time": at_s, "event": event, **fields})
+    def record(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
+        self.console.record(node, {"time": at_s, "event": event, **fields})
 
     def world(
         self,
@@ -31,7 +31,7 @@ class Told:
         reason: str = "all here",
         skipped: dict[str, Any] | None = None,
     ) -> None:
-        self.take(
+        self.record(
             "world",
             generation=generation,
             members=["node-0", "node-1"],
@@ -43,7 +43,7 @@ class Told:
         )
 
     def step(self, generation: int, step: int, at_s: float) -> None:
-        self.take("step", generation=generation, step=step, at_s=at_s)
+        self.record("step", generation=generation, step=step, at_s=at_s)
 
     def lines(self) -> list[str]:
         return [line.partition(" s  ")[2] for line in self._capsys.readouterr().out.splitlines()]
@@ -55,10 +55,10 @@ def told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Told:
 
 
 def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
-    told.take("saved", step=7, error="/c: no space left")
-    told.take("saved", step=7, error="gave up waiting for rank 0", node="node-1")
-    told.take("saved", step=14, error=None)
-    told.take("saved", step=21, error="/c: no space left")
+    told.record("saved", step=7, error="/c: no space left")
+    told.record("saved", step=7, error="gave up waiting for rank 0", node="node-1")
+    told.record("saved", step=14, error=None)
+    told.record("saved", step=21, error="/c: no space left")
     assert told.lines() == [
         "  the checkpoint of step 7 was not saved: /c: no space left",
         "  the checkpoint of step 21 was not saved: /c: no space left",
@@ -68,13 +68,13 @@ def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
 def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> None:
     """Six of the ten lines of a first run told of it."""
     for every in (4, 1, 9, 12, 3, 20, 16, 4, 3):
-        told.take("paced", every=every, cost_s=0.0012, step_s=0.03)
+        told.record("paced", every=every, cost_s=0.0012, step_s=0.03)
     assert told.lines() == [
         "  snapshots every 4 steps: one costs 1.2 ms, a step 30 ms",
         "  snapshots every 20 steps: one costs 1.2 ms, a step 30 ms",
         "  snapshots every 4 steps: one costs 1.2 ms, a step 30 ms",
     ]
-    assert [worth_telling(*pair) for pair in ((None, 0), (0, 0), (0, 3), (3, 0), (2, 9))] == [
+    assert [differs_much(*pair) for pair in ((None, 0), (0, 0), (0, 3), (3, 0), (2, 9))] == [
         True,
         False,
         True,
@@ -86,12 +86,12 @@ def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> Non
 def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
     """It was said to begin at step 0, and to have recomputed 0 steps."""
     told.world(1)
-    told.take("plain", generation=1)
+    told.record("plain", generation=1)
     assert told.console.plain
     for _ in range(2):
-        told.console.cannot_strike("kill-node@3")
+        told.console.report_waiting_fault("kill-node@3")
     told.world(2, reason="node-1 is lost")
-    told.console.never_struck("kill-node@3")
+    told.console.report_missed_fault("kill-node@3")
     told.console.close(ExitCode.DONE)
     assert told.lines() == [
         "generation 1: 2 ranks on node-0, node-1 (all here); a fresh start",
@@ -107,11 +107,11 @@ def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
 
 def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.world(1)
-    told.take("plain", generation=1)
-    told.take("attached", rank=0)
+    told.record("plain", generation=1)
+    told.record("attached", rank=0)
     assert not told.console.plain
     told.step(1, 7, 6.0)
-    told.console.never_struck("join@9")
+    told.console.report_missed_fault("join@9")
     told.console.close(ExitCode.DONE)
     assert told.lines()[-2:] == [
         "--fault join@9 did not strike: the job ended after step 7",
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_a_rank_found_damaged_is_one_line(told: Told) -> None:
     told.world(1, resume_step=60)
     told.lines()
     for rank in (0, 1):
-        told.take("failed", blame="checkpoint", rank=rank, message=WHY)
+        told.record("failed", blame="checkpoint", rank=rank, message=WHY)
     reason = f"node-2 left; rank 1 on node-1 failed ({WHY})"
     cause = "node-2 left; rank 1 on node-1 failed"
     damage = {"step": 60, "message": WHY, "cause": cause}
@@ -176,8 +176,8 @@ def test_the_error_of_an_agent_is_quoted_from_its_event(
     told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not from its log, where a script may print lines of the same form."""
-    told.take("error", node="node-0", message="it broke", details="Trace", repeats_traceback=True)
-    told.take("error", node="node-1", message="it broke", details="", repeats_traceback=False)
+    told.record("error", node="node-0", message="it broke", details="Trace", repeats_traceback=True)
+    told.record("error", node="node-1", message="it broke", details="", repeats_traceback=False)
     told.console.quote(["node-0", "node-1", "node-2"], traced=False)
     assert capsys.readouterr().err == "error: it broke\nTrace\n"
     told.console.quote(["node-0", "node-1", "node-2"], traced=True)
