@@ -1,1 +1,1 @@
-"""The command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`."""
+"""Runs the command line `elasticzero`."""

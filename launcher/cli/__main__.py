@@ -1,4 +1,4 @@
-"""`python -m elasticzero.launcher.cli`."""
+"""Runs the command line by `python -m elasticzero.launcher.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The commands that run a job or steer one: their options, and what they start."""
+"""Defines the options of the commands that run or control a job, and starts the commands."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _control(args: argparse.Namespace) -> int:
-    """drain, scale, stop."""
+    """Runs `drain`, `scale` or `stop`."""
     from elasticzero.launcher.cli import control
 
     wait_s = args.wait_timeout if args.wait else None

@@ -1,8 +1,8 @@
-"""Carries out what operators ask of a running job: drain a node, scale, stop.
+"""Carries out the commands of operators on a running job: drain a node, scale, stop.
 
-Each command changes the document `control`, which every agent watches, by a transaction on
-condition that it stands as it was read: of two operators at once one is tried again. Asking for
-what has been asked for already changes nothing.
+Each command changes the document `control`, which every agent watches. It does so by a transaction
+on condition that the document has not changed since it was read; if two operators write at once,
+one of them tries again. A command that was given before changes nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from elasticzero.serialization import decode
 from elasticzero.text import count_text, list_text, print_result
 
 TRIES = 20
-"""So often the document is read and written again when others write it at the same time."""
+"""Number of times that the document is read and written when others write it at the same time."""
 POLL_S = 0.2
 NAMES_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as the store shows it at one time."""
+    """Holds a job as the store shows it at one time."""
 
     name: str
     members: Mapping[str, Member]
@@ -61,20 +61,22 @@ class Job:
 
     @property
     def waiting(self) -> list[str]:
-        """Registered nodes without a place."""
+        """Returns the registered nodes that are not members of the world."""
         world = self.world
         return [n for n, m in self.members.items() if world is None or not world.names(m)]
 
     @property
     def nodes(self) -> dict[str, Member]:
-        """Every node of the job, those with a place first; a registration that stands goes before
-        one that has lapsed."""
+        """Returns every node of the job by name, members of the world first.
+
+        A registration that exists replaces the member of the same name, whose own may have lapsed.
+        """
         return {member.node: member for member in self.placed} | dict(self.members)
 
 
 @contextmanager
 def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
-    """The job's part of etcd; that it does not answer is said with its address."""
+    """Opens the job's part of etcd; if etcd does not answer, the error names its address."""
     store = EtcdStore(endpoints, job_prefix(job), access=access)
     try:
         yield store
@@ -110,9 +112,10 @@ def _entry(store: Store, key: str) -> Entry | None:
 
 
 def update_control(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
-    """Write what `change` makes of the document; the job as it was, and whether anything changed.
+    """Writes the document that `change` returns for the job.
 
-    Raises what `change` raises, and `OperatorError` when others always were faster.
+    Returns the job as it was, and whether anything changed. Raises what `change` raises, and
+    `OperatorError` if others changed the document at each try.
     """
     for _ in range(TRIES):
         job = read_job(store, name)
@@ -125,7 +128,9 @@ def update_control(store: Store, name: str, change: Callable[[Job], Control]) ->
         ]
         if store.write({CONTROL: to_bytes(wanted)}, conditions=conditions) is not None:
             return job, True
-    raise OperatorError(f"others changed what is asked of job {name} {TRIES} times; try again")
+    raise OperatorError(
+        f"other operators changed job {name} {TRIES} times in the meantime: try again"
+    )
 
 
 def _check_running(job: Job, what: str) -> None:
@@ -134,7 +139,10 @@ def _check_running(job: Job, what: str) -> None:
 
 
 def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
-    """Have a node leave at the next boundary. wait_s: how long to wait for it; None: not at all."""
+    """Requests that a node leaves at the next boundary.
+
+    wait_s: seconds to wait until it has left; None: do not wait.
+    """
     chosen: list[Member] = []
 
     def change(job: Job) -> Control:
@@ -167,13 +175,13 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
 
 
 def pending_drains(job: Job) -> tuple[Drain, ...]:
-    """The drains of those that have not left yet."""
+    """Returns the drains of nodes that have not left yet."""
     present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
     return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
 
 
 def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:
-    """Change how few and how many nodes the job may have."""
+    """Changes the minimum and the maximum number of nodes of a job."""
     least, most = least_most
 
     def change(job: Job) -> Control:
@@ -198,7 +206,7 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
 
 def _effect_of_scaling(job: Job, least: int, most: int) -> str:
-    """Says what will happen, and when."""
+    """Returns a sentence on what will happen, and when."""
     count, waiting = len(job.placed), job.waiting
     if job.world is None:
         return f"{count_text(len(waiting), 'node')} here, the first generation is still to come"
@@ -213,7 +221,7 @@ def _effect_of_scaling(job: Job, least: int, most: int) -> str:
 
 
 def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
-    """End the job at the next boundary, with its state saved."""
+    """Ends the job at the next boundary, with its state saved."""
 
     def change(job: Job) -> Control:
         return job.control if job.done is not None else replace(job.control, stop=True)
@@ -245,7 +253,10 @@ def _members_text(job: Job) -> str:
 def _wait_until(
     store: Store, name: str, wait_s: float | None, happened: Callable[[Job], str | None]
 ) -> ExitCode:
-    """Look until it has happened, or the job is over; raises `OperatorError` past the deadline."""
+    """Polls the job until `happened` returns a text or the job is over.
+
+    Raises `OperatorError` after `wait_s` seconds; None: it does not wait.
+    """
     if wait_s is None:
         return ExitCode.DONE
     deadline_s = time.monotonic() + wait_s

@@ -1,6 +1,6 @@
-"""The command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`.
+"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`.
 
-A command imports what it needs, and no other command's: some run for milliseconds.
+Each command imports only the modules that it needs, because some commands run for milliseconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ COMMANDS = {
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """words: the command line; only the command that it names gets its options, and all do
-    without."""
+    """Returns the parser of the command line.
+
+    words: the command line; only the command that it names gets its options. None: all do.
+    """
     named = next((word for word in words or () if word in COMMANDS), None)
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
     parser.add_argument("--version", action="version", version=f"elasticzero {__version__}")
@@ -60,7 +62,7 @@ def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> Non
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options; a word that a command does not know is that command's error."""
+    """Returns the parsed options; an unknown option is an error of the command that got it."""
     parser = build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
@@ -70,7 +72,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code. Mistakes of the user are one line, never a traceback."""
+    """Runs a command; returns its exit code. An error of the user prints one line, no traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup

@@ -1,4 +1,4 @@
-"""Shows what a job is doing, from the store and from what its agents report of themselves."""
+"""Shows what a job is doing, from the store and from the status that its agents serve."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from elasticzero.serialization import encode
 from elasticzero.text import count_text, duration_text, print_result, table_text
 
 QUERY_TIMEOUT_S = 2.0
-"""An agent that has not answered by then is silent."""
+"""Seconds within which an agent must answer; it is shown as silent otherwise."""
 MAX_PARALLEL_QUERIES = 64
 MOST_BYTES = 1 << 20
 UNKNOWN = "?"
 AgentStatuses = Mapping[str, Mapping[str, Any]]
-"""By node, what its agent says of itself; a silent one is not there."""
+"""Status that each agent serves, by node; a silent agent is missing."""
 
 
 def status(
     name: str, endpoints: Sequence[str], access: Access, given: Secret | None, *, as_json: bool
 ) -> ExitCode:
-    """Print what the job does now; raises `UserError` when etcd knows no such job.
+    """Prints what the job does now; raises `UserError` if etcd has no such job.
 
     given: the job's token, if the operator has it.
     """
@@ -60,7 +60,7 @@ def status(
 
 
 def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
-    """Returns what each agent serves at `/status`; all are asked at once."""
+    """Returns what each agent serves at `/status`; the requests run in parallel."""
     waiting = list(members)
     answers: dict[str, Mapping[str, Any]] = {}
 
@@ -100,7 +100,7 @@ def _query_agent(member: Member, token: Secret) -> Mapping[str, Any] | None:
 
 
 def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:
-    """All that is known, as plain values."""
+    """Returns the status of the job as plain values, as --json prints it."""
     world, leader = job.world, _leader(job)
     here = [statuses[node] for node in job.members if node in statuses]
     words = statuses.get(leader or "", here[0] if here else {})
@@ -186,7 +186,7 @@ def _state(
 
 
 def status_text(found: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """Returns the status of the job as lines for people."""
     lines = [_headline(found), *_progress(found), *_operator_requests(found)]
     if found["done"] is not None:
         lines.append(f"{found['done']['outcome']}: {found['done']['reason']}")
@@ -218,7 +218,7 @@ def _headline(found: Mapping[str, Any]) -> str:
 
 
 def _progress(found: Mapping[str, Any]) -> list[str]:
-    """A line on how training comes on, where an agent says anything."""
+    """Returns a line on the progress of training, if an agent reports any."""
     step = found["step"]
     if found["plain"]:
         return ["no worker has called elasticzero.run: the script's steps are not seen"]
@@ -240,7 +240,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
 
 
 def _operator_requests(found: Mapping[str, Any]) -> list[str]:
-    """A line on what operators have asked for."""
+    """Returns a line on what operators have requested, if anything."""
     control = found["control"]
     parts = [f"drain {drain['node']}" for drain in control["drain"]]
     if control["nnodes"]:

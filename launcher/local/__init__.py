@@ -1,1 +1,1 @@
-"""A whole cluster on this machine."""
+"""Runs a whole cluster on this machine."""

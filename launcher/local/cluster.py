@@ -1,4 +1,4 @@
-"""A cluster on this machine: its agents are real processes that this process starts and ends."""
+"""Starts and ends the agents of a cluster on this machine, which are real processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from elasticzero.processes import bound_to_this_process, children_of, descendant
 
 POLL_S = 0.02
 STOP_S = 1.5
-"""After Ctrl-C the agents get so long before everything is killed."""
+"""Seconds that the agents get to exit after Ctrl-C, before every process is killed."""
 
 
 @dataclass(slots=True)
 class Node:
-    """One agent's process."""
+    """Holds one agent's process, its events and its log."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -43,21 +43,21 @@ class Placement:
     """Says where on this machine an agent runs, and how others reach it."""
 
     command_prefix: Sequence[str] = ()
-    """Words of a command that becomes the one after it, as `ip netns exec NAME`."""
+    """Command that executes the words after it, such as `ip netns exec NAME`."""
     address: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def on_loopback(node: str) -> Placement:
-    """All agents share the machine's own network."""
+    """Returns a placement in the machine's own network, which all agents share."""
     return Placement()
 
 
 @dataclass(slots=True)
 class Cluster:
-    """Agents on this machine, which stop when this process or the thread that started them ends.
+    """Holds agents on this machine; they stop when this process or the starting thread ends.
 
-    `command` are the words after `run` that all of them share.
+    `command` has the arguments of `run` that all of them share.
     """
 
     command: Sequence[str]
@@ -65,14 +65,14 @@ class Cluster:
     log_dir: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     output: int | None = None
-    """Descriptor for the workers' repeated output; None: into the agent's log."""
+    """Descriptor for the workers' repeated output; None: it goes into the agent's log."""
     place: Callable[[str], Placement] = on_loopback
-    """Returns where the node of a name runs."""
+    """Returns the placement of the node of this name."""
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
     def start_node(self, name: str | None = None) -> Node:
-        """Start one more agent, under a name of its own, or that of one that has ended."""
+        """Starts one more agent. name: that of an agent that has exited; None: a new name."""
         if name is None:
             name = f"node-{self._started}"
             self._started += 1
@@ -110,7 +110,7 @@ class Cluster:
         node.process.wait()
 
     def workers_of(self, node: Node) -> list[int]:
-        """Process ids of a node's living workers: the children of its fork server."""
+        """Returns the process ids of a node's running workers, the children of its fork server."""
         servers = children_of(node.process.pid) if node.running else []
         return [pid for server in servers for pid in children_of(server) if is_alive(pid)]
 
@@ -121,17 +121,17 @@ class Cluster:
         return pid
 
     def drain(self, node: Node) -> None:
-        """SIGTERM to the agent, as at a preemption."""
+        """Sends SIGTERM to the agent, as at a preemption."""
         node.process.send_signal(signal.SIGTERM)
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(node, event) for everything since the last call."""
+        """Yields (node, event) for each event since the last call."""
         for name, node in list(self.nodes.items()):
             for event in node.events.read():
                 yield name, event
 
     def stop(self) -> None:
-        """Interrupt all agents; kill what is left after STOP_S; leave no process and no memory."""
+        """Interrupts all agents, kills what still runs after STOP_S, and frees shared memory."""
         pids = {pid for node in self.running() for pid in descendants(node.process.pid)}
         for node in self.running():
             node.process.send_signal(signal.SIGINT)
@@ -150,7 +150,7 @@ class Cluster:
 
 
 def cluster_environment(nodes: int) -> dict[str, str]:
-    """Returns variables with which nodes share a machine well, but for those the user has set."""
+    """Returns variables with which nodes share the machine's cores, except those already set."""
     threads = max(1, (os.cpu_count() or 1) // nodes)
     wanted = {"OMP_NUM_THREADS": str(threads)}
     return {key: value for key, value in wanted.items() if key not in os.environ}

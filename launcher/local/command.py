@@ -1,4 +1,4 @@
-"""`elasticzero local`: a whole cluster on this machine, with an etcd, and faults on request."""
+"""Runs `elasticzero local`: a cluster on this machine, with an etcd, and faults on request."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FAULTS = ("kill-node", "kill-worker", "drain", "join")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that is injected when the job reaches a step."""
+    """Describes a fault that is injected when the job reaches a step."""
 
     kind: str
     step: int
     node: str | None = None
-    """None: the last node that trains."""
+    """Name of the node; None: the last one that trains."""
 
     @property
     def text(self) -> str:
-        """As it was given."""
+        """Returns the text that the user gave."""
         return f"{self.kind}{f':{self.node}' if self.node else ''}@{self.step}"
 
 
 def parse_fault(text: str) -> Fault:
-    """`WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError`."""
+    """Parses `WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError` for other text."""
     match = re.fullmatch(r"([a-z-]+)(?::([A-Za-z0-9._-]+))?@(\d+)", text)
     if not match or match[1] not in FAULTS:
         raise UserError(f"--fault {text}: WHAT@STEP is expected, WHAT one of {', '.join(FAULTS)}")
@@ -48,7 +48,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
-    """Returns the largest number of nodes, if the faults strike in the order of steps."""
+    """Returns the largest number of nodes, if the faults are injected in the order of steps."""
     most = nodes
     for fault in sorted(faults, key=lambda fault: fault.step):
         nodes += {"join": 1, "kill-worker": 0}.get(fault.kind, -1)
@@ -77,8 +77,10 @@ def _output_words(args: argparse.Namespace) -> list[str]:
 
 
 def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
-    """Do what the fault says; the node it struck, and when (wall clock). None: there is nobody to
-    strike at this moment."""
+    """Injects a fault; returns the name of the node and the wall-clock time.
+
+    Returns None if no such node trains at this moment.
+    """
     if fault.kind == "join":
         return cluster.start_node().name, time.time()
     living = [cluster.nodes[n] for n in training if cluster.workers_of(cluster.nodes[n])]
@@ -97,7 +99,7 @@ def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """`elasticzero local`: start the cluster, tell what happens, strike, and take it all down."""
+    """Runs `elasticzero local`: starts the cluster, prints events, injects faults, and stops it."""
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: at least 1 is expected")
     faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
-    """Raises `UserError` where the job could never begin for want of nodes."""
+    """Raises `UserError` if the job could never begin because there are too few nodes."""
     if args.nnodes is None or args.etcd is not None:  # nodes of other machines may join
         return
     least, _ = parse_nnodes(args.nnodes)
@@ -142,7 +144,7 @@ def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
 
 
 def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:
-    """Follow the job to its end."""
+    """Follows the job to its end; returns its exit code."""
     while True:
         alive = bool(cluster.running())
         for node, event in cluster.events():
@@ -160,7 +162,8 @@ def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> Exit
 
 
 def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
-    """The job's exit code from its agents'; where it failed, the first agent's own words."""
+    """Returns the job's exit code from its agents' codes; prints the error of the first if it
+    failed."""
     codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
     if ExitCode.DONE in codes.values():
         return ExitCode.DONE
