@@ -19,7 +19,7 @@ HEAD_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 256
 """For one more, the oldest is closed that has shown no token: strangers can take neither all
 descriptors nor all connections."""
-SAY_EVERY_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Refused requests are told of in one line, so often at most."""
 
 
@@ -28,17 +28,17 @@ class RefusalLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._said_s = -SAY_EVERY_S
-        self._untold = 0
+        self._logged_s = -LOG_INTERVAL_S
+        self._unlogged = 0
 
     def add(self, peer: str, why: str) -> None:
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._said_s < SAY_EVERY_S:
-                self._untold += 1
+            if now_s - self._logged_s < LOG_INTERVAL_S:
+                self._unlogged += 1
                 return
-            more = f"; {self._untold} more since the last such line" if self._untold else ""
-            self._said_s, self._untold = now_s, 0
+            more = f"; {self._unlogged} more since the last such line" if self._unlogged else ""
+            self._logged_s, self._unlogged = now_s, 0
         log.warning("refused an HTTP request of %s: %s%s", peer, why, more)
 
 
@@ -46,37 +46,37 @@ class Connections:
     """The open connections, the oldest first, and which of them have shown the token."""
 
     def __init__(self) -> None:
-        self._known: dict[socket.socket, bool] = {}
+        self._authenticated: dict[socket.socket, bool] = {}
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket) -> socket.socket | None:
         """Take one in; the one that is closed for it, which may be itself."""
         closed = None
         with self._lock:
-            if len(self._known) >= MAX_CONNECTIONS:
-                strangers = (other for other, known in self._known.items() if not known)
+            if len(self._authenticated) >= MAX_CONNECTIONS:
+                strangers = (other for other, known in self._authenticated.items() if not known)
                 closed = next(strangers, connection)
-                self._known.pop(closed, None)
+                self._authenticated.pop(closed, None)
             if closed is not connection:
-                self._known[connection] = False
+                self._authenticated[connection] = False
         if closed is not None:
             _shut(closed)
         return closed
 
-    def know(self, connection: socket.socket) -> None:
+    def mark_authenticated(self, connection: socket.socket) -> None:
         """It has shown the token."""
         with self._lock:
-            if connection in self._known:
-                self._known[connection] = True
+            if connection in self._authenticated:
+                self._authenticated[connection] = True
 
     def remove(self, connection: socket.socket) -> None:
         with self._lock:
-            self._known.pop(connection, None)
+            self._authenticated.pop(connection, None)
 
     def end(self) -> None:
         """Close all of them."""
         with self._lock:
-            connections = list(self._known)
+            connections = list(self._authenticated)
         for connection in connections:
             _shut(connection)
 

@@ -181,10 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        self._answer(body=True)
+        self._respond(body=True)
 
     def do_HEAD(self) -> None:
-        self._answer(body=False)
+        self._respond(body=False)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Drops what the base class logs of each request."""
@@ -192,18 +192,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_error(self, format: str, *args: Any) -> None:
         """Drops what the base class logs of a client that was too slow."""
         if self._incoming.began_s is not None:
-            self._note("its head was not whole in time")
+            self._log_refusal("its head was not whole in time")
 
-    def _note(self, why: str) -> None:
+    def _log_refusal(self, why: str) -> None:
         """A request was refused: who may ask is told so by the answer alone."""
         if not self._shows_token:
             self.server.agent.refusals.add(self.client_address[0], why)
 
-    def _answer(self, *, body: bool) -> None:
+    def _respond(self, *, body: bool) -> None:
         agent = self.server.agent
         path = self.path.partition("?")[0]
         try:
-            self._refuse_a_body()
+            self._refuse_body()
             if path == "/metrics":
                 self._send(HTTPStatus.OK, agent.metrics.text(), CONTENT_TYPE, body=body)
             elif path == "/healthz":
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 raise _Refusal(HTTPStatus.NOT_FOUND, "here are /metrics, /healthz and /status")
         except _Refusal as refusal:
-            self._note(f"{refusal.status.value}, {refusal}")
+            self._log_refusal(f"{refusal.status.value}, {refusal}")
             text = f"{refusal}\n".encode()
             self._send(refusal.status, text, headers=refusal.headers, body=body)
         except OSError:
@@ -237,11 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
             status, message = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are served"
             headers["Allow"] = "GET, HEAD"
         self.close_connection = True
-        self._note(f"{status.value}, {status.phrase}")
+        self._log_refusal(f"{status.value}, {status.phrase}")
         text = f"{message or status.phrase}\n".encode("utf-8", "replace")
         self._send(status, text, headers=headers, body=self.command != "HEAD")
 
-    def _refuse_a_body(self) -> None:
+    def _refuse_body(self) -> None:
         """A body is never read, so what follows it on the connection cannot be either."""
         if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0") != "0":
             self.close_connection = True
@@ -256,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
         self._shows_token = True
-        self.server.connections.know(self.connection)
+        self.server.connections.mark_authenticated(self.connection)
 
     def _send_snapshot(self, path: str, *, body: bool) -> None:
         found = _SNAPSHOT.match(path)

@@ -16,7 +16,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import console_of
 from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environment
 from elasticzero.launcher.observability.console import ClusterConsole
-from elasticzero.launcher.options.table import given_words
+from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.text import count_text
@@ -63,7 +63,7 @@ def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[
     """
     nnodes = args.nnodes or f"1:{most}"
     words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0", "--preemption", "none"]
-    return [*words, *given_words(args), *_output_words(args), args.script, *args.arguments]
+    return [*words, *passed_on_arguments(args), *_output_words(args), args.script, *args.arguments]
 
 
 def _output_words(args: argparse.Namespace) -> list[str]:

@@ -30,7 +30,7 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
-        flag, value = _named(word, known)
+        flag, value = _split_word(word, known)
         option = known.get(flag)
         if option is None:
             taken.append(word)
@@ -49,17 +49,17 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     return taken + rest
 
 
-def _named(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
+def _split_word(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
     """The flag that a word means, as `known` has it, and the value in the word itself."""
     if not word.startswith("--"):
         flag, value = word[:2], word[2:]
         return (flag, value.removeprefix("=") or None) if flag in known else (word, None)
     text, equals, value = word.partition("=")
     flag = "--" + text[2:].replace("_", "-")
-    return _whole(flag, known), value if equals else None
+    return _complete_flag(flag, known), value if equals else None
 
 
-def _whole(flag: str, known: dict[str, Option]) -> str:
+def _complete_flag(flag: str, known: dict[str, Option]) -> str:
     """The flag itself, or the only one of torchrun's that begins like it."""
     if flag in known or flag == "--help":
         return flag

@@ -392,7 +392,7 @@ def add_local_options(parser: Parser) -> None:
     add_command(parser, [*LOCAL_OPTIONS, *shared], required=("nodes",))
 
 
-def given_words(args: argparse.Namespace) -> list[str]:
+def passed_on_arguments(args: argparse.Namespace) -> list[str]:
     """The words with which `local` passes its options on to each agent's `run`."""
     passed_on = (option for option in _ALL_OF_RUN if option.in_local == "passed on")
     return [word for o in passed_on for word in o.words(getattr(args, o.name))]
