@@ -1,1 +1,1 @@
-"""The agent's HTTP server."""
+"""Serves an agent's metrics, status and snapshots over HTTP."""

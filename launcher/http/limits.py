@@ -1,5 +1,6 @@
-"""Limits what strangers can do to an agent's HTTP server: a short time for each request, few
-connections, and few lines in the log.
+"""Limits what unauthenticated clients can do to an agent's HTTP server.
+
+They get a short time for each request, few connections, and few lines in the log.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 10.0
-"""A request whose head is not whole so long after its first byte is given up."""
+"""Seconds after a request's first byte within which its head must be complete."""
 MAX_CONNECTIONS = 256
-"""For one more, the oldest is closed that has shown no token: strangers can take neither all
-descriptors nor all connections."""
+"""Maximum number of open connections; the oldest unauthenticated one is closed beyond it."""
 LOG_INTERVAL_S = 60.0
-"""Refused requests are told of in one line, so often at most."""
+"""Least number of seconds between two lines on refused requests."""
 
 
 class RefusalLog:
-    """Tells the log of refused requests, however many there are."""
+    """Logs refused requests, at most one line for each `LOG_INTERVAL_S`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,19 +43,19 @@ class RefusalLog:
 
 
 class Connections:
-    """The open connections, the oldest first, and which of them have shown the token."""
+    """Holds the open connections, oldest first, and which of them are authenticated."""
 
     def __init__(self) -> None:
         self._authenticated: dict[socket.socket, bool] = {}
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket) -> socket.socket | None:
-        """Take one in; the one that is closed for it, which may be itself."""
+        """Adds a connection; returns the one that is closed for it, which may be itself."""
         closed = None
         with self._lock:
             if len(self._authenticated) >= MAX_CONNECTIONS:
-                strangers = (other for other, known in self._authenticated.items() if not known)
-                closed = next(strangers, connection)
+                others = (other for other, shown in self._authenticated.items() if not shown)
+                closed = next(others, connection)
                 self._authenticated.pop(closed, None)
             if closed is not connection:
                 self._authenticated[connection] = False
@@ -64,7 +64,7 @@ class Connections:
         return closed
 
     def mark_authenticated(self, connection: socket.socket) -> None:
-        """It has shown the token."""
+        """Records that a connection has shown the token."""
         with self._lock:
             if connection in self._authenticated:
                 self._authenticated[connection] = True
@@ -74,7 +74,7 @@ class Connections:
             self._authenticated.pop(connection, None)
 
     def end(self) -> None:
-        """Close all of them."""
+        """Closes all connections."""
         with self._lock:
             connections = list(self._authenticated)
         for connection in connections:
@@ -93,7 +93,7 @@ class HeadTimeoutReader(io.RawIOBase):
         self._connection = connection
         self._idle_s = idle_s
         self.began_s: float | None = None
-        """When the first byte of the present request came."""
+        """Time at which the first byte of the present request came."""
 
     def readable(self) -> bool:
         return True

@@ -1,9 +1,9 @@
 """Serves an agent's metrics, health and status, and the bytes of snapshots by range.
 
 Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
-and HEAD are allowed. A client without a token that asks for nothing of use gets little: a short
-time and no body; its connection is the first to be closed when there are too many, and the log has
-one line a minute for all such clients.
+and HEAD are allowed. A client without the token gets a short time for each request. Its connection
+is the first to be closed when there are too many, and the log has one line a minute for all such
+clients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticzero.launcher.secrets import Secret
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 30.0
-"""A connection that sends or takes nothing for so long is closed."""
+"""Seconds without traffic after which a connection is closed."""
 
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
@@ -40,15 +40,15 @@ class SnapshotSource(Protocol):
     """Opens the files of snapshots for the server."""
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        """A real file, open for reading; raises `FileNotFoundError`."""
+        """Opens a real file for reading; raises `FileNotFoundError` if there is none."""
 
 
 class PortTaken(OperatorError):
-    """Another process listens at the port."""
+    """Reports that another process listens at the port."""
 
 
 class AgentServer:
-    """Serves until it is closed, from daemon threads; `port` is the real one when 0 was asked."""
+    """Serves HTTP from daemon threads until it is closed; `port` is the port that it got."""
 
     def __init__(  # noqa: PLR0913 - one keyword for each thing that is served
         self,
@@ -85,11 +85,11 @@ class AgentServer:
         self._thread.start()
 
     def use_token(self, token: Secret) -> None:
-        """From now on requests must show this token."""
+        """Requires this token from now on."""
         self.token = token
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
+        """Stops listening and ends all connections."""
         self._server.shutdown()
         self._thread.join(2.0)
         self._server.server_close()
@@ -137,12 +137,12 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that goes away, or is slow, is no event of ours."""
+        """Logs an error of a connection at the level of debugging: the peer left, or was slow."""
         log.debug("connection from %s ended by an error", client_address, exc_info=True)
 
 
 def _listen_address(host: str, port: int) -> tuple[int, Any]:
-    """Address family and address of `host`; empty means every address, IPv6 included."""
+    """Returns address family and address of `host`; empty means every address, also of IPv6."""
     if not host and socket.has_dualstack_ipv6():
         return socket.AF_INET6, ("::", port)
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -151,7 +151,7 @@ def _listen_address(host: str, port: int) -> tuple[int, Any]:
 
 
 class _Refusal(Exception):
-    """A request that gets an error for its answer."""
+    """Reports that a request gets an error as its response."""
 
     def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._log_refusal("its head was not whole in time")
 
     def _log_refusal(self, why: str) -> None:
-        """A request was refused: who may ask is told so by the answer alone."""
+        """Logs a refused request, unless it has shown the token: then the response suffices."""
         if not self._shows_token:
             self.server.agent.refusals.add(self.client_address[0], why)
 
@@ -218,7 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._check_token()
                 self._send_snapshot(path, body=body)
             else:
-                raise _Refusal(HTTPStatus.NOT_FOUND, "here are /metrics, /healthz and /status")
+                raise _Refusal(
+                    HTTPStatus.NOT_FOUND, "this server has /metrics, /healthz and /status"
+                )
         except _Refusal as refusal:
             self._log_refusal(f"{refusal.status.value}, {refusal}")
             text = f"{refusal}\n".encode()
@@ -242,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, text, headers=headers, body=self.command != "HEAD")
 
     def _refuse_body(self) -> None:
-        """A body is never read, so what follows it on the connection cannot be either."""
+        """Refuses a request with a body and closes its connection, because no body is read."""
         if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0") != "0":
             self.close_connection = True
             raise _Refusal(HTTPStatus.BAD_REQUEST, "a request here has no body")
@@ -291,9 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         sent = 0
         if stop > start:
             sent = self.connection.sendfile(file, start, stop - start)
-        if (
-            sent < stop - start
-        ):  # the file was cut short under us: the client must not wait for more
+        if sent < stop - start:  # the file has become shorter: the client must not wait for more
             self.close_connection = True
 
     def _send(
@@ -316,7 +316,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _byte_range(header: str, size: int) -> tuple[int, int]:
-    """Start and stop (excluded) of a header `Range: bytes=first-last`, `first-` or `-last_n`."""
+    """Parses a header `Range: bytes=first-last`, `first-` or `-last_n`; returns [start, stop)."""
     found = _RANGE.match(header.strip())
     if found is None or (not found[1] and not found[2]):
         raise _Refusal(HTTPStatus.BAD_REQUEST, "one range is served, as in bytes=0-99")

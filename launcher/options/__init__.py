@@ -1,1 +1,1 @@
-"""The options of the commands: their flags, variables, defaults and checks."""
+"""Defines the options of the commands: their flags, variables, defaults and checks."""

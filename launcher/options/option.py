@@ -1,4 +1,4 @@
-"""An option of a command: its flags, its variables, its default, and what it takes."""
+"""Defines an option of a command: its flags, its variables, its default and its values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ same value, takes it and uses it itself, or does not take it."""
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a command: all that the parser, the checks, `local` and the reference need."""
+    """Describes an option for the parser, the checks, `local` and the reference."""
 
     flags: tuple[str, ...]
     help: str
@@ -28,21 +28,21 @@ class Option:
     metavar: str | None = None
     is_switch: bool = False
     has_off: bool = False
-    """A switch that `--no-…` turns off."""
+    """True for a switch that `--no-…` turns off."""
     is_list: bool = False
-    """The flag may be given several times."""
+    """True if the flag may be given several times."""
     pet: bool = False
-    """torchrun has an option of this name, and takes it from the environment as `PET_<OPTION>`."""
+    """True if torchrun has an option of this name, with a variable `PET_<OPTION>`."""
     own: bool = True
-    """The option is this project's and has a variable `ELASTICZERO_<OPTION>`."""
+    """True if the option is this project's and has a variable `ELASTICZERO_<OPTION>`."""
 
     also_from: str = ""
-    """One more variable that gives it."""
+    """One more variable that gives its value."""
     parse: Parse | None = None
     """Checks and converts the value once all options have one; None: it is used as it is."""
     field: str = ""
     """The field of `AgentOptions` that the value fills, such as `grace_s`, `policy.spares` or
-    `keep.last`; empty: `agent_options` works it out."""
+    `keep.last`; empty: `agent_options` computes the fields."""
     in_local: InLocal = "passed on"
     group: str = ""
     """The heading under which the help lists it; empty: among the command's own options."""
@@ -57,13 +57,13 @@ class Option:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that give the option, the strongest first."""
+        """Returns the environment variables that give the option, the strongest first."""
         own = (self.variable,) if self.own else ()
         pet = (f"PET_{self.name.upper()}",) if self.pet else ()
         return (*own, *pet, *filter(None, [self.also_from]))
 
     def words(self, value: Any) -> list[str]:
-        """The words of a command line that give the option this value."""
+        """Returns the words of a command line that give the option this value."""
         if value is None:
             return []
         if not self.is_switch:
@@ -72,15 +72,17 @@ class Option:
         return [self.flags[0]] if value else off
 
     def default_in(self, environment: Mapping[str, str]) -> Any:
-        """The value without the flag; raises `UserError` where the variable's value makes no
-        sense. An empty variable counts as unset."""
+        """Returns the value without the flag: that of a variable, or else the default.
+
+        An empty variable counts as unset. Raises `UserError` for an invalid value.
+        """
         for variable in self.variables:
             if given := environment.get(variable):
                 return self.value(f"{variable}={given}", given)
         return self.default
 
     def value(self, where: str, given: str) -> Any:
-        """The value of the text that was given; raises `UserError`, which begins with `where`."""
+        """Returns the value of the given text; raises `UserError`, which begins with `where`."""
         taken = _YES + _NO if self.is_switch else self.choices
         value = given.lower() if self.is_switch else given
         if taken is not None and value not in taken:
@@ -95,5 +97,5 @@ class Option:
 
 
 def spellings(flag: str) -> list[str]:
-    """A flag with dashes, and with underscores as torchrun takes it too."""
+    """Returns a flag with dashes, and with underscores as torchrun takes it too."""
     return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))

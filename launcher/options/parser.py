@@ -1,4 +1,4 @@
-"""The parser of a command: what argparse does, with this project's errors and late defaults."""
+"""Parses a command's options by argparse, with this project's errors and late defaults."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _with_dashes(action: argparse.Action) -> argparse.Action:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line with the exit code of bad input.
+    """Prints errors in one line, and exits with the code of bad input.
 
-    Defaults that may be wrong themselves, such as those from the environment, are looked at once
-    all words are understood: not for `--help`, and not where a flag goes before. What is parsed has
-    as its `prog` the innermost command that was named.
+    Defaults from the environment may be invalid themselves. They are read once all words are
+    parsed: not for `--help`, and not if the flag is given. The result has as its `prog` the
+    innermost command that was named.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -43,9 +43,9 @@ class Parser(argparse.ArgumentParser):
         self.options: tuple[Option, ...] = ()
         """The options that `add_options` gave the parser."""
         self.complete: Callable[[argparse.Namespace], None] | None = None
-        """Sets what no word has set; raises `UserError`."""
+        """Function that sets what no word has set; raises `UserError`."""
         self.prepare: Callable[[Sequence[str]], list[str]] = list
-        """Spells out what may be abbreviated among this command's words; raises `UserError`."""
+        """Function that spells out abbreviations in this command's words; raises `UserError`."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    """Give a parser the options of a command that runs a script, and the script."""
+    """Adds the options of a command that runs a script, and the script, to a parser."""
     add_options(parser, options, required)
     parser.add_argument("script", help="This training script runs in every worker.")
     arguments = parser.add_argument(
@@ -75,7 +75,7 @@ def add_command(parser: Parser, options: Sequence[Option], required: Sequence[st
 
 
 def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    """Give a parser these options. required: names of those that must have a value."""
+    """Adds options to a parser. required: names of the options that must have a value."""
     parser.options = tuple(options)
     headings = dict.fromkeys(option.group for option in options if option.group)
     groups = {heading: parser.add_argument_group(heading) for heading in headings}
@@ -125,7 +125,7 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
 
 
 def _typed(option: Option) -> Callable[[str], Any]:
-    """Converts the value of a flag, with the same errors as that of a variable."""
+    """Returns a function that converts a flag's value, with the same errors as for a variable."""
     return lambda text: option.value(f"{option.flags[0]} {text}", text)
 
 

@@ -1,4 +1,4 @@
-"""Finds out where the nodes of a run meet, from this project's options and from torchrun's.
+"""Determines where the nodes of a run meet, from this project's options and from torchrun's.
 
 Pure, but for the options that `check_rendezvous` sets. Rules, the first that applies:
  Z1  --standalone: an etcd of this node alone; every address that was given is ignored.
@@ -24,7 +24,7 @@ from zlib import crc32
 from elasticzero.errors import UserError
 
 C10D_PORT, STATIC_PORT = 29400, 29500
-"""Torch's default ports."""
+"""Default ports of torch's rendezvous."""
 ETCD_BACKENDS = ("etcd", "etcd-v2", "elasticzero")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]|^\.")
 _YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
@@ -38,13 +38,13 @@ _FILES = {
     "key": "etcd_key",
     "ssl_cert_key": "etcd_key",
 }
-"""Torch's etcd backends call the files so."""
+"""Options that the keys of torch's etcd backends for certificate files become."""
 _OWN = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedEtcd:
-    """An etcd that one node of the run starts."""
+    """Describes an etcd that one node of the run starts."""
 
     host: str
     port: int
@@ -58,23 +58,26 @@ class HostedEtcd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The place where the nodes find each other."""
+    """Describes where the nodes find each other."""
 
     etcd: str | None = None
     """Endpoints as --etcd takes them; None: an etcd of this node alone."""
     hosted: HostedEtcd | None = None
-    """The etcd at `etcd`, where a node of the run starts it."""
+    """The etcd at `etcd` if a node of the run starts it; None: it runs already."""
     job: str | None = None
     node_rank: int | None = None
-    """This node's place in the first world, where the nodes are numbered."""
+    """This node's index in the first world, if the nodes are numbered."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options of `run` by name, from --rdzv-conf."""
     lines: tuple[str, ...] = ()
-    """Lines that the user is told."""
+    """Lines that are printed for the user."""
 
 
 def resolve_rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:
-    """given: the options of `run` by name. Raises `UserError`."""
+    """Returns where the nodes meet; raises `UserError` for options that contradict each other.
+
+    given: the options of `run` by name.
+    """
     conf = parse_conf(given["rdzv_conf"])
     settings, idle = _settings(conf)
     lines = [f"--rdzv-conf {name} has no effect here" for name in idle]
@@ -125,7 +128,7 @@ def _hosted(
     most_nodes: int,
     conf: Mapping[str, str],
 ) -> HostedEtcd | None:
-    """Z4 and Z5; None: neither applies, or this node needs nobody else."""
+    """Applies Z4 and Z5; returns None if neither applies, or if the node runs alone."""
     is_host = _flag(conf, "is_host")
     if backend == "c10d":
         host, port = split_endpoint(endpoint or "localhost", C10D_PORT)
@@ -149,7 +152,7 @@ def _hosted(
 
 
 def split_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT` or `[IPV6]:PORT`; raises `UserError`."""
+    """Parses `HOST`, `HOST:PORT` or `[IPV6]:PORT`; raises `UserError` for other text."""
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", text.strip())
     if not match or int(match[2] or default_port) > 65535:
         raise UserError(f"--rdzv-endpoint {text}: HOST:PORT is expected")
@@ -157,7 +160,7 @@ def split_endpoint(text: str, default_port: int) -> tuple[str, int]:
 
 
 def parse_conf(text: str | None) -> dict[str, str]:
-    """`KEY=VALUE,…` of --rdzv-conf; raises `UserError`."""
+    """Parses `KEY=VALUE,…` of --rdzv-conf; raises `UserError` for other text."""
     conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         name, equals, value = part.partition("=")
@@ -168,7 +171,7 @@ def parse_conf(text: str | None) -> dict[str, str]:
 
 
 def _settings(conf: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Options of `run` that --rdzv-conf gives, and the names of what does nothing here."""
+    """Returns the options of `run` that --rdzv-conf gives, and the keys without effect here."""
     settings: dict[str, Any] = {}
     idle = []
     for name, value in conf.items():
@@ -192,16 +195,20 @@ def _flag(conf: Mapping[str, str], name: str) -> bool | None:
 
 
 def job_of(rdzv_id: str) -> str:
-    """A job's name for an id of torchrun's, in which any character may stand; names of two ids
-    differ."""
+    """Returns a job's name for an id of torchrun, which may have any character.
+
+    The names of two different ids differ.
+    """
     if not _UNSAFE.search(rdzv_id):
         return rdzv_id
     return f"{_UNSAFE.sub('_', rdzv_id)}-{crc32(rdzv_id.encode()):08x}"
 
 
 def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
-    """Where this node finds the others, put into `args` as --etcd, --job and what --rdzv-conf says
-    besides; raises `UserError`."""
+    """Determines where this node finds the others, and sets `args` accordingly.
+
+    It sets --etcd, --job and the options that --rdzv-conf gives. Raises `UserError`.
+    """
     _prefer_flags(args)
     found = resolve_rendezvous(vars(args), most_nodes)
     if args.standalone and most_nodes > 1:
@@ -223,7 +230,7 @@ def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
 
 
 def _prefer_flags(args: argparse.Namespace) -> None:
-    """torchrun's spelling on the command line goes before this project's in the environment."""
+    """Gives torchrun's flags precedence over this project's variables of the environment."""
     for own, torchruns in (("etcd", "rdzv_endpoint"), ("job", "rdzv_id"), ("host", "local_addr")):
         if torchruns in args.by_flag and own not in args.by_flag:
             setattr(args, own, None)

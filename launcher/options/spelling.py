@@ -1,7 +1,7 @@
-"""The words of a command line, with each option spelled out before a parser reads them.
+"""Spells out the options in the words of a command line, before a parser reads them.
 
-Pure. torchrun takes `-` and `_`, prefixes that fit one option alone, and a value after `--tee`,
-which without one is a switch here.
+Pure. torchrun takes `-` and `_`, prefixes that fit only one option, and a value after `--tee`. Here
+`--tee` without a value is a switch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHORT = {"-t": _TEE}
 
 
 def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """The words up to the script with whole names and `--option=value`, the others as they are.
+    """Returns the words, with whole names and `--option=value` in those before the script.
 
     Raises `UserError` for a prefix that fits several options of torchrun.
     """
@@ -50,7 +50,7 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
 
 
 def _split_word(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
-    """The flag that a word means, as `known` has it, and the value in the word itself."""
+    """Returns the flag that a word means, as `known` has it, and the value within the word."""
     if not word.startswith("--"):
         flag, value = word[:2], word[2:]
         return (flag, value.removeprefix("=") or None) if flag in known else (word, None)
@@ -60,7 +60,7 @@ def _split_word(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
 
 
 def _complete_flag(flag: str, known: dict[str, Option]) -> str:
-    """The flag itself, or the only one of torchrun's that begins like it."""
+    """Returns the flag itself, or the only flag of torchrun that begins with it."""
     if flag in known or flag == "--help":
         return flag
     fitting = {

@@ -1,4 +1,4 @@
-"""The table of options of `elasticzero run` and `elasticzero local`.
+"""Defines the table of options of `elasticzero run` and `elasticzero local`.
 
 One row gives an option its flags, its environment variable, its default and its help, says how its
 value is checked, which field of `AgentOptions` it fills, and what `local` does with it. The parser,
@@ -28,7 +28,7 @@ from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
-"""The first one that is tried where none is given."""
+"""First port that is tried if none is given."""
 
 JOB_OPTIONS = (
     Option(
@@ -376,23 +376,23 @@ LOCAL_OPTIONS = (
 
 
 def add_job_options(parser: Parser) -> None:
-    """The options of a command on a running job: which, and how its etcd is reached."""
+    """Adds the options of a command on a running job: which job, and how its etcd is reached."""
     add_options(parser, JOB_OPTIONS, required=("etcd", "job"))
 
 
 def add_run_options(parser: Parser) -> None:
-    """The options of `run`, torchrun's among them, and what is to be run."""
+    """Adds the options of `run`, also those of torchrun, and the script."""
     add_command(parser, _ALL_OF_RUN)
 
 
 def add_local_options(parser: Parser) -> None:
-    """The options of `local`: its own, those of `run` that it takes, and what is to be run."""
+    """Adds the options of `local`, those of `run` that it takes, and the script."""
     job = {option.flags[0]: option for option in JOB_OPTIONS}
     shared = [job.get(o.flags[0], o) for o in _ALL_OF_RUN if o.in_local != "absent"]
     add_command(parser, [*LOCAL_OPTIONS, *shared], required=("nodes",))
 
 
 def passed_on_arguments(args: argparse.Namespace) -> list[str]:
-    """The words with which `local` passes its options on to each agent's `run`."""
+    """Returns the words by which `local` passes its options on to each agent's `run`."""
     passed_on = (option for option in _ALL_OF_RUN if option.in_local == "passed on")
     return [word for o in passed_on for word in o.words(getattr(args, o.name))]

@@ -1,7 +1,7 @@
-"""The options of torchrun that `elasticzero run` takes besides its own, and what each becomes.
+"""Defines the options of torchrun that `elasticzero run` takes besides its own.
 
-`--nnodes`, `--nproc-per-node`, `--max-restarts`, `--standalone`, `--log-dir` and `--tee` are both
-torchrun's and this project's, and are among the own options.
+`--nnodes`, `--nproc-per-node`, `--max-restarts`, `--standalone`, `--log-dir` and `--tee` are
+options of both; this project's own table has them.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ _IDLE = {
     "--shutdown-timeout": "a script that does not end at SIGTERM is killed after 2 s",
 }
 _WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
-"""torchrun itself takes these from the command line alone."""
+"""Options that torchrun itself takes from the command line only."""
 SILENT = ("--run-path",)
-"""Options whose effect holds anyway, so nothing is said."""
+"""Options whose effect holds anyway, so no line is printed about them."""
 
 IDLE = tuple(
     Option(
@@ -149,7 +149,7 @@ TORCHRUN_OPTIONS = MAPPED + IDLE
 
 
 def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """A line for each option that was given and does nothing here. given: values by name."""
+    """Returns a line for each option that was given and has no effect. given: values by name."""
     return [
         f"{option.flags[0]} has no effect: {_IDLE[option.flags[0]]}"
         for option in IDLE
@@ -158,8 +158,10 @@ def without_effect(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_signals(text: str | None) -> tuple[signal.Signals, ...]:
-    """The signals of --signals-to-handle at which this node leaves, besides SIGTERM; SIGINT
-    interrupts it in any case. Raises `UserError`."""
+    """Returns the signals of --signals-to-handle at which this node leaves, besides SIGTERM.
+
+    SIGINT always interrupts the node. Raises `UserError` for names that are no such signals.
+    """
     found = []
     for name in filter(None, (part.strip() for part in (text or "").split(","))):
         if name not in signal.Signals.__members__ or name in _NEVER:

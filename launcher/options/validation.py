@@ -30,13 +30,12 @@ UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def endpoints_of(args: argparse.Namespace) -> list[str]:
-    """The etcd endpoints given, none if none was."""
+    """Returns the etcd endpoints that were given; empty if none was."""
     return [part.strip() for part in args.etcd.split(",")] if args.etcd else []
 
 
 def check_access(args: argparse.Namespace) -> Access:
-    """Returns how etcd is accessed; raises `UserError` where files, user or password are not in
-    order."""
+    """Returns how etcd is accessed; raises `UserError` if files, user or password are invalid."""
     access = asked_for(
         cacert=args.etcd_cacert,
         cert=args.etcd_cert,
@@ -56,12 +55,12 @@ def check_access(args: argparse.Namespace) -> Access:
 
 
 def given_token(args: argparse.Namespace) -> Secret | None:
-    """The job's token, if one was given; raises `UserError`."""
+    """Returns the job's token, if one was given; raises `UserError` for an invalid one."""
     return check_given(read_secret("--token-file", args.token_file, TOKEN, os.environ))
 
 
 def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
-    """`MIN:MAX` or `N`; raises `UserError` that says `what` it is about."""
+    """Parses `MIN:MAX` or `N`; raises `UserError`, which begins with `what`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
     if not match:
         raise UserError(f"{what} {text}: a number or MIN:MAX is expected, such as 2:4")
@@ -72,7 +71,10 @@ def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """A number, or auto | gpu: one a GPU (auto without a GPU: 1), or cpu: one a core."""
+    """Returns the number of workers of a node; raises `UserError` for an invalid text.
+
+    text: a number; gpu, one for each GPU; cpu, one for each core; auto, as gpu, or 1 without GPUs.
+    """
     value = str(text)
     if value in ("auto", "gpu"):
         devices = [d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()]
@@ -91,8 +93,11 @@ def parse_nproc(text: str) -> int:
 
 
 def count_gpus(devices: int, visible: str | None) -> int:
-    """The GPUs that CUDA shows a process, of so many. visible: CUDA_VISIBLE_DEVICES, a list of
-    numbers or names that ends at the first that is none; of MIG instances one is shown."""
+    """Returns the number of GPUs that CUDA shows a process, of the `devices` of a node.
+
+    visible: CUDA_VISIBLE_DEVICES, a list of numbers or names that ends at the first invalid one; of
+    MIG instances only one is shown.
+    """
     if visible is None or not devices:
         return devices
     shown = 0
@@ -107,8 +112,10 @@ def count_gpus(devices: int, visible: str | None) -> int:
 
 
 def check_script(script: str, *, is_module: bool, is_program: bool = False) -> str:
-    """Absolute path of the script, or of the program, or the module's name; raises `UserError` if
-    there is none."""
+    """Returns the absolute path of the script or program, or the module's name.
+
+    Raises `UserError` if it does not exist.
+    """
     if is_program and is_module:
         raise UserError("--no-python and -m exclude each other: a module is run by Python")
     if is_program:
@@ -131,9 +138,9 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
 
 
 def make_log_directory(given: str | None, job: str) -> Path:
-    """Make DIR/JOB, for logs; raises `UserError` where they cannot be written.
+    """Creates DIR/JOB for logs; raises `UserError` if logs cannot be written there.
 
-    given: --log-dir; None: a directory of its own among the temporary ones.
+    given: --log-dir; None: a new temporary directory.
     """
     what = f"--log-dir {given}" if given else "the directory for logs"
     try:
@@ -152,7 +159,7 @@ def make_log_directory(given: str | None, job: str) -> Path:
 
 
 def check_name(text: str, what: str) -> str:
-    """A name that is safe in keys and paths."""
+    """Returns the text; raises `UserError` unless it is safe as a name in keys and paths."""
     if not text or UNSAFE_IN_A_NAME.search(text) or text.startswith("."):
         raise UserError(
             f"{what} {text!r}: letters, digits, '.', '_' and '-' only, not starting with '.'"
@@ -161,7 +168,7 @@ def check_name(text: str, what: str) -> str:
 
 
 def check_folder(text: str) -> Path:
-    """The folder of --snapshot-dir; raises `UserError` if snapshots cannot lie there."""
+    """Returns the folder of --snapshot-dir; raises `UserError` if it cannot hold snapshots."""
     folder = Path(text).absolute()
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"--snapshot-dir {text}: a directory that can be written is expected")
@@ -169,15 +176,18 @@ def check_folder(text: str) -> Path:
 
 
 def overflow_folder(snapshot_folder: Path) -> Path | None:
-    """Where snapshots go that find no room in that one: the temporary directory; None: it is that
-    one."""
+    """Returns the folder for snapshots that do not fit into the first one.
+
+    It is the temporary directory; None: that is the first one itself.
+    """
     folder = Path(tempfile.gettempdir()).absolute()
     return None if folder.resolve() == snapshot_folder.resolve() else folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedOptions:
-    """The values of the options that `run` and `local` share, by the field that each fills."""
+    """Holds the values of the options that `run` and `local` share, by the field that each
+    fills."""
 
     agent: Mapping[str, Any]
     """Fields of `AgentOptions` itself."""
@@ -186,7 +196,7 @@ class ParsedOptions:
 
 
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
-    """Check and convert what needs nothing but the words themselves; raises `UserError`."""
+    """Checks and converts the options that depend on the words alone; raises `UserError`."""
     fields: dict[str, dict[str, Any]] = {"agent": {}, "policy": {}, "keep": {}}
     for option in RUN_OPTIONS:
         if not hasattr(args, option.name):  # an option that `local` does not take

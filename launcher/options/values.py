@@ -10,11 +10,14 @@ from elasticzero.errors import UserError
 
 MAX_PORT = 65535
 Parse = Callable[[str, Any], Any]
-"""Takes the flag, for the error, and the value; returns what the program works with."""
+"""Function that takes the flag, for the error, and the value; returns the converted value."""
 
 
 def at_least_zero(expected: str, *, finite: bool = False) -> Parse:
-    """expected: ends the error, as in "0 or more seconds are expected"."""
+    """Returns a check that a number is at least 0.
+
+    expected: ends the error, as in "0 or more seconds are expected".
+    """
 
     def parse(flag: str, value: float) -> float:
         if not value >= 0 or (finite and math.isinf(value)):
@@ -26,14 +29,14 @@ def at_least_zero(expected: str, *, finite: bool = False) -> Parse:
 
 
 def port_number(flag: str, port: int | None) -> int | None:
-    """A TCP port, 0 among them, or None."""
+    """Checks a TCP port; 0 and None are valid."""
     if port is not None and not 0 <= port <= MAX_PORT:
         raise UserError(f"{flag} {port}: a port from 0 to {MAX_PORT} is expected")
     return port
 
 
 def whole_number(expected: str) -> Parse:
-    """Parses a number that may be absent. expected: ends the error."""
+    """Returns a function that parses a number, which may be absent. expected: ends the error."""
 
     def parse(flag: str, text: str | None) -> int | None:
         if text is not None and not str(text).isdecimal():
@@ -44,7 +47,7 @@ def whole_number(expected: str) -> Parse:
 
 
 def steps_or_auto(flag: str, text: str) -> int | None:
-    """Steps, or None for auto."""
+    """Parses a number of steps; returns None for auto."""
     if text == "auto":
         return None
     if not text.isdecimal():
@@ -53,7 +56,7 @@ def steps_or_auto(flag: str, text: str) -> int | None:
 
 
 def seconds_or_auto(flag: str, text: str) -> float | None:
-    """Seconds, or None for auto."""
+    """Parses a number of seconds; returns None for auto."""
     if text == "auto":
         return None
     try:
@@ -66,7 +69,7 @@ def seconds_or_auto(flag: str, text: str) -> float | None:
 
 
 def lease_seconds(flag: str, seconds: int) -> float:
-    """The lease of a node's registration."""
+    """Checks the duration of the lease of a node's registration, in seconds."""
     if seconds < 2:
         raise UserError(f"{flag} {seconds}: etcd grants no lease below 2 s")
     return float(seconds)

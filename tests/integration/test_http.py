@@ -229,11 +229,11 @@ def test_refused_requests_are_told_of_once_a_minute(
     assert [record.getMessage() for record in caplog.records] == [
         "refused an HTTP request of 127.0.0.1: 401, this needs the job's token"
     ]
-    monkeypatch.setattr(http_guard, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(http_guard, "LOG_INTERVAL_S", 0.0)
     assert ask(server, "/nothing")[0] == 404
     assert caplog.records[-1].getMessage() == (
-        "refused an HTTP request of 127.0.0.1: 404, here are /metrics, /healthz and /status; "
-        "2 more since the last such line"
+        "refused an HTTP request of 127.0.0.1: 404, this server has /metrics, /healthz and "
+        "/status; 2 more since the last such line"
     )
     assert len(caplog.records) == 2
     assert ask(server, "/snapshots/3/120/none", **BEARER)[0] == 404
