@@ -9,12 +9,12 @@ import torch
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
 from elasticzero.worker.process_reuse import EndedGeneration
-from elasticzero.worker.stop_protocol import StopState, end
+from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
 from elasticzero.worker.training_state import TrainingState
 
 
@@ -68,8 +68,11 @@ class Generation:
             self.groups.close()
 
     def end(self, error: BaseException) -> EndedGeneration:
-        """Runs the stop protocol; returns only if the process may be used again."""
-        code = end(self.link, error, self._stop_state)
+        """Runs the stop protocol; returns only if the process may be used again, and never if
+        another thread runs it."""
+        if not self.link.claim_shutdown():
+            park()
+        code = run_stop_protocol(self.link, error, self._stop_state())
         traceback.clear_frames(error.__traceback__)  # they refer to the script's objects
         if self.training is not None:
             self.training.stager.close()

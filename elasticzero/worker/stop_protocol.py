@@ -36,7 +36,7 @@ from elasticzero.errors import (
     one_line,
     same_error,
 )
-from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now, park
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
 from elasticzero.peer_errors import is_peer_error
 
@@ -64,18 +64,11 @@ class StopState:
     """Breaks the connections of the process groups."""
 
 
-def end(link: AgentClient, error: BaseException, state: Callable[[], StopState]) -> int:
-    """Runs the stop protocol in the main thread; never returns if another thread does."""
-    if not link.claim_shutdown():
-        park()
-    return run_stop_protocol(link, error, state())
-
-
 def run_stop_protocol(
     link: AgentClient, error: BaseException, state: StopState, *, may_keep: bool = True
 ) -> int:
-    """Runs the stop protocol; ends the process, or returns its exit code if it may be used
-    again."""
+    """Runs the stop protocol in the thread that has claimed it; ends the process, or returns its
+    exit code if it may be used again."""
     code, own = _explain(link, error, state)
     kept = False
     try:
