@@ -217,7 +217,7 @@ class AgentCore:
     def _maintain(self, now_s: float) -> None:
         """Maintains what belongs in the store whatever is decided."""
         if self.recovery is not None:
-            self.recovery.attend(now_s)
+            self.recovery.poll(now_s)
         self._store.writer.keep_registered(now_s, leaving=bool(self._notices))
 
     def _observe(self, now_s: float, *, saving: bool) -> View:

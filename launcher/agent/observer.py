@@ -180,7 +180,7 @@ class ClusterObserver:
             struck_s=self._struck_since(world, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
-                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
+                outage_end_s=max(self._store.last_outage_end_s, self._membership.outage_end_s),
                 confirmed_s=self._membership.confirmed_s,
             ),
             can_save=self._storage_probe.possible,

@@ -220,7 +220,7 @@ def _room(view: View, policy: JobPolicy) -> int:
 def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether this node has been outside the world for so long that the loss of a member is
     known."""
-    since_s = max(view.outside_s or now_s, view.store.well_since_s)
+    since_s = max(view.outside_s or now_s, view.store.outage_end_s)
     return now_s - since_s >= SURPLUS_TTLS * policy.lease_ttl_s
 
 

@@ -20,9 +20,9 @@ from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
 from elasticzero.launcher.store.etcd.access import (
     Access,
-    asked_for,
     parse_endpoint,
     read_certificates,
+    resolve_access,
 )
 from elasticzero.launcher.store.job_token import check_given
 
@@ -36,7 +36,7 @@ def endpoints_of(args: argparse.Namespace) -> list[str]:
 
 def check_access(args: argparse.Namespace) -> Access:
     """Returns how etcd is accessed; raises `UserError` if files, user or password are invalid."""
-    access = asked_for(
+    access = resolve_access(
         cacert=args.etcd_cacert,
         cert=args.etcd_cert,
         key=args.etcd_key,

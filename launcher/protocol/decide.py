@@ -325,7 +325,7 @@ def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -
 def _waited_s(view: View, since_s: float | None, now_s: float) -> float:
     """Returns the seconds in which other nodes could have acted; time in which the store was away
     does not count."""
-    return now_s - max(since_s or now_s, view.store.well_since_s)
+    return now_s - max(since_s or now_s, view.store.outage_end_s)
 
 
 def _all_leave(view: View, world: World) -> bool:

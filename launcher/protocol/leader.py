@@ -261,7 +261,7 @@ def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> boo
     to register again.
     """
     own_lease_is_fresh = now_s - store.confirmed_s <= ttl_s / 2
-    store_is_well = store.reachable and now_s - store.well_since_s >= ttl_s
+    store_is_well = store.reachable and now_s - store.outage_end_s >= ttl_s
     return own_lease_is_fresh and store_is_well
 
 

@@ -58,12 +58,12 @@ GONE_AT_ONCE = 100
 
 def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """Decides for the acting leader in a round."""
-    opened_s = max(view.round_s or now_s, view.store.well_since_s)
+    opened_s = max(view.round_s or now_s, view.store.outage_end_s)
     answers = answers_of(view)
     answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, policy)]
     heard = {m.node for m in answered}
     silent = [m.node for m in world.members if m.node not in heard]
-    asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.well_since_s)
+    asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.outage_end_s)
     if silent and (asked_s is None or now_s - asked_s < policy.alive_s):
         return wait(f"waiting for an answer of {list_text(silent, NAMES_SHOWN)}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
@@ -260,7 +260,7 @@ def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
     found = (view.members or {}).get(member.node)
     if found is not None:
         return found.incarnation == member.incarnation
-    ttl_s, well_s = policy.lease_ttl_s, view.store.well_since_s
+    ttl_s, well_s = policy.lease_ttl_s, view.store.outage_end_s
     missing_s = view.missing_since_s.get(member.node, now_s)
     young = now_s - (view.round_s or now_s) < ttl_s
     return young or (now_s - well_s < ttl_s and well_s - missing_s < ttl_s)

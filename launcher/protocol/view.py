@@ -174,7 +174,7 @@ class WorkerGroupState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
     reachable: bool = True
-    well_since_s: float = 0.0
+    outage_end_s: float = 0.0
     """End of the last known outage of the store."""
     confirmed_s: float = 0.0
     """Time at which the node's own lease was last confirmed."""

@@ -25,7 +25,7 @@ earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HistoryPosition:
     """Holds what was known of the store when a request was sent."""
 
     number: int
@@ -44,13 +44,13 @@ class History:
         self._revision = 0
         self._lock = threading.Lock()
 
-    def asked(self) -> Asked:
+    def position(self) -> HistoryPosition:
         """Returns what is known now; take it before a request, and pass it with the answer."""
         with self._lock:
-            return Asked(self.number, self._revision)
+            return HistoryPosition(self.number, self._revision)
 
-    def answered(
-        self, asked: Asked, cluster: int, revision: int = 0, *, wrote: bool = False
+    def judge_response(
+        self, position: HistoryPosition, cluster: int, revision: int = 0, *, wrote: bool = False
     ) -> Verdict:
         """Returns the verdict on an answer.
 
@@ -58,12 +58,12 @@ class History:
         wrote: the request was to put something, and it did.
         """
         with self._lock:
-            if asked.number != self.number:
+            if position.number != self.number:
                 return "late"
             if cluster and self._cluster and cluster != self._cluster:
                 self._begin(f"cluster {cluster:x} answers in the place of {self._cluster:x}")
-            elif revision and revision < asked.revision + wrote:
-                self._begin(f"revision {asked.revision} was followed by {revision}")
+            elif revision and revision < position.revision + wrote:
+                self._begin(f"revision {position.revision} was followed by {revision}")
             else:
                 self._cluster = cluster or self._cluster
                 self._revision = max(self._revision, revision)

@@ -53,7 +53,7 @@ class Membership:
         draw_incarnation: Callable[[], str] = new_incarnation,
     ) -> None:
         self.me = member
-        self._well_since_s = 0.0
+        self._outage_end_s = 0.0
         self._store = store
         self._ttl_s = ttl_s
         self._socket = store_socket
@@ -65,16 +65,16 @@ class Membership:
         self._last_confirmed_s = 0.0
         self._last_check_s = 0.0
         self._registered = member
-        self._own = {member.incarnation}
+        self._own_incarnations = {member.incarnation}
         """Every incarnation under which this agent was registered: a restored backup may bring back
         an earlier one, which does not lapse where its lease is still renewed."""
-        self._stands = False
+        self._is_registered = False
         """True if the registration was put under the present lease."""
         self._seen_revision = 0
-        self._met = False
+        self._was_seen = False
         """True once a registration of this name, be it the own one, was seen; then it is read
         before each write."""
-        self._taken = False
+        self._name_taken = False
         """True if the last one that was seen is another agent's."""
         self.revision = 0
         """Revision at which the registration was put."""
@@ -86,9 +86,9 @@ class Membership:
         return f"members/{self.me.node}"
 
     @property
-    def stands(self) -> bool:
+    def is_registered(self) -> bool:
         """Returns whether the registration was put under a lease that lives, as far as is known."""
-        return self._stands and self._lease is not None and not self._lease.lost
+        return self._is_registered and self._lease is not None and not self._lease.lost
 
     @property
     def confirmed_s(self) -> float:
@@ -96,16 +96,16 @@ class Membership:
         return self._lease.confirmed_s if self._lease is not None else 0.0
 
     @property
-    def well_since_s(self) -> float:
+    def outage_end_s(self) -> float:
         """Returns the end of the last outage that this node has noticed."""
-        return self._well_since_s
+        return self._outage_end_s
 
     def note_outage(self, ended_s: float) -> None:
         """Notes that the store was away until then.
 
         Other nodes could not write either, so their time to answer begins anew.
         """
-        self._well_since_s = ended_s
+        self._outage_end_s = ended_s
 
     def still_registered(self) -> Condition:
         """Returns a condition that holds only while this registration exists, so that a leader
@@ -122,7 +122,7 @@ class Membership:
 
         The other nodes have time to do so too before they count as missing.
         """
-        self._stands = False
+        self._is_registered = False
         self._seen_revision = -1
         self._retry_s = 0.0
         self.note_outage(now_s)
@@ -142,10 +142,10 @@ class Membership:
         use.
         """
         deadline_s = clock() + 2 * self._ttl_s + 1.0
-        told = False
+        reported = False
         while not self._registers():
             late = clock() > deadline_s
-            if late and not self._taken:
+            if late and not self._name_taken:
                 raise StoreUnavailable(
                     f"{self.me.node} could not register within {2 * self._ttl_s + 1} s: each "
                     f"lease of {self._ttl_s} s had lapsed when it was to be used; the agent tries "
@@ -157,11 +157,11 @@ class Membership:
                     f"another agent is registered as node {self.me.node!r} and is alive; give each "
                     "node a name of its own with --node-name, or stop the other agent"
                 )
-            if self._taken and not told:
+            if self._name_taken and not reported:
                 waiting(
                     f"a former registration of {self.me.node} has not lapsed yet; waiting for it"
                 )
-                told = True
+                reported = True
             sleep(RETRY_S)
 
     def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
@@ -179,7 +179,7 @@ class Membership:
         self._last_check_s = now_s
         self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
         left_out = not named and self._seen_revision != world_revision
-        if (self._stands and not lease.lost and not left_out) or now_s < self._retry_s:
+        if (self._is_registered and not lease.lost and not left_out) or now_s < self._retry_s:
             return
         self._retry_s = now_s + self._pause_s()
         self._tries += 1
@@ -213,21 +213,21 @@ class Membership:
     def register(self) -> bool:
         """Puts the registration under a live lease; returns False when another incarnation has the
         name."""
-        if not self._met and self._put(0):
+        if not self._was_seen and self._put(0):
             return True
         entry = self._store.read(self.key).entries.get(self.key)
-        self._taken = entry is not None and not self._is_mine(entry.value)
-        return not self._taken and self._put(entry.mod_revision if entry is not None else 0)
+        self._name_taken = entry is not None and not self._is_mine(entry.value)
+        return not self._name_taken and self._put(entry.mod_revision if entry is not None else 0)
 
     def _put(self, before: int) -> bool:
         """Writes the registration where the key was last written at that revision; 0: where it does
         not exist."""
-        self._met = True
+        self._was_seen = True
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
                 self._lease.close(revoke=False)
                 self.lapses += 1
-            self._stands = False
+            self._is_registered = False
             self._lease = self._store.lease(self._ttl_s)
         condition = Condition(key=self.key, mod_revision=before)
         put = {self.key: to_bytes(self.me)}
@@ -236,13 +236,13 @@ class Membership:
             return False
         self.revision = revision
         self._registered = self.me
-        self._own.add(self.me.incarnation)
-        self._stands = True
+        self._own_incarnations.add(self.me.incarnation)
+        self._is_registered = True
         return True
 
     def _is_mine(self, value: bytes) -> bool:
         incarnation = json.loads(value).get("incarnation")
-        return incarnation == self.me.incarnation or incarnation in self._own
+        return incarnation == self.me.incarnation or incarnation in self._own_incarnations
 
     def take_store_socket(self) -> socket.socket:
         """Returns the socket bound to the registered port, for rank 0; a new one is offered from

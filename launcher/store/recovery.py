@@ -37,7 +37,7 @@ TURN_S, LAST_TURN_S = 0.02, 2.0
 such wait, which is also that of nodes without a place."""
 
 
-class Forgetful(Protocol):
+class DataLossListener(Protocol):
     """Remembers what it saw in the store, and can forget it: see `ClusterObserver`."""
 
     def lost_data(self, now_s: float) -> None: ...
@@ -53,45 +53,45 @@ class StoreRecovery:
         store: Store,
         observer: WatchCache,
         membership: Membership,
-        memory: Forgetful | None,
+        listener: DataLossListener | None,
         agreed: Agreed | None,
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
     ) -> None:
         """agreed: the job's token and its record in the store; None: there is no such record.
         say: receives a sentence on what was lost, and one on what was written anew."""
         self._store = store
         self._observer = observer
         self._membership = membership
-        self._memory = memory
+        self._listener = listener
         self._agreed = agreed
-        self._say = say
+        self._log_line = log_line
         self._history = store.history
         self._lapses = membership.lapses
         self._due_s: float | None = None
         """Time at which this agent writes what it has; None: nothing is to be written."""
-        self._doubt = False
-        self._look_s = 0.0
+        self._loss_suspected = False
+        self._check_record_after_s = 0.0
         """Time before which the token's record is not read."""
 
     def adopt(self, agreed: Agreed) -> None:
         """Replaces the job's token by another one from now on."""
         self._agreed = agreed
 
-    def attend(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         """Checks whether the store has lost its data; where it has, writes what is missing."""
         if self._membership.lapses != self._lapses:
-            self._lapses, self._doubt = self._membership.lapses, True
-        doubt = self._doubt or bool(self._observer.kept)
-        unknown = doubt and self._due_s is None and self._store.history == self._history
-        if unknown and now_s >= self._look_s:
-            self._look_at_record(now_s)
+            self._lapses, self._loss_suspected = self._membership.lapses, True
+        loss_suspected = self._loss_suspected or bool(self._observer.retained)
+        unknown = loss_suspected and self._due_s is None and self._store.history == self._history
+        if unknown and now_s >= self._check_record_after_s:
+            self._check_record(now_s)
         if self._store.history != self._history:
             self._begin(now_s)
         if self._due_s is not None and now_s >= self._due_s:
             self._due_s = now_s + AGAIN_S
             try:
                 if self._restore():
-                    self._due_s, self._doubt = None, False
+                    self._due_s, self._loss_suspected = None, False
             except StoreUnavailable:
                 pass  # the next try is due soon; what was known counts until then
 
@@ -103,89 +103,90 @@ class StoreRecovery:
         index = world.find(me.node, me.incarnation) if world is not None else None
         self._due_s = now_s + (LAST_TURN_S if index is None else min(LAST_TURN_S, TURN_S * index))
         self._membership.lost_data(now_s)
-        if self._memory is not None:
-            self._memory.lost_data(now_s)
+        if self._listener is not None:
+            self._listener.lost_data(now_s)
         on = "" if world is None else f"; generation {world.generation} goes on"
-        self._say(f"etcd lost its data ({self._store.loss}){on}")
+        self._log_line(f"etcd lost its data ({self._store.loss}){on}")
 
-    def _look_at_record(self, now_s: float) -> None:
+    def _check_record(self, now_s: float) -> None:
         """Applies rule 5."""
-        self._look_s = now_s + AGAIN_S
-        known = self._agreed
+        self._check_record_after_s = now_s + AGAIN_S
+        agreed = self._agreed
         try:
-            record = self._read(KEY) if known is not None else None
+            record = self._read(KEY) if agreed is not None else None
         except StoreUnavailable:
             return
-        lapsed, self._doubt = self._doubt or not self._membership.stands, False
-        same = record is not None and known is not None and record.mod_revision == known.revision
-        if known is not None and not same:
+        lapsed = self._loss_suspected or not self._membership.is_registered
+        self._loss_suspected = False
+        same = record is not None and agreed is not None and record.mod_revision == agreed.revision
+        if agreed is not None and not same:
             what = "is gone" if record is None else "was written anew"
             self._store.distrust(f"the record of the job's token {what}", self._history)
-        elif self._observer.kept and known is not None and not lapsed:
+        elif self._observer.retained and agreed is not None and not lapsed:
             self._store.distrust("what it held is gone", self._history)
         else:
-            self._observer.settle()
+            self._observer.drop_retained()
 
     def _read(self, key: str) -> Entry | None:
         return self._store.read(key).entries.get(key)
 
     def _restore(self) -> bool:
         """Writes what is missing; returns False where that is to be tried again."""
-        stands = self._look_again()
+        stored = self._reread()
         if self._store.history != self._history:
             return False
-        record = stands.get(KEY)
-        if self._memory is not None:
-            self._memory.restored(record is not None and self._is_mine(record))
-        puts, deletes = self._missing(stands)
+        record = stored.get(KEY)
+        if self._listener is not None:
+            self._listener.restored(record is not None and self._is_mine(record))
+        puts, deletes = self._missing(stored)
         if puts or deletes:
             keys = sorted({WORLD, CONTROL, DONE, KEY, *puts})
-            conditions = [_as_read(key, stands.get(key)) for key in keys]
+            conditions = [_unchanged(key, stored.get(key)) for key in keys]
             if self._store.write(puts, deletes=deletes, conditions=conditions) is None:
                 return False
-            self._say(f"wrote anew what etcd lost: {', '.join(_described(puts))}")
-            record = self._look_again().get(KEY)
+            self._log_line(f"wrote anew what etcd lost: {', '.join(_described(puts))}")
+            record = self._reread().get(KEY)
         if record is not None and self._agreed is not None and self._is_mine(record):
             self._agreed = self._agreed.at(record.mod_revision)
-        self._observer.settle()
+        self._observer.drop_retained()
         return True
 
-    def _look_again(self) -> dict[str, Entry]:
+    def _reread(self) -> dict[str, Entry]:
         """Returns what the store holds now, by key, with the record of the token."""
-        stands: dict[str, Entry] = {}
+        stored: dict[str, Entry] = {}
         for prefix in (WORLD, CONTROL, DONE, ALARM):
             snapshot = self._store.read(prefix)
             self._observer.put(prefix, snapshot)
-            stands |= snapshot.entries
+            stored |= snapshot.entries
         record = self._read(KEY) if self._agreed is not None else None
-        return stands if record is None else {**stands, KEY: record}
+        return stored if record is None else {**stored, KEY: record}
 
     def _is_mine(self, record: Entry) -> bool:
         return self._agreed is not None and record_in(record).digest == self._agreed.record.digest
 
-    def _missing(self, stands: Mapping[str, Entry]) -> tuple[dict[str, bytes], list[str]]:
+    def _missing(self, stored: Mapping[str, Entry]) -> tuple[dict[str, bytes], list[str]]:
         """Returns what is to be written, and deleted, so that the store holds what is known
         here."""
-        observer, kept = self._observer, self._observer.kept
+        observer, retained = self._observer, self._observer.retained
         world, _ = observer.world()
         wins = observer.lost_world() is not None
-        puts: dict[str, bytes] = {WORLD: kept[WORLD].value} if wins else {}
-        deletes = [DONE] if wins and DONE in stands and DONE not in kept else []
+        puts: dict[str, bytes] = {WORLD: retained[WORLD].value} if wins else {}
+        deletes = [DONE] if wins and DONE in stored and DONE not in retained else []
         alarm = f"{ALARM}{world.generation}" if world is not None else ALARM
         for key in (DONE, alarm):
-            if key in kept and key not in stands:
-                puts[key] = kept[key].value
+            if key in retained and key not in stored:
+                puts[key] = retained[key].value
         control = to_bytes(observer.control())
-        if CONTROL in kept and (CONTROL not in stands or stands[CONTROL].value != control):
+        if CONTROL in retained and (CONTROL not in stored or stored[CONTROL].value != control):
             puts[CONTROL] = control
         if self._agreed is not None:
-            record = stands.get(KEY)
+            record = stored.get(KEY)
             if record is None or (wins and not self._is_mine(record)):
                 puts[KEY] = to_bytes(self._agreed.record)
         return puts, deletes
 
 
-def _as_read(key: str, entry: Entry | None) -> Condition:
+def _unchanged(key: str, entry: Entry | None) -> Condition:
     """Returns a condition that holds as long as a key is as it was read."""
     if entry is None:
         return Condition(key=key, mod_revision=0)

@@ -35,8 +35,8 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
     "members/",
     "reports/",
 )
-NOTHING_ASKED = Control()
-KEPT = (WORLD, CONTROL, DONE, ALARM)
+NO_REQUESTS = Control()
+RETAINED = (WORLD, CONTROL, DONE, ALARM)
 """Prefixes whose documents stay valid although the store has lost them."""
 
 
@@ -48,8 +48,9 @@ def document(kind: type[Any], data: bytes) -> Any:
 class WatchCache:
     """Follows prefixes of the store and reads documents out of their newest snapshots.
 
-    Where the store has lost its data, what stood there before counts on, until `settle` is called:
-    of two worlds the one that outranks the other, with its alarm and its end.
+    If the store has lost its data, the documents that it held before stay valid until
+    `drop_retained` is called: of two worlds the one that outranks the other, with its alarm and its
+    end.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class WatchCache:
         self._subscriptions: dict[str, Watch] = {}
         self._decoded: dict[str, tuple[Entry, Any]] = {}
         """By key: an entry, and the document that it held."""
-        self._kept: dict[str, Entry] = {}
+        self._retained: dict[str, Entry] = {}
         """By key: what stood in the store before it lost its data."""
-        self._doubted: int | None = None
+        self._suspected_history: int | None = None
         """History in which the world shrank: what the store said after that is of another one."""
         self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
         """By prefix: a state, and its documents by node."""
@@ -103,7 +104,7 @@ class WatchCache:
                 self._latest[prefix] = snapshot
             elif (known.history, known.revision) <= (snapshot.history, snapshot.revision):
                 self._latest[prefix] = snapshot
-                if prefix in KEPT:
+                if prefix in RETAINED:
                     self._note_loss(prefix, known, snapshot)
 
     def _note_loss(self, prefix: str, known: PrefixState, found: PrefixState) -> None:
@@ -112,14 +113,14 @@ class WatchCache:
         In one history an alarm goes with its generation, but the world stays, and only ever grows.
         """
         if known.history != found.history:
-            if known.history != self._doubted:
-                self._keep(known.entries)
+            if known.history != self._suspected_history:
+                self._retain(known.entries)
         elif self._has_shrunk(known, found):
-            self._keep(known.entries)
+            self._retain(known.entries)
             for other in (CONTROL, DONE, ALARM):
                 if other in self._latest:
-                    self._keep(self._latest[other].entries)
-            self._doubted = known.history
+                    self._retain(self._latest[other].entries)
+            self._suspected_history = known.history
 
     def _has_shrunk(self, known: PrefixState, found: PrefixState) -> bool:
         """Returns whether the data have shrunk: a world is gone, or is there at another revision,
@@ -137,26 +138,26 @@ class WatchCache:
         one, other = (self._read(World, entry.value) for entry in (before, after))
         return one.token == other.token or outranks(one, other)
 
-    def _keep(self, entries: Mapping[str, Entry]) -> None:
-        before = self._kept.get(WORLD)
-        kept = {**self._kept, **entries}
+    def _retain(self, entries: Mapping[str, Entry]) -> None:
+        before = self._retained.get(WORLD)
+        retained = {**self._retained, **entries}
         if before is not None and WORLD in entries:
-            worlds = [self._read(World, entry.value) for entry in (before, kept[WORLD])]
+            worlds = [self._read(World, entry.value) for entry in (before, retained[WORLD])]
             if outranks(*worlds):
-                kept[WORLD] = before
-        self._kept = kept
+                retained[WORLD] = before
+        self._retained = retained
 
     @property
-    def kept(self) -> Mapping[str, Entry]:
+    def retained(self) -> Mapping[str, Entry]:
         """Returns what the store held, by key, before it lost its data, or may have lost them."""
-        return self._kept
+        return self._retained
 
-    def settle(self) -> None:
+    def drop_retained(self) -> None:
         """Makes the store's documents alone valid from now on: it holds what was retained, or
         better."""
         with self._lock:
-            self._kept = {}
-            self._doubted = None
+            self._retained = {}
+            self._suspected_history = None
 
     def get(self, prefix: str) -> PrefixState | None:
         """Returns the newest state of a followed prefix; None before the first."""
@@ -167,7 +168,7 @@ class WatchCache:
         entry = self._entry(WORLD, WORLD)
         found = self._document(entry, World) if entry is not None else None
         revision = entry.mod_revision if entry is not None else 0
-        return (self._kept_world(found) or found), revision
+        return (self._retained_world(found) or found), revision
 
     def world_value(self) -> bytes | None:
         """Returns the stored bytes of the world."""
@@ -178,17 +179,17 @@ class WatchCache:
         """Returns the world that the store has lost, where it outranks the one that the store holds
         now."""
         entry = self._entry(WORLD, WORLD)
-        return self._kept_world(self._document(entry, World) if entry is not None else None)
+        return self._retained_world(self._document(entry, World) if entry is not None else None)
 
-    def _kept_world(self, found: World | None) -> World | None:
-        entry = self._kept.get(WORLD)
-        kept: World | None = self._document(entry, World, "kept") if entry is not None else None
-        return kept if kept is not None and outranks(kept, found) else None
+    def _retained_world(self, found: World | None) -> World | None:
+        entry = self._retained.get(WORLD)
+        retained: World | None = self._document(entry, World, "kept") if entry is not None else None
+        return retained if retained is not None and outranks(retained, found) else None
 
     def done(self) -> Done | None:
-        kept = self._kept.get(DONE)
-        if kept is not None:
-            return self._document(kept, Done)
+        retained = self._retained.get(DONE)
+        if retained is not None:
+            return self._document(retained, Done)
         entry, ended, world = self._entry(DONE, DONE), self.get(DONE), self.get(WORLD)
         if entry is None or ended is None:
             return None
@@ -197,13 +198,15 @@ class WatchCache:
         return self._document(entry, Done) if self.lost_world() is None else None
 
     def control(self) -> Control:
-        entry, kept = self._entry(CONTROL, CONTROL), self._kept.get(CONTROL)
-        found = self._document(entry, Control) if entry is not None else NOTHING_ASKED
-        return found if kept is None else merged(self._document(kept, Control, "kept"), found)
+        entry, retained = self._entry(CONTROL, CONTROL), self._retained.get(CONTROL)
+        found = self._document(entry, Control) if entry is not None else NO_REQUESTS
+        if retained is None:
+            return found
+        return merged(self._document(retained, Control, "kept"), found)
 
     def alarm(self, generation: int) -> Alarm | None:
         key = f"{ALARM}{generation}"
-        entry = self._entry(ALARM, key) or self._kept.get(key)
+        entry = self._entry(ALARM, key) or self._retained.get(key)
         return self._document(entry, Alarm) if entry is not None else None
 
     def reports(self, generation: int) -> Mapping[str, Report] | None:

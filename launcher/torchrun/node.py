@@ -238,7 +238,7 @@ class RendezvousNode:
                 fresh = replace(self._membership.me, incarnation=new_incarnation())
                 self._membership.me = fresh
             asked_s = self._asked_s
-        self._recovery.attend(now_s)
+        self._recovery.poll(now_s)
         self._keep_registered(now_s)
         view = self._view(asked_s, now_s)
         if asked_s is None:
@@ -339,7 +339,7 @@ class RendezvousNode:
             missing_since_s=self._missing.update(missing, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
-                well_since_s=max(self._store.last_outage_end_s, self._membership.well_since_s),
+                outage_end_s=max(self._store.last_outage_end_s, self._membership.outage_end_s),
                 confirmed_s=self._membership.confirmed_s,
             ),
             token=secrets.token_hex(8),

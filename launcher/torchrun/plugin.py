@@ -90,10 +90,10 @@ def _endpoints(text: str) -> list[str]:
 
 def _access(given: Mapping[str, Any]) -> Access:
     """Returns how etcd is accessed; raises `UserError`."""
-    from elasticzero.launcher.store.etcd.access import asked_for
+    from elasticzero.launcher.store.etcd.access import resolve_access
 
     values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
-    return asked_for(**values, environment=os.environ)
+    return resolve_access(**values, environment=os.environ)
 
 
 def _in_torchs_words(text: str) -> str:

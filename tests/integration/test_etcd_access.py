@@ -217,7 +217,7 @@ def test_a_token_that_has_run_out_is_replaced(users: Members, pems: Pems) -> Non
         time.sleep(TOKEN_TTL_S + 2.5)
         stream = store._watches._stream
         assert stream is not None
-        stream.asked.put(None)  # ends it: one begins anew, with a token that etcd has forgotten
+        stream.outgoing.put(None)  # ends it: one begins anew, with a token that etcd has forgotten
         assert other.write({"k": b"3"})
         told.until(has(k=b"3"))
         assert not lease.lost

@@ -78,7 +78,7 @@ class Link:
 
     def hears(self, revision: int = 0) -> None:
         """An answer of etcd arrives at once."""
-        if self.seen.answered(self.seen.asked(), self.etcd.cluster, revision) == "lost":
+        if self.seen.judge_response(self.seen.position(), self.etcd.cluster, revision) == "lost":
             self.record_late_reply()
 
     def record_success(self) -> None:
@@ -149,7 +149,7 @@ class SimulatedStore(Link):
         random, timeline, etcd = self.random, self.timeline, self.etcd
         draw = random.random()
         slow = draw < 2 * self.trouble
-        asked = self.seen.asked()
+        position = self.seen.position()
         timeline.sleep(random.uniform(0.02, 0.4) if slow else random.uniform(0.0003, 0.002))
         sent_s = timeline.now_s
         if not self.cut and etcd.state == "paused" and etcd.back_s < sent_s + REQUEST_S:
@@ -170,7 +170,7 @@ class SimulatedStore(Link):
         if not self.well or random.random() < self.trouble or etcd.losses != losses:
             self._fail("gave no answer, and perhaps did it")
         wrote = writes and answer is not None
-        verdict = self.seen.answered(asked, cluster, revision, wrote=wrote)
+        verdict = self.seen.judge_response(position, cluster, revision, wrote=wrote)
         if verdict == "late":
             self._fail("lost its data meanwhile")
         if verdict == "lost":

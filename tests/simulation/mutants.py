@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         name="a lapsed lease counts at once when the store is back",
         file="protocol/leader.py",
-        right="store.reachable and now_s - store.well_since_s >= ttl_s",
+        right="store.reachable and now_s - store.outage_end_s >= ttl_s",
         wrong="store.reachable",
     ),
     Mutant(

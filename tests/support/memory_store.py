@@ -308,8 +308,11 @@ class MemoryStore:
 
     def _answered(self, revision: int, *, wrote: bool = False) -> None:
         """Take note of an answer; the server is locked."""
-        asked = self._history.asked()
-        if self._history.answered(asked, self._server.cluster, revision, wrote=wrote) == "lost":
+        position = self._history.position()
+        if (
+            self._history.judge_response(position, self._server.cluster, revision, wrote=wrote)
+            == "lost"
+        ):
             self._lost_data()
 
     def _lost_data(self) -> None:

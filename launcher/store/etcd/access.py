@@ -50,7 +50,7 @@ class Access:
         return self.cacert is not None or self.cert is not None
 
 
-def asked_for(
+def resolve_access(
     *,
     cacert: str | None,
     cert: str | None,

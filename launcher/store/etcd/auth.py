@@ -25,7 +25,7 @@ def is_old_login(detail: str) -> bool:
     return any(words in detail for words in _OLD_LOGIN)
 
 
-def why_refused(where: Endpoint, access: Access, detail: str) -> str | None:
+def explain_refusal(where: Endpoint, access: Access, detail: str) -> str | None:
     """Returns what to do about a request that etcd refuses because of its user; None: it does
     not."""
     if _NOT_ALLOWED in detail:
@@ -42,7 +42,7 @@ def why_refused(where: Endpoint, access: Access, detail: str) -> str | None:
     return None
 
 
-def why_no_login(where: Endpoint, access: Access) -> str:
+def explain_failed_login(where: Endpoint, access: Access) -> str:
     return (
         f"etcd at {where} refuses user {access.user!r} or its password; check --etcd-user, and "
         f"--etcd-password-file or {ETCD_PASSWORD}"
@@ -53,20 +53,20 @@ class TokenCache:
     """Caches the token that etcd gives for user and password; gets a new one when it has expired or
     etcd no longer accepts it."""
 
-    def __init__(self, ask: Callable[[], str], life_s: float) -> None:
+    def __init__(self, authenticate: Callable[[], str], life_s: float) -> None:
         """ask: a new token; empty where none is needed."""
-        self._ask = ask
+        self._authenticate = authenticate
         self._life_s = life_s
         self._token: str | None = None
         self._since_s = 0.0
         self._lock = threading.Lock()
 
     def token(self) -> str:
-        """Returns the token to send now; raises what `ask` raises."""
+        """Returns the token to send now; raises what `authenticate` raises."""
         with self._lock:
             now_s = time.monotonic()
             if self._token is None or now_s - self._since_s > self._life_s:
-                self._token = self._ask()
+                self._token = self._authenticate()
                 self._since_s = now_s
             return self._token
 

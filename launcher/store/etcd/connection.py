@@ -16,7 +16,7 @@ from typing import Any
 
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
 from elasticzero.launcher.retry import RetryPolicy
-from elasticzero.launcher.store.data_loss import Asked, History
+from elasticzero.launcher.store.data_loss import History, HistoryPosition
 from elasticzero.launcher.store.etcd.access import (
     Access,
     Endpoint,
@@ -26,9 +26,9 @@ from elasticzero.launcher.store.etcd.auth import (
     NO_USERS_KNOWN,
     NOT_ENABLED,
     TokenCache,
+    explain_failed_login,
+    explain_refusal,
     is_old_login,
-    why_no_login,
-    why_refused,
 )
 from elasticzero.launcher.store.etcd.channels import open_channels
 from elasticzero.launcher.store.etcd.diagnose import diagnose_endpoint
@@ -118,8 +118,8 @@ class Connection:
         self._access = access
         authenticated = access.user is not None
         self._login = TokenCache(self._log_in, timeouts.login_s) if authenticated else None
-        self._users_known = True
-        self._met = False
+        self._users_enabled = True
+        self._has_answered = False
         self.history = History()
         self.observe = observe
         self.closed = threading.Event()
@@ -156,7 +156,7 @@ class Connection:
                     self._login.invalidate(token)
                     if not last_try:
                         continue  # it was refused at the door: nothing was done, a write neither
-                refused = why_refused(self._where(), self._access, failure.detail)
+                refused = explain_refusal(self._where(), self._access, failure.detail)
                 if refused is not None:
                     raise AccessRefused(refused) from None
                 raise
@@ -166,7 +166,7 @@ class Connection:
         self, operation: str, method: str, request: Any, token: str, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
         index = self._current
-        asked = self.history.asked()
+        position = self.history.position()
         began_s = time.monotonic()
         timeout_s = deadline_s or self.timeouts.request_s
         try:
@@ -185,7 +185,7 @@ class Connection:
         self.record_success()
         wrote = method == "Txn" and response.succeeded and request.success[0].HasField(_PUT)
         linearizable = method in _LINEARIZABLE
-        number = self.check(asked, response.header, linearizable=linearizable, wrote=wrote)
+        number = self.check(position, response.header, linearizable=linearizable, wrote=wrote)
         if number is None:
             raise CallFailed(
                 f"etcd at {self.endpoints[index]} lost its data while this {operation} was on its "
@@ -195,20 +195,25 @@ class Connection:
         return response, number
 
     def check(
-        self, asked: Asked, header: Any, *, linearizable: bool = False, wrote: bool = False
+        self,
+        position: HistoryPosition,
+        header: Any,
+        *,
+        linearizable: bool = False,
+        wrote: bool = False,
     ) -> int | None:
         """Returns the number of the history that a response with this header is of.
 
         None: it cannot be told, for another history has begun since the request.
         """
         revision = header.revision if linearizable else 0
-        verdict = self.history.answered(asked, header.cluster_id, revision, wrote=wrote)
+        verdict = self.history.judge_response(position, header.cluster_id, revision, wrote=wrote)
         if verdict == "late":
             return None
         if verdict == "same":
-            return asked.number
+            return position.number
         self._begin_anew()
-        return asked.number + 1
+        return position.number + 1
 
     def distrust(self, reason: str, number: int) -> None:
         """Begins another history, for a caller has found in history `number` that the data are
@@ -269,7 +274,7 @@ class Connection:
 
     def record_success(self) -> None:
         """Notes that etcd gave an answer, whatever it says: an outage is over."""
-        self._met = True
+        self._has_answered = True
         if self.reachable:
             return
         with self._lock:
@@ -279,15 +284,15 @@ class Connection:
             self.reachable = True
         log.warning("etcd is back after %.1f s", self.last_outage_end_s - self._outage_began_s)
 
-    def explain_silence(self) -> None:
+    def raise_if_access_refused(self) -> None:
         """Raises `AccessRefused` if etcd has never answered and something on our side is the
         reason."""
-        if self._met or self.closed.is_set():
+        if self._has_answered or self.closed.is_set():
             return
         reasons = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
-        told = [reason for reason in reasons if reason is not None]
-        if told:
-            raise AccessRefused("; ".join(told))
+        found = [reason for reason in reasons if reason is not None]
+        if found:
+            raise AccessRefused("; ".join(found))
 
     def _log_in(self) -> str:
         """Returns a token for user and password; an empty one where etcd needs none."""
@@ -298,14 +303,14 @@ class Connection:
             token: str = self._call("login", "Authenticate", request, "")[0].token
         except CallFailed as failure:
             if NOT_ENABLED in failure.detail:
-                if self._users_known:
+                if self._users_enabled:
                     log.warning(NO_USERS_KNOWN, self._where(), access.user)
-                self._users_known = False
+                self._users_enabled = False
                 return ""
             if failure.code is grpc.StatusCode.INVALID_ARGUMENT:
-                raise AccessRefused(why_no_login(self._where(), access)) from None
+                raise AccessRefused(explain_failed_login(self._where(), access)) from None
             raise
-        self._users_known = True
+        self._users_enabled = True
         return token
 
     def _where(self) -> Endpoint:
@@ -383,7 +388,7 @@ class Connection:
                 abandoned = [call for call, at in self._streams.items() if at == index]
         for call in abandoned:
             call.cancel()
-        if began and self._met:  # before the first answer the one who asks says what to do
+        if began and self._has_answered:  # before the first answer the one who asks says what to do
             log.warning("%s", why)
 
 

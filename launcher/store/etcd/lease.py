@@ -34,13 +34,13 @@ class EtcdLease:
         on_lost: Callable[[], None] | None,
         *,
         granted: Any,
-        asked_s: float,
+        requested_s: float,
     ) -> None:
-        """`granted`: etcd's answer; `asked_s`: when it was asked (monotonic)."""
+        """`granted`: etcd's answer; `requested_s`: when it was asked (monotonic)."""
         self.id: int = granted.ID
         self.ttl_s: int = max(granted.TTL, ttl_s)
         self.lost = False
-        self.confirmed_s = asked_s
+        self.confirmed_s = requested_s
         self._connection = connection
         self._on_lost = on_lost
         self._interval_s = self.ttl_s / 3
@@ -88,18 +88,18 @@ class EtcdLease:
 
     def _keep_alive(self) -> None:
         sent_s: deque[float] = deque()  # of the pulses that have no answer yet
-        asked = self._connection.history.asked()
+        position = self._connection.history.position()
         pulses = partial(self._pulses, sent_s)
         with self._connection.stream("keepalive", "LeaseKeepAlive", pulses) as responses:
             self._stream = responses
             if self._over():
                 return
             for response in responses:
-                asked_s = sent_s.popleft()
-                took_s = time.monotonic() - asked_s
+                requested_s = sent_s.popleft()
+                took_s = time.monotonic() - requested_s
                 self._connection.observe("keepalive", took_s, None)
                 self._connection.record_success()
-                if self._connection.check(asked, response.header) != asked.number:
+                if self._connection.check(position, response.header) != position.number:
                     return
                 if response.TTL <= 0:
                     log.warning("lease %x is lost: etcd no longer knows it", self.id)
@@ -107,7 +107,7 @@ class EtcdLease:
                     return
                 if took_s > self._late_s:
                     self._connection.record_late_reply()
-                self.confirmed_s = asked_s
+                self.confirmed_s = requested_s
                 self._failures = 0
 
     def _pulses(self, sent_s: deque[float], over: threading.Event) -> Iterator[Any]:

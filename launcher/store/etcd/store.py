@@ -136,10 +136,12 @@ class EtcdStore:
         return self._watches.add(prefix, changed)
 
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
-        asked_s = time.monotonic()
+        requested_s = time.monotonic()
         # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
         granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
-        lease = EtcdLease(self._connection, ttl_s, on_lost, granted=granted, asked_s=asked_s)
+        lease = EtcdLease(
+            self._connection, ttl_s, on_lost, granted=granted, requested_s=requested_s
+        )
         with self._lock:
             self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
             self._leases[lease.id] = lease
@@ -199,7 +201,7 @@ class EtcdStore:
                 closed=self._connection.closed,
             )
         except CallFailed:
-            self._connection.explain_silence()
+            self._connection.raise_if_access_refused()
             raise
 
     def _verify_write(

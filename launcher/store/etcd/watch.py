@@ -26,7 +26,7 @@ from typing import Any
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.retry import retry_call
 from elasticzero.launcher.store.api import Entry, PrefixState
-from elasticzero.launcher.store.data_loss import Asked
+from elasticzero.launcher.store.data_loss import HistoryPosition
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
 from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
 from elasticzero.launcher.store.etcd.protobuf import grpc
@@ -57,24 +57,24 @@ class EtcdWatch:
         self._keys = keys
         self._changed = changed
         self._watches = watches
-        self._telling = threading.RLock()
-        self._told: PrefixState | None = None
+        self._notify_lock = threading.RLock()
+        self._last_notified: PrefixState | None = None
         self._history = self._revision = 0
         self._entries: dict[str, Entry] = {}
 
     def close(self) -> None:
         self.closed = True
         self._watches.drop(self)
-        if self._telling.acquire(timeout=self._watches.close_s):
-            self._telling.release()
+        if self._notify_lock.acquire(timeout=self._watches.close_s):
+            self._notify_lock.release()
 
     def begin(self, snapshot: PrefixState) -> None:
         """Passes on the prefix as it was read, unless that is what was passed on last."""
         self._history, self._revision = snapshot.history, snapshot.revision
         self._entries = dict(snapshot.entries)
-        told = self._told
-        if told is None or (told.history, told.entries) != (snapshot.history, snapshot.entries):
-            self._tell(snapshot)
+        last = self._last_notified
+        if last is None or (last.history, last.entries) != (snapshot.history, snapshot.entries):
+            self._notify(snapshot)
 
     def advance(self, events: Sequence[Any]) -> None:
         """Passes on what changed after the revision that is known."""
@@ -88,7 +88,7 @@ class EtcdWatch:
                 self._entries.pop(self._keys.name(event.kv), None)
         self._revision = max(event.kv.mod_revision for event in newer)
         entries = MappingProxyType(dict(self._entries))
-        self._tell(PrefixState(revision=self._revision, entries=entries, history=self._history))
+        self._notify(PrefixState(revision=self._revision, entries=entries, history=self._history))
 
     def _put(self, entry: Entry) -> None:
         """Takes in an entry; entries stay in order of creation, and a new one mostly comes last."""
@@ -101,11 +101,11 @@ class EtcdWatch:
         if (last.create_revision, last.key) > (entry.create_revision, entry.key):
             self._entries = dict(oldest_first(entries))
 
-    def _tell(self, snapshot: PrefixState) -> None:
-        with self._telling:
+    def _notify(self, snapshot: PrefixState) -> None:
+        with self._notify_lock:
             if not self.closed and not self._watches.over:
                 self._changed(snapshot)
-                self._told = snapshot
+                self._last_notified = snapshot
 
 
 class _Stream:
@@ -114,10 +114,10 @@ class _Stream:
     etcd answers in the order of the requests, and gives each watch a number.
     """
 
-    def __init__(self, history: Asked) -> None:
+    def __init__(self, history: HistoryPosition) -> None:
         """history: what was known of the store before the stream was opened."""
         self.history = history
-        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.unanswered: deque[EtcdWatch] = deque()
         self.watches: dict[int, EtcdWatch] = {}
         self.unread: list[EtcdWatch] = []
@@ -125,7 +125,7 @@ class _Stream:
         them."""
 
     def requests(self, over: threading.Event) -> Iterator[Any]:
-        while (request := self.asked.get()) is not None and not over.is_set():
+        while (request := self.outgoing.get()) is not None and not over.is_set():
             yield request
 
 
@@ -155,7 +155,7 @@ class WatchMultiplexer:
         with self._lock:
             self._open.append(watch)
             if self._stream is not None:
-                self._ask(self._stream, watch)
+                self._create(self._stream, watch)
             if self.thread.ident is None:
                 self.thread.start()
         return watch
@@ -172,15 +172,15 @@ class WatchMultiplexer:
                 del stream.watches[number]
                 self._cancel(stream, number)
 
-    def _ask(self, stream: _Stream, watch: EtcdWatch) -> None:
+    def _create(self, stream: _Stream, watch: EtcdWatch) -> None:
         key, end = self._keys.span(watch.prefix)
         create = rpc.WatchCreateRequest(key=key, range_end=end)
         stream.unanswered.append(watch)
-        stream.asked.put(rpc.WatchRequest(create_request=create))
+        stream.outgoing.put(rpc.WatchRequest(create_request=create))
 
     def _cancel(self, stream: _Stream, number: int) -> None:
         cancel = rpc.WatchCancelRequest(watch_id=number)
-        stream.asked.put(rpc.WatchRequest(cancel_request=cancel))
+        stream.outgoing.put(rpc.WatchRequest(cancel_request=cancel))
 
     def _run(self) -> None:
         while not self.over:
@@ -196,30 +196,30 @@ class WatchMultiplexer:
 
     def _follow(self) -> None:
         """Passes on every prefix as it is, then each change, until the next re-read is due."""
-        stream = _Stream(self._connection.history.asked())
+        stream = _Stream(self._connection.history.position())
         with self._lock:
             self._stream = stream
             for watch in self._open:
-                self._ask(stream, watch)
+                self._create(stream, watch)
         resync_s = self._connection.timeouts.resync_s * random.uniform(0.8, 1.0)
         try:
             with self._connection.stream(
                 "watch", "Watch", stream.requests, deadline_s=resync_s
             ) as responses:
                 for response in responses:
-                    if self.over or not self._take(stream, response):
+                    if self.over or not self._handle(stream, response):
                         return
         finally:
             with self._lock:
                 self._stream = None
-            stream.asked.put(None)
+            stream.outgoing.put(None)
 
-    def _take(self, stream: _Stream, response: Any) -> bool:
+    def _handle(self, stream: _Stream, response: Any) -> bool:
         """Takes in one response; returns False if it ends the stream."""
         if self._connection.check(stream.history, response.header) != stream.history.number:
             return False
         if response.created:
-            watch = self._answered(stream, response)
+            watch = self._confirmed_watch(stream, response)
         else:
             with self._lock:
                 watch = stream.watches.get(response.watch_id)
@@ -249,9 +249,9 @@ class WatchMultiplexer:
         begun, stream.unread = stream.unread, []
         for watch in begun:
             if not watch.closed:
-                watch.begin(self._read_patiently(watch.prefix))
+                watch.begin(self._read_with_backoff(watch.prefix))
 
-    def _read_patiently(self, prefix: str) -> PrefixState:
+    def _read_with_backoff(self, prefix: str) -> PrefixState:
         """Returns what the prefix holds; each try after a slow one may take twice as long."""
         first_s = self._connection.timeouts.request_s
         deadlines_s = (first_s * 2**tries for tries in itertools.count())
@@ -264,7 +264,7 @@ class WatchMultiplexer:
             closed=self._connection.closed,
         )
 
-    def _answered(self, stream: _Stream, response: Any) -> EtcdWatch | None:
+    def _confirmed_watch(self, stream: _Stream, response: Any) -> EtcdWatch | None:
         """Returns the watch that etcd has begun, or refused, under the response's number; None: it
         was closed meanwhile."""
         with self._lock:

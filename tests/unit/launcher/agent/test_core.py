@@ -138,7 +138,7 @@ def test_a_failed_write_is_backed_off_from(node: NodeWithoutProcesses) -> None:
     """No action is done for BACKOFF_S, and the time of others to answer begins anew."""
     node.store.refuses = True
     node.cycles_until("trouble")
-    failed_s = node.membership.well_since_s
+    failed_s = node.membership.outage_end_s
     assert node.now_s - failed_s == pytest.approx(0.01)
     while node.now_s < failed_s + BACKOFF_S - 0.02:
         node.core.cycle()

@@ -92,7 +92,7 @@ TRAINS = WorkerGroupState(
 )
 LAPSE = [RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"))]
 STOPPED = replace(TRAINS, running=0, aborted_s=99.6)
-HEALTHY = StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0)
+HEALTHY = StoreHealth(reachable=True, outage_end_s=0.0, confirmed_s=99.0)
 HELD = (Holding(generation=3, step=20, world_size=1, ranks=(0,)),)
 RESTORED = says("restored", A)
 
@@ -208,7 +208,7 @@ TABLE = [
     ("all gone, not the oldest", v(SPARE, oldest=False), []),
     ("all gone, but not for long", v(SPARE, missing_since_s={"a": 99.0, "b": 99.0}), []),
     ("one is left", v(SPARE, missing_since_s={"a": 90.0}), []),
-    ("all gone, the store came back just now", v(SPARE, store=replace(HEALTHY, well_since_s=97.0)), []),
+    ("all gone, the store came back just now", v(SPARE, store=replace(HEALTHY, outage_end_s=97.0)), []),
     ("all gone, steps of before prove nothing", v(SPARE, workers=w(TRAINS, generation=2, running=0)), [WriteWorld]),
     ("all gone, too few spares", v(SPARE, members=named(C)), []),
     # A4
@@ -288,7 +288,7 @@ TABLE = [
     ("a step since, and none is due", v(LAPSED, missing_since_s={"b": 75.0}, workers=w(TRAINS, stepped_s=76.0)), []),
     ("a step since, but none is due for long", v(LAPSED, missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), LAPSE),
     ("a step since, and all here have finished", v(LAPSED, missing_since_s={"b": 90.0}, my_report=says("finished", A), workers=w(TRAINS, stepped_s=94.0, running=0, outcome=GroupOutcome.FINISHED)), LAPSE),
-    ("the store came back just now", v(LAPSED, store=replace(HEALTHY, well_since_s=96.0)), []),
+    ("the store came back just now", v(LAPSED, store=replace(HEALTHY, outage_end_s=96.0)), []),
     ("the store is away", v(LAPSED, store=replace(HEALTHY, reachable=False)), []),
     ("own lease not confirmed", v(LAPSED, store=replace(HEALTHY, confirmed_s=90.0)), []),
     ("it had finished", v(LAPSED, reports={"a": RESTORED, "b": says("finished", B)}), []),
@@ -300,7 +300,7 @@ TABLE = [
     ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
     ("below MIN: wait", v(SILENT_B, round_s=98.0), []),
     ("MIN by a newcomer", v(SILENT_B, round_s=98.0, members=named(A, C)), [WriteWorld]),
-    ("silence counts from the store's return", v(SILENT_B, round_s=98.0, members=named(A, C), store=replace(HEALTHY, well_since_s=99.8)), []),
+    ("silence counts from the store's return", v(SILENT_B, round_s=98.0, members=named(A, C), store=replace(HEALTHY, outage_end_s=99.8)), []),
     ("not the leader", v(ENDED, me=B, my_report=says("stopped", B, holdings=HELD, final_step=20)), []),
     ("answered, then gone", v(ENDED, members=named(A, C), missing_since_s={"b": 95.0}, round_s=90.0), [WriteWorld]),
     ("peers fail and all are there: counted", v(blamed(blame="peer"), world=world(A, B, fruitless=3, resume=Resume(tier="storage", step=20))), [WriteDone]),
@@ -589,7 +589,7 @@ def test_a_slow_answer_brings_nobody_back_who_was_missing_before(
     missing_s: float, stays: bool
 ) -> None:
     """A member answered, and has no registration since; then the store was away for a moment."""
-    slow = replace(HEALTHY, well_since_s=99.0)
+    slow = replace(HEALTHY, outage_end_s=99.0)
     reports = {"a": MY_STOPPED, "b": says("stopped", B)}
     view = v(
         ENDED, round_s=85.0, alarm_s=85.0, members=named(A), reports=reports, store=slow,

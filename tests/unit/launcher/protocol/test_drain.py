@@ -82,7 +82,7 @@ TRAINING = View(
     workers=TRAINS,
     my_report=says("restored", A),
     reports={"a": says("restored", A), "b": says("restored", B)},
-    store=StoreHealth(reachable=True, well_since_s=0.0, confirmed_s=99.0),
+    store=StoreHealth(reachable=True, outage_end_s=0.0, confirmed_s=99.0),
     token="new",
 )
 FALLEN = Alarm(

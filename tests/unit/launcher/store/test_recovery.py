@@ -60,7 +60,7 @@ class Node:
         """So many turns of the loop that all that is due is done."""
         self.look()
         for _ in range(3):
-            self.recovery.attend(self.now_s)
+            self.recovery.poll(self.now_s)
             self.membership.check(self.now_s, named=True, world_revision=0)
             self.now_s += LAST_TURN_S + AGAIN_S
 
@@ -125,7 +125,7 @@ def test_a_wiped_store_is_written_anew(server: MemoryServer, node: Callable[...,
     assert stands(server) == before
     assert [len(one.said) for one in (a, b)] == [2, 1], "the second found nothing missing"
     assert "generation 7 goes on" in a.said[0]
-    assert not a.observer.kept and not b.observer.kept
+    assert not a.observer.retained and not b.observer.retained
 
 
 def test_until_it_is_written_what_was_known_counts(
@@ -190,7 +190,7 @@ def test_of_two_agents_the_one_that_knows_more_wins(
     behind.store.write({WORLD: to_bytes(world(5, "ahead"))})
     ahead.look()
     server.restore(None)
-    behind.recovery.attend(behind.now_s)
+    behind.recovery.poll(behind.now_s)
     behind.store.read(WORLD)
     behind.turns()
     assert stands(server)[WORLD]["generation"] == 4

@@ -28,7 +28,7 @@ from elasticzero.launcher.torchrun.rules import (
 
 NOW = 1000.0
 LIMITS = RoundLimits(min_nodes=2, max_nodes=3)
-WELL = StoreHealth(well_since_s=1.0, confirmed_s=NOW)
+WELL = StoreHealth(outage_end_s=1.0, confirmed_s=NOW)
 FINISHED = Done(outcome="finished", step=0, reason="the workers of a finished")
 FAILED = Done(outcome="failed", step=0, reason="a ended with ChildFailedError")
 
@@ -87,7 +87,7 @@ WAITS = [
             C,
             world=world(A, B),
             missing_since_s={"b": NOW - 1},
-            store=StoreHealth(well_since_s=NOW - 1, confirmed_s=NOW),
+            store=StoreHealth(outage_end_s=NOW - 1, confirmed_s=NOW),
         ),
     ),
     (
@@ -215,9 +215,9 @@ def test_what_ends_a_world(case: str, seen: RoundView, expected: list[str]) -> N
 @pytest.mark.parametrize(
     "health",
     [
-        StoreHealth(reachable=False, well_since_s=1.0, confirmed_s=NOW),
-        StoreHealth(well_since_s=NOW - 4, confirmed_s=NOW),
-        StoreHealth(well_since_s=1.0, confirmed_s=NOW - 4),
+        StoreHealth(reachable=False, outage_end_s=1.0, confirmed_s=NOW),
+        StoreHealth(outage_end_s=NOW - 4, confirmed_s=NOW),
+        StoreHealth(outage_end_s=1.0, confirmed_s=NOW - 4),
     ],
     ids=["away", "back for less than a TTL", "own lease not confirmed"],
 )
@@ -285,7 +285,7 @@ class Game:
             newcomer=False,
             last_join_s=self.joined_s,
             missing_since_s=dict.fromkeys(gone, self.missing_s),
-            store=StoreHealth(well_since_s=1.0, confirmed_s=now_s),
+            store=StoreHealth(outage_end_s=1.0, confirmed_s=now_s),
             token=str(now_s),
         )
 

@@ -10,7 +10,7 @@ import pytest
 from elasticzero.errors import UserError
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.etcd.access import Access, Endpoint, parse_endpoint
-from elasticzero.launcher.store.etcd.auth import TokenCache, is_old_login, why_refused
+from elasticzero.launcher.store.etcd.auth import TokenCache, explain_refusal, is_old_login
 from elasticzero.launcher.store.membership import reachable_address
 
 PLAIN = Access()
@@ -119,6 +119,6 @@ def test_one_that_could_not_be_had_is_asked_for_again() -> None:
 )
 def test_refusals(detail: str, access: Access, old: bool, text: str | None) -> None:
     assert is_old_login(detail) == old
-    refused = why_refused(Endpoint("h:2379", tls=True), access, detail)
+    refused = explain_refusal(Endpoint("h:2379", tls=True), access, detail)
     assert (refused is None) == (text is None)
     assert text is None or text in (refused or "")
