@@ -225,6 +225,9 @@ class Connection:
         """Ends all streams; new ones begin with what the store holds now."""
         log.debug("etcd has lost its data: %s", self.history.reason)
         self.record_late_reply()
+        self._cancel_streams()
+
+    def _cancel_streams(self) -> None:
         with self._lock:
             calls = list(self._streams)
         for call in calls:
@@ -342,10 +345,7 @@ class Connection:
     def close(self) -> None:
         """Fails all calls and streams, now and later."""
         self.closed.set()
-        with self._lock:
-            calls = list(self._streams)
-        for call in calls:
-            call.cancel()
+        self._cancel_streams()
         for channel in self._channels:
             channel.close()
 

@@ -181,7 +181,7 @@ def test_a_change_that_never_wins_is_given_up(store: MemoryStore) -> None:
         store.write({"control": to_bytes(Control(nnodes=(1, next(rival))))})
         return replace(job.control, stop=True)
 
-    with pytest.raises(OperatorError, match="others changed"):
+    with pytest.raises(OperatorError, match="other operators changed job"):
         update_control(store, JOB, change)
 
 
