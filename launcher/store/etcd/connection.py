@@ -195,25 +195,21 @@ class Connection:
         return response, number
 
     def check(
-        self,
-        position: HistoryPosition,
-        header: Any,
-        *,
-        linearizable: bool = False,
-        wrote: bool = False,
+        self, sent: HistoryPosition, header: Any, *, linearizable: bool = False, wrote: bool = False
     ) -> int | None:
         """Returns the number of the history that a response with this header is of.
 
-        None: it cannot be told, for another history has begun since the request.
+        sent: position when the request was sent. None: another history has begun since then, so the
+        response may be of either.
         """
         revision = header.revision if linearizable else 0
-        verdict = self.history.judge_response(position, header.cluster_id, revision, wrote=wrote)
+        verdict = self.history.judge_response(sent, header.cluster_id, revision, wrote=wrote)
         if verdict == "late":
             return None
         if verdict == "same":
-            return position.number
+            return sent.number
         self._begin_anew()
-        return position.number + 1
+        return sent.number + 1
 
     def distrust(self, reason: str, number: int) -> None:
         """Begins another history, for a caller has found in history `number` that the data are
