@@ -30,7 +30,7 @@ class MetadataError(RetryError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class MetadataResponse:
     """Holds an answer of a metadata server."""
 
     url: str
@@ -44,7 +44,7 @@ class Answer:
     """Unix time at which it came by the server's clock, or by this machine's where the server does
     not say."""
 
-    def expect(self, status: int) -> Answer:
+    def expect(self, status: int) -> MetadataResponse:
         """Returns this answer; raises `MetadataError` if its status is another."""
         if self.status != status:
             raise MetadataError(f"{self.url} answered with status {self.status}: {self.text:.80}")
@@ -85,7 +85,7 @@ class MetadataServer:
         *,
         method: str = "GET",
         timeout_s: float = ANSWER_S,
-    ) -> Answer:
+    ) -> MetadataResponse:
         """Sends one request; raises `MetadataError` when no whole answer comes in time.
 
         timeout_s: how long the server may be silent.
@@ -106,7 +106,7 @@ class MetadataServer:
         finally:
             self._socket = None
             connection.close()
-        return Answer(
+        return MetadataResponse(
             url=url,
             status=response.status,
             headers={name.lower(): value for name, value in response.getheaders()},

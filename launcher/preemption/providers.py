@@ -19,13 +19,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
-from elasticzero.launcher.preemption.metadata import Answer, MetadataError, MetadataServer
+from elasticzero.launcher.preemption.metadata import MetadataError, MetadataResponse, MetadataServer
 from elasticzero.launcher.protocol.view import PreemptionNotice
 
 ADDRESS = "http://169.254.169.254"
 """Address at which all three answer: link-local, never proxied."""
 AWS_NOTICE_S, GCP_NOTICE_S = 120.0, 30.0
-AZURE_HEED_S = 120.0
+AZURE_LEAD_S = 120.0
 """Seconds before an event at which it becomes a notice; before that a line is printed, for a reboot
 because of a failing disk may be announced days before."""
 TOKEN_TTL_S = 21600
@@ -80,16 +80,16 @@ class Aws:
         self._fresh_token()
 
     def poll(self) -> PollResult:
-        answer = self._get("/latest/meta-data/spot/instance-action")
-        if answer.status == 200:
-            value = answer.json()
+        response = self._get("/latest/meta-data/spot/instance-action")
+        if response.status == 200:
+            value = response.json()
             action = value.get("action")
             if action not in ("terminate", "stop", "hibernate"):
-                raise MetadataError(f"{answer.url} names no action: {answer.text:.80}")
-            left_s = _left_s(_iso_time(value.get("time")), answer, AWS_NOTICE_S)
+                raise MetadataError(f"{response.url} names no action: {response.text:.80}")
+            left_s = _left_s(_iso_time(value.get("time")), response, AWS_NOTICE_S)
             what = "hibernation" if action == "hibernate" else "interruption"
-            return _notice(f"AWS spot {what}", left_s, answer)
-        answer.expect(404)
+            return _notice(f"AWS spot {what}", left_s, response)
+        response.expect(404)
         advice = self._get("/latest/meta-data/events/recommendations/rebalance")
         if advice.status == 200:
             return Advice(
@@ -102,26 +102,26 @@ class Aws:
     def close(self) -> None:
         self._server.close()
 
-    def _get(self, path: str) -> Answer:
+    def _get(self, path: str) -> MetadataResponse:
         token = self._token
         if token is None or time.monotonic() >= self._renew_s:
             token = self._fresh_token()
-        answer = self._server.get(path, {"X-aws-ec2-metadata-token": token})
-        if answer.status == 401:
+        response = self._server.get(path, {"X-aws-ec2-metadata-token": token})
+        if response.status == 401:
             token = self._fresh_token()
-            answer = self._server.get(path, {"X-aws-ec2-metadata-token": token})
-        return answer
+            response = self._server.get(path, {"X-aws-ec2-metadata-token": token})
+        return response
 
     def _fresh_token(self) -> str:
         self._token = None
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-        answer = self._server.get("/latest/api/token", headers, method="PUT").expect(200)
-        token = answer.text.strip()
+        response = self._server.get("/latest/api/token", headers, method="PUT").expect(200)
+        token = response.text.strip()
         if not TOKEN.fullmatch(token):
-            raise MetadataError(f"{answer.url} gave no token: {token:.80}")
-        granted = answer.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
+            raise MetadataError(f"{response.url} gave no token: {token:.80}")
+        granted = response.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
         ttl_s = int(granted) if granted.isdecimal() else TOKEN_TTL_S
-        self._token, self._renew_s = token, answer.at_s + ttl_s / 2
+        self._token, self._renew_s = token, response.at_s + ttl_s / 2
         return token
 
 
@@ -137,31 +137,31 @@ class Gcp:
         """Tag of the answer FALSE; from then on the request waits for a change."""
 
     def probe(self) -> None:
-        answer = self._preempted({})
-        if answer.headers.get("metadata-flavor") != "Google":
-            raise MetadataError(f"{answer.url} is no metadata server of GCP")
+        response = self._preempted({})
+        if response.headers.get("metadata-flavor") != "Google":
+            raise MetadataError(f"{response.url} is no metadata server of GCP")
 
     def poll(self) -> PollResult:
         query: dict[str, Any] = {}
         if self._etag is not None:
             query = {"wait_for_change": "true", "timeout_sec": LONG_POLL_S, "last_etag": self._etag}
         try:
-            answer = self._preempted(query)
+            response = self._preempted(query)
         except MetadataError:
             self._etag = None
             raise
-        text = answer.text.strip().upper()
+        text = response.text.strip().upper()
         if text == "TRUE":
-            return _notice("GCP preemption", GCP_NOTICE_S, answer)
+            return _notice("GCP preemption", GCP_NOTICE_S, response)
         if text != "FALSE":
-            raise MetadataError(f"{answer.url} said neither TRUE nor FALSE: {answer.text:.80}")
-        self._etag = answer.headers.get("etag")
+            raise MetadataError(f"{response.url} said neither TRUE nor FALSE: {response.text:.80}")
+        self._etag = response.headers.get("etag")
         return None
 
     def close(self) -> None:
         self._server.close()
 
-    def _preempted(self, query: Mapping[str, Any]) -> Answer:
+    def _preempted(self, query: Mapping[str, Any]) -> MetadataResponse:
         path = "/computeMetadata/v1/instance/preempted"
         if query:
             path += f"?{urlencode(query)}"
@@ -195,20 +195,20 @@ class Azure:
     def poll(self) -> PollResult:
         machine = self._machine = self._machine or self._name()
         timeout_s = 10.0 if self._asked else FIRST_AZURE_CALL_S
-        answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", timeout_s)
+        response = self._get("/metadata/scheduledevents?api-version=2020-07-01", timeout_s)
         self._asked = True
-        events = answer.json().get("Events")
+        events = response.json().get("Events")
         if not isinstance(events, list):
-            raise MetadataError(f"{answer.url} lists no events: {answer.text:.80}")
-        seen = [self._event(event, machine, answer) for event in events]
-        notices = [one for one in seen if isinstance(one, PreemptionNotice)]
-        others = [one for one in seen if isinstance(one, Advice)]
+            raise MetadataError(f"{response.url} lists no events: {response.text:.80}")
+        result = [self._event(event, machine, response) for event in events]
+        notices = [one for one in result if isinstance(one, PreemptionNotice)]
+        others = [one for one in result if isinstance(one, Advice)]
         return min(notices, key=lambda n: n.by_s or 0.0) if notices else next(iter(others), None)
 
     def close(self) -> None:
         self._server.close()
 
-    def _event(self, event: Any, machine: str, answer: Answer) -> PollResult:
+    def _event(self, event: Any, machine: str, response: MetadataResponse) -> PollResult:
         if not isinstance(event, dict) or event.get("EventType") not in self.kinds:
             return None
         names = event.get("Resources")
@@ -217,42 +217,42 @@ class Azure:
         what = self.kinds[event["EventType"]]
         begins = event.get("NotBefore")
         if event.get("EventStatus") == "Started" or not begins:
-            return _notice(what, 0.0, answer)
-        left_s = _left_s(_mail_time(begins), answer, float("inf"))
+            return _notice(what, 0.0, response)
+        left_s = _left_s(_mail_time(begins), response, float("inf"))
         if left_s == float("inf"):
-            return _notice(what, 30.0, answer)  # the shortest that Azure promises
-        if left_s > AZURE_HEED_S:
-            return Advice(f"{what} at {begins}: this node leaves {AZURE_HEED_S:.0f} s before")
-        return _notice(what, left_s, answer)
+            return _notice(what, 30.0, response)  # the shortest that Azure promises
+        if left_s > AZURE_LEAD_S:
+            return Advice(f"{what} at {begins}: this node leaves {AZURE_LEAD_S:.0f} s before")
+        return _notice(what, left_s, response)
 
     def _name(self) -> str:
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-        answer = self._ask(path, 5.0)
-        name = answer.text.strip()
+        response = self._get(path, 5.0)
+        name = response.text.strip()
         if not MACHINE.fullmatch(name):
-            raise MetadataError(f"{answer.url} gave no name of this machine: {name:.80}")
+            raise MetadataError(f"{response.url} gave no name of this machine: {name:.80}")
         return name
 
-    def _ask(self, path: str, timeout_s: float) -> Answer:
+    def _get(self, path: str, timeout_s: float) -> MetadataResponse:
         return self._server.get(path, {"Metadata": "true"}, timeout_s=timeout_s).expect(200)
 
 
 CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
-def _notice(what: str, left_s: float, answer: Answer) -> PreemptionNotice:
+def _notice(what: str, left_s: float, response: MetadataResponse) -> PreemptionNotice:
     """Returns a notice whose time counts from the answer that gave it."""
     return PreemptionNotice(
-        reason=f"{what} in {left_s:.0f} s", received_s=answer.at_s, by_s=answer.at_s + left_s
+        reason=f"{what} in {left_s:.0f} s", received_s=response.at_s, by_s=response.at_s + left_s
     )
 
 
-def _left_s(moment: datetime | None, answer: Answer, most_s: float) -> float:
+def _left_s(moment: datetime | None, response: MetadataResponse, most_s: float) -> float:
     """Returns the seconds from the answer to `moment`, by the server's own clock, from 0 to
     `most_s`; `most_s` where the moment is not given."""
     if moment is None:
         return most_s
-    return min(max(0.0, moment.timestamp() - answer.clock_s), most_s)
+    return min(max(0.0, moment.timestamp() - response.clock_s), most_s)
 
 
 def _iso_time(text: Any) -> datetime | None:

@@ -20,7 +20,7 @@ from elasticzero.launcher.retry import RetryPolicy, retry_call
 
 RETRY = RetryPolicy(first_pause_s=0.5, max_pause_s=5.0, spread=1.0)
 """Pauses between tries to read from a server that does not answer."""
-PATIENT_TRIES = 3
+FAILURES_BEFORE_REPORT = 3
 """Number of failures in a row that are worth a line."""
 CLOSE_S = 2.0
 
@@ -46,18 +46,18 @@ class PreemptionWatcher:
     def __init__(
         self,
         choice: str,
-        leave: Callable[[str, float | None], None],
-        tell: Callable[[str], None],
+        on_notice: Callable[[str, float | None], None],
+        log_line: Callable[[str], None],
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         names = {"auto": tuple(CLOUDS), "none": ()}.get(choice, (choice,))
         self._clouds = [cloud_named(name, environment) for name in names]
         self._chosen = choice not in ("auto", "none")
-        self._leave, self._tell = leave, tell
+        self._on_notice, self._log_line = on_notice, log_line
         self._stop = threading.Event()
-        self._heard: PreemptionNotice | None = None
+        self._notice: PreemptionNotice | None = None
         self._advised = ""
-        self._troubled = False
+        self._failing = False
         self._thread = threading.Thread(
             target=self._run, name="elasticzero-preemption", daemon=True
         )
@@ -84,14 +84,14 @@ class PreemptionWatcher:
 
     def _run(self) -> None:
         try:
-            cloud = self._clouds[0] if self._chosen else self._find()
+            cloud = self._clouds[0] if self._chosen else self._detect_cloud()
             if cloud is not None:
                 self._watch(cloud)
         except Exception as error:  # noqa: BLE001 - the top of a thread: training goes on without it
             if not self._stop.is_set():
-                self._tell(f"preemption notices are watched for no more: {one_line(error)}")
+                self._log_line(f"preemption notices are watched for no more: {one_line(error)}")
 
-    def _find(self) -> Cloud | None:
+    def _detect_cloud(self) -> Cloud | None:
         """Returns the cloud to which this machine belongs."""
         for cloud in self._clouds:
             with suppress(MetadataError):
@@ -99,50 +99,50 @@ class PreemptionWatcher:
                     cloud.probe()
                     return cloud
         if not self._stop.is_set():
-            self._tell(
+            self._log_line(
                 "no cloud's metadata server answers: preemption notices are not watched for; "
                 "SIGTERM makes this node leave"
             )
         return None
 
     def _watch(self, cloud: Cloud) -> None:
-        self._tell(f"watching for preemption notices of {cloud.name}")
+        self._log_line(f"watching for preemption notices of {cloud.name}")
         while not self._stop.is_set():
-            seen = retry_call(
+            result = retry_call(
                 cloud.poll,
                 RETRY,
                 retryable=lambda error: isinstance(error, MetadataError),
                 closed=self._stop,
-                on_failure=partial(self._report_trouble, cloud),
+                on_failure=partial(self._report_failures, cloud),
             )
-            if self._troubled:
-                self._troubled = False
-                self._tell(f"the metadata server of {cloud.name} answers again")
-            self._take(cloud, seen)
+            if self._failing:
+                self._failing = False
+                self._log_line(f"the metadata server of {cloud.name} answers again")
+            self._handle(cloud, result)
             self._stop.wait(cloud.every_s)
 
-    def _report_trouble(self, cloud: Cloud, failures: int, error: BaseException) -> None:
+    def _report_failures(self, cloud: Cloud, failures: int, error: BaseException) -> None:
         """Reports once that the server has failed several times in a row."""
-        if failures < PATIENT_TRIES or self._troubled:
+        if failures < FAILURES_BEFORE_REPORT or self._failing:
             return
-        self._troubled = True
-        self._tell(
+        self._failing = True
+        self._log_line(
             f"the metadata server of {cloud.name} is in trouble, so a notice may be missed; trying "
             f"on ({one_line(error)})"
         )
 
-    def _take(self, cloud: Cloud, seen: PollResult) -> None:
+    def _handle(self, cloud: Cloud, result: PollResult) -> None:
         """Passes a notice on once; one that is withdrawn later changes nothing."""
-        if isinstance(seen, PreemptionNotice):
-            if self._heard is None:
-                self._leave(seen.reason, seen.by_s)
-            self._heard = seen
-        elif self._heard is not None:
-            self._heard = None
-            self._tell(
+        if isinstance(result, PreemptionNotice):
+            if self._notice is None:
+                self._on_notice(result.reason, result.by_s)
+            self._notice = result
+        elif self._notice is not None:
+            self._notice = None
+            self._log_line(
                 f"{cloud.name} has withdrawn its notice; this node leaves all the same, and may be "
                 "started again"
             )
-        elif isinstance(seen, Advice) and seen.text != self._advised:
-            self._advised = seen.text
-            self._tell(seen.text)
+        elif isinstance(result, Advice) and result.text != self._advised:
+            self._advised = result.text
+            self._log_line(result.text)

@@ -27,13 +27,13 @@ from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, FirstSeen, WatchCache
 from elasticzero.launcher.torchrun.rules import (
     Action,
+    AssignPlace,
     Refusal,
     Refuse,
     Register,
     Reopen,
     RoundLimits,
     RoundView,
-    Take,
     WriteRound,
     decide_rendezvous,
     lost,
@@ -101,12 +101,12 @@ class RendezvousNode:
         etcd: str,
         host: str,
         limits: RoundLimits,
-        say: Callable[[str], None] = log.info,
+        log_line: Callable[[str], None] = log.info,
     ) -> None:
         """`etcd`: its endpoints, for messages; `host`: where other nodes reach this one."""
         self.limits = limits
         self.host = host
-        self._store, self._etcd, self._say = store, etcd, say
+        self._store, self._etcd, self._log_line = store, etcd, log_line
         store_socket = bound_socket()
         me = Member(
             node=f"{socket.gethostname()}-{secrets.token_hex(4)}",
@@ -120,16 +120,16 @@ class RendezvousNode:
         self._wake, self._over = threading.Event(), threading.Event()
         self._observer = WatchCache(store, self._wake.set)
         self._recovery = StoreRecovery(
-            store, self._observer, self._membership, None, None, self._tell
+            store, self._observer, self._membership, None, None, self._log_reason
         )
         self._missing = FirstSeen()
-        self._known: frozenset[tuple[str, str]] = frozenset()
+        self._known_registrations: frozenset[tuple[str, str]] = frozenset()
         self._last_join_s = self._retry_s = 0.0
         self._newcomer, self._registered, self._placed = True, False, False
-        self._said = ""
-        self._answer = threading.Condition()
-        self._asked_s: float | None = None
-        self._asked_anew = False
+        self._logged_reason = ""
+        self._result_ready = threading.Condition()
+        self._requested_s: float | None = None
+        self._new_request = False
         self._found: NodePlacement | RendezvousRefused | None = None
         self._trains = False
         self._change = Change()
@@ -139,7 +139,7 @@ class RendezvousNode:
     def name(self) -> str:
         return self._membership.me.node
 
-    def next_place(self) -> NodePlacement:
+    def next_placement(self) -> NodePlacement:
         """Leaves the place this node has, and waits for one in a new world; raises
         `RendezvousRefused`."""
         if self._over.is_set():
@@ -150,11 +150,11 @@ class RendezvousNode:
             atexit.register(self.leave)
             self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
             self._thread.start()
-        with self._answer:
-            self._asked_s, self._asked_anew = time.monotonic(), True
+        with self._result_ready:
+            self._requested_s, self._new_request = time.monotonic(), True
             self._found, self._trains, self._change = None, False, Change()
             self._wake.set()
-            self._answer.wait_for(lambda: self._found is not None)
+            self._result_ready.wait_for(lambda: self._found is not None)
             found = self._found
         assert found is not None
         if isinstance(found, RendezvousRefused):
@@ -178,7 +178,7 @@ class RendezvousNode:
             return DONE in self._store.read(DONE).entries
         return self._observer.done() is not None
 
-    def close_for_all(self, done: Done) -> None:
+    def close_rendezvous(self, done: Done) -> None:
         """Writes that the run is over; raises `StoreUnavailable` if the store stays away."""
         absent = Condition(key=DONE, mod_revision=0)
         retry_call(
@@ -217,10 +217,10 @@ class RendezvousNode:
             try:
                 self._turn(time.monotonic())
             except (StoreUnavailable, LeaseLost) as error:
-                self._tell(str(error))
+                self._log_reason(str(error))
                 self._retry_s = time.monotonic() + RETRY_S
             except Exception as error:  # noqa: BLE001  the top of a thread
-                self._settle(self._broken(error))
+                self._set_result(self._broken(error))
 
     def _broken(self, error: Exception) -> RendezvousRefused:
         log.debug("a turn failed", exc_info=True)
@@ -232,36 +232,36 @@ class RendezvousNode:
 
     def _turn(self, now_s: float) -> None:
         self._observer.follow({MEMBERS, WORLD, DONE})
-        with self._answer:
-            if self._asked_anew:
-                self._asked_anew = self._registered = False
+        with self._result_ready:
+            if self._new_request:
+                self._new_request = self._registered = False
                 fresh = replace(self._membership.me, incarnation=new_incarnation())
                 self._membership.me = fresh
-            asked_s = self._asked_s
+            requested_s = self._requested_s
         self._recovery.poll(now_s)
         self._keep_registered(now_s)
-        view = self._view(asked_s, now_s)
-        if asked_s is None:
+        view = self._view(requested_s, now_s)
+        if requested_s is None:
             gone = lost(view, now_s, self.limits)
             self._change = Change(tuple(gone), tuple(newcomers(view, gone, self.limits)))
             return
         turn = decide_rendezvous(view, now_s, self.limits)
-        self._tell(turn.reason)
+        self._log_reason(turn.reason)
         if turn.spare:
-            self._asked_s = now_s
+            self._requested_s = now_s
         match turn.action:
-            case Take(world, index):
+            case AssignPlace(world, index):
                 self._placed, self._change = True, Change()
                 first = self._membership.take_store_socket() if index == 0 else None
-                self._settle(NodePlacement(world, index, first))
+                self._set_result(NodePlacement(world, index, first))
             case Refuse(kind):
                 self._over.set()
                 self._membership.close()
-                self._settle(RendezvousRefused(kind, turn.reason))
+                self._set_result(RendezvousRefused(kind, turn.reason))
             case action if now_s >= self._retry_s:
-                self._write(action, asked_s)
+                self._write(action, requested_s)
 
-    def _write(self, action: Action | None, asked_s: float) -> None:
+    def _write(self, action: Action | None, requested_s: float) -> None:
         match action:
             case Register() if self._membership.register():
                 self._registered, self._newcomer = True, False
@@ -275,15 +275,15 @@ class RendezvousNode:
                 for prefix in (DONE, WORLD):
                     self._observer.put(prefix, self._store.read(prefix))
             case WriteRound():
-                self._reread_and_write(asked_s)
+                self._reread_and_write(requested_s)
             case _:
                 pass
 
-    def _reread_and_write(self, asked_s: float) -> None:
+    def _reread_and_write(self, requested_s: float) -> None:
         """Writes the next world, if a fresh read of the store leads to it too."""
         self._observer.put(MEMBERS, self._store.read(MEMBERS))
         now_s = time.monotonic()
-        action = decide_rendezvous(self._view(asked_s, now_s), now_s, self.limits).action
+        action = decide_rendezvous(self._view(requested_s, now_s), now_s, self.limits).action
         if isinstance(action, WriteRound):
             before, revision = self._observer.world()
             check_invariants(before, action.world)
@@ -295,17 +295,17 @@ class RendezvousNode:
             self._store.write({WORLD: to_bytes(action.world)}, conditions=conditions)
             self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _settle(self, found: NodePlacement | RendezvousRefused) -> None:
+    def _set_result(self, found: NodePlacement | RendezvousRefused) -> None:
         """Answers the caller that waits for a place."""
-        with self._answer:
-            if self._asked_s is not None and not self._asked_anew:
-                self._asked_s, self._found = None, found
-                self._answer.notify_all()
+        with self._result_ready:
+            if self._requested_s is not None and not self._new_request:
+                self._requested_s, self._found = None, found
+                self._result_ready.notify_all()
 
-    def _tell(self, reason: str) -> None:
-        if reason != self._said:
-            self._said = reason
-            self._say(f"{self.name}: {reason}")
+    def _log_reason(self, reason: str) -> None:
+        if reason != self._logged_reason:
+            self._logged_reason = reason
+            self._log_line(f"{self.name}: {reason}")
 
     def _keep_registered(self, now_s: float) -> None:
         """Renews a lapsed registration, as the same incarnation, while it has a place or requests
@@ -315,23 +315,23 @@ class RendezvousNode:
         if named or self._registered:
             self._membership.check(now_s, named=True, world_revision=0)
 
-    def _view(self, asked_s: float | None, now_s: float) -> RoundView:
+    def _view(self, requested_s: float | None, now_s: float) -> RoundView:
         members = self._observer.members()
         world, _ = self._observer.world()
-        heard = all(self._observer.get(prefix) is not None for prefix in (MEMBERS, WORLD, DONE))
+        complete = all(self._observer.get(prefix) is not None for prefix in (MEMBERS, WORLD, DONE))
         known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
-        if known - self._known:
+        if known - self._known_registrations:
             self._last_join_s = now_s
-        self._known = known
+        self._known_registrations = known
         placed = world.members if world is not None and members is not None else ()
         missing = [member.node for member in placed if member.node not in (members or {})]
         return RoundView(
             me=self._membership.me,
             etcd=self._etcd,
-            members=members if heard else None,
+            members=members if complete else None,
             world=world,
             done=self._observer.done(),
-            asked_s=asked_s,
+            requested_s=requested_s,
             registered=self._registered,
             newcomer=self._newcomer,
             placed=self._placed,

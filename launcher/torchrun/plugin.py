@@ -67,11 +67,11 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         access = _access(parameters.config)
         store = EtcdStore(endpoints, rendezvous_prefix(parameters.run_id), access=access)
     except UserError as error:
-        raise ValueError(_in_torchs_words(str(error))) from None
+        raise ValueError(_with_torchrun_names(str(error))) from None
     forget_secrets(os.environ)
     host = parameters.local_addr or reachable_address(endpoints[0].rpartition("://")[2])
-    say = get_logger(__name__).info
-    node = RendezvousNode(store, ",".join(endpoints), host, limits, say)
+    log_line = get_logger(__name__).info
+    node = RendezvousNode(store, ",".join(endpoints), host, limits, log_line)
     return Handler(parameters.backend, parameters.run_id, node)
 
 
@@ -96,7 +96,7 @@ def _access(given: Mapping[str, Any]) -> Access:
     return resolve_access(**values, environment=os.environ)
 
 
-def _in_torchs_words(text: str) -> str:
+def _with_torchrun_names(text: str) -> str:
     """Rewords an error about options of `elasticzero run` by their names in --rdzv-conf."""
     for option in sorted(ACCESS, key=len, reverse=True):
         text = text.replace(f"--{option.replace('_', '-')} ", f"--rdzv-conf {option}=")
@@ -154,9 +154,9 @@ class Handler(RendezvousHandler):
         store = None
         while store is None:
             try:
-                place = self._node.next_place()
+                place = self._node.next_placement()
             except RendezvousRefused as error:
-                raise _torchs(error) from None
+                raise _as_torch_error(error) from None
             store = self._rendezvous(place)
         self._node.begin()
         self._store = store
@@ -221,7 +221,7 @@ class Handler(RendezvousHandler):
         from elasticzero.launcher.protocol.documents import Done
 
         outcome = Done(outcome="failed" if failed else "finished", step=0, reason=reason)
-        self._node.close_for_all(outcome)
+        self._node.close_rendezvous(outcome)
 
     def _rendezvous(self, place: NodePlacement) -> TCPStore | None:
         """Returns the store of a new world once all its nodes are there; None: the world no longer
@@ -292,7 +292,7 @@ def _listens(host: str, port: int) -> bool:
         return False
 
 
-def _torchs(error: RendezvousRefused) -> Exception:
+def _as_torch_error(error: RendezvousRefused) -> Exception:
     """Returns torch's error of the same meaning."""
     from torch.distributed.elastic.rendezvous import api
 

@@ -86,7 +86,7 @@ class RoundView:
     """Registrations, oldest first; None: etcd has not answered yet."""
     world: World | None = None
     done: Done | None = None
-    asked_s: float | None = None
+    requested_s: float | None = None
     """Time since which this node requests a place; None: it does not."""
     registered: bool = False
     """True if `me` was registered since the request."""
@@ -121,7 +121,7 @@ class WriteRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class AssignPlace:
     """Gives the caller its place."""
 
     world: World
@@ -135,7 +135,7 @@ class Refuse:
     kind: Refusal
 
 
-Action = Register | Reopen | WriteRound | Take | Refuse
+Action = Register | Reopen | WriteRound | AssignPlace | Refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +150,29 @@ class Turn:
 
 def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     """Returns the next action of this node, by the rules above."""
-    if view.asked_s is None:
+    if view.requested_s is None:
         return Turn(None, "not asking for a place")
-    asked_s, world = now_s - view.asked_s, view.world
+    waited_s, world = now_s - view.requested_s, view.world
     if view.members is None:
-        if asked_s >= limits.connect_timeout_s:
-            return Turn(Refuse("connection"), _no_etcd(view, asked_s, "connect_timeout"))
+        if waited_s >= limits.connect_timeout_s:
+            return Turn(Refuse("connection"), _no_etcd(view, waited_s, "connect_timeout"))
         return Turn(None, f"waiting for etcd at {view.etcd}")
     if view.done is not None:
-        return _closed(view, view.done, asked_s, limits)
+        return _closed(view, view.done, waited_s, limits)
     index = world.find(view.me.node, view.me.incarnation) if world is not None else None
     if view.registered and world is not None and index is not None:
-        return Turn(Take(world, index), f"generation {world.generation}: {world.reason}")
+        return Turn(AssignPlace(world, index), f"generation {world.generation}: {world.reason}")
     if view.registered and world is not None and _is_full(view, world, limits):
         reason = f"all {limits.max_nodes} places are taken; waiting as a spare"
         return Turn(None, reason, spare=True)
-    if asked_s >= limits.join_timeout_s:
-        return _late(view, asked_s, limits)
+    if waited_s >= limits.join_timeout_s:
+        return _late(view, waited_s, limits)
     if not view.registered:
         return Turn(Register(), "registering")
     return _next_world(view, now_s, limits)
 
 
-def _closed(view: RoundView, done: Done, asked_s: float, limits: RoundLimits) -> Turn:
+def _closed(view: RoundView, done: Done, waited_s: float, limits: RoundLimits) -> Turn:
     """Applies rule T2."""
     if not view.newcomer:
         unneeded = done.outcome != "failed" and not view.placed
@@ -180,7 +180,7 @@ def _closed(view: RoundView, done: Done, asked_s: float, limits: RoundLimits) ->
     others = list(view.members or {})
     if not others:
         return Turn(Reopen(), "an earlier run of this id is over; beginning a new one")
-    if asked_s <= limits.lease_ttl_s + 1.0:
+    if waited_s <= limits.lease_ttl_s + 1.0:
         return Turn(None, f"an earlier run is over; waiting for {_names(others)} to be gone")
     return Turn(Refuse("closed"), _why_closed(view, done))
 
@@ -189,21 +189,21 @@ def _why_closed(view: RoundView, done: Done) -> str:
     return f"the rendezvous at etcd {view.etcd} is closed: {done.reason}"
 
 
-def _no_etcd(view: RoundView, asked_s: float, option: str) -> str:
+def _no_etcd(view: RoundView, waited_s: float, option: str) -> str:
     return (
-        f"etcd at {view.etcd} did not answer within {asked_s:.0f} s (--rdzv-conf {option}=S): "
+        f"etcd at {view.etcd} did not answer within {waited_s:.0f} s (--rdzv-conf {option}=S): "
         "check --rdzv-endpoint, and that etcd runs and is in reach from this node"
     )
 
 
-def _late(view: RoundView, asked_s: float, limits: RoundLimits) -> Turn:
+def _late(view: RoundView, waited_s: float, limits: RoundLimits) -> Turn:
     """Applies rule T6."""
     if not view.store.reachable:
-        return Turn(Refuse("connection"), _no_etcd(view, asked_s, "join_timeout"))
-    here, standing = len(view.members or {}), _standing(view, view.world)
-    missing = f"{_names(standing)} did not leave the generation before" if standing else ""
+        return Turn(Refuse("connection"), _no_etcd(view, waited_s, "join_timeout"))
+    here, in_place = len(view.members or {}), _still_in_place(view, view.world)
+    missing = f"{_names(in_place)} did not leave the generation before" if in_place else ""
     reason = (
-        f"no place within {asked_s:.0f} s (--rdzv-conf join_timeout=S) at etcd {view.etcd}: "
+        f"no place within {waited_s:.0f} s (--rdzv-conf join_timeout=S) at etcd {view.etcd}: "
         f"{missing or f'{here} of at least {limits.min_nodes} nodes are here'}"
     )
     return Turn(Refuse("timeout"), reason)
@@ -212,11 +212,11 @@ def _late(view: RoundView, asked_s: float, limits: RoundLimits) -> Turn:
 def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     """Applies rules T7 to T11."""
     world, members = view.world, view.members or {}
-    if standing := _standing(view, world):
+    if in_place := _still_in_place(view, world):
         assert world is not None
         return Turn(
             None,
-            f"waiting for {_names(standing)} to leave generation {world.generation}",
+            f"waiting for {_names(in_place)} to leave generation {world.generation}",
         )
     unsure = [
         node
@@ -228,24 +228,24 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     had_places = {member.node for member in world.members} if world is not None else set()
     staying = [member for member in members.values() if member.node in had_places]
     joiners = [member for member in members.values() if member.node not in had_places]
-    lined = order_members(world, joiners, staying, limits.max_nodes)
-    if len(lined) < limits.min_nodes:
-        return Turn(None, f"{len(lined)} of at least {limits.min_nodes} nodes are here")
+    chosen = order_members(world, joiners, staying, limits.max_nodes)
+    if len(chosen) < limits.min_nodes:
+        return Turn(None, f"{len(chosen)} of at least {limits.min_nodes} nodes are here")
     pause_s = limits.last_call_timeout_s
     if staying:
         pause_s = min(GROW_SETTLE_S, pause_s) if joiners else 0.0
-    if len(lined) < limits.max_nodes and now_s - view.last_join_s < pause_s:
-        here = f"{len(lined)} of at most {limits.max_nodes} nodes are here"
+    if len(chosen) < limits.max_nodes and now_s - view.last_join_s < pause_s:
+        here = f"{len(chosen)} of at most {limits.max_nodes} nodes are here"
         return Turn(None, f"{here}; waiting {pause_s:g} s for more")
-    if lined[0].node != view.me.node or lined[0].incarnation != view.me.incarnation:
-        return Turn(None, f"waiting for {lined[0].node} to write the next generation")
+    if chosen[0].node != view.me.node or chosen[0].incarnation != view.me.incarnation:
+        return Turn(None, f"waiting for {chosen[0].node} to write the next generation")
     following = World(
         generation=world.generation + 1 if world is not None else 1,
         token=view.token,
-        members=lined,
+        members=chosen,
         strategy=STRATEGY,
         resume=Resume(tier="fresh"),
-        reason=_why(world, lined),
+        reason=_why(world, chosen),
     )
     return Turn(WriteRound(following), following.reason)
 
@@ -286,7 +286,7 @@ def newcomers(view: RoundView, lost_nodes: Sequence[str], limits: RoundLimits) -
     return waiting[: max(0, limits.max_nodes - len(had_places) + len(lost_nodes))]
 
 
-def _standing(view: RoundView, world: World | None) -> list[str]:
+def _still_in_place(view: RoundView, world: World | None) -> list[str]:
     """Returns the members of the world whose very registration exists: they have not left their
     places."""
     members = view.members or {}
@@ -299,7 +299,7 @@ def _standing(view: RoundView, world: World | None) -> list[str]:
 
 def _is_full(view: RoundView, world: World, limits: RoundLimits) -> bool:
     """Returns whether no node can be added to the members that are still registered."""
-    return len(_standing(view, world)) == len(world.members) >= limits.max_nodes
+    return len(_still_in_place(view, world)) == len(world.members) >= limits.max_nodes
 
 
 def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
@@ -308,16 +308,16 @@ def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: Round
     A node that is not of that world has not seen since when etcd is well, and waits a TTL too.
     """
     world, ttl_s = view.world, limits.lease_ttl_s
-    knows = world is not None and any(member.node == view.me.node for member in world.members)
+    was_member = world is not None and any(member.node == view.me.node for member in world.members)
     conclusive = leases_are_conclusive(view.store, now_s, ttl_s)
-    return conclusive and (knows or now_s - since_s >= ttl_s)
+    return conclusive and (was_member or now_s - since_s >= ttl_s)
 
 
-def _why(world: World | None, lined: Sequence[Member]) -> str:
+def _why(world: World | None, chosen: Sequence[Member]) -> str:
     """Returns why the next world is made."""
     if world is None:
-        return f"{count_text(len(lined), 'node')} came together"
-    before, after = [m.node for m in world.members], [m.node for m in lined]
+        return f"{count_text(len(chosen), 'node')} came together"
+    before, after = [m.node for m in world.members], [m.node for m in chosen]
     parts = []
     if gone := [node for node in before if node not in after]:
         parts.append(f"{_names(gone)} gone")

@@ -13,13 +13,13 @@ from elasticzero.launcher.protocol.documents import Done, Member, World
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import StoreHealth
 from elasticzero.launcher.torchrun.rules import (
+    AssignPlace,
     Refusal,
     Refuse,
     Register,
     Reopen,
     RoundLimits,
     RoundView,
-    Take,
     WriteRound,
     decide_rendezvous,
     lost,
@@ -58,7 +58,7 @@ def view(me: Member, *members: Member, **changes: Any) -> RoundView:
         me=me,
         etcd="etcd:2379",
         members={m.node: m for m in members},
-        asked_s=NOW - 1,
+        requested_s=NOW - 1,
         registered=True,
         newcomer=False,
         last_join_s=NOW - 1,
@@ -69,7 +69,7 @@ def view(me: Member, *members: Member, **changes: Any) -> RoundView:
 
 
 def asked(**ago: float) -> dict[str, float]:
-    return {"asked_s": NOW - ago["s"]}
+    return {"requested_s": NOW - ago["s"]}
 
 
 WAITS = [
@@ -140,7 +140,7 @@ def test_it_is_refused(case: str, kind: Refusal, seen: RoundView) -> None:
 
 
 def test_a_node_that_does_not_ask_does_nothing() -> None:
-    assert decide_rendezvous(view(A, A, B, asked_s=None), NOW, LIMITS).action is None
+    assert decide_rendezvous(view(A, A, B, requested_s=None), NOW, LIMITS).action is None
 
 
 def test_t2_a_newcomer_opens_a_run_again_when_all_its_nodes_are_gone() -> None:
@@ -154,7 +154,7 @@ def test_t3_an_asking_is_registered() -> None:
 
 def test_t4_a_place_is_taken_by_the_registration_that_it_names() -> None:
     seen = view(B, A, B, world=world(A, B))
-    assert decide_rendezvous(seen, NOW, LIMITS).action == Take(world(A, B), 1)
+    assert decide_rendezvous(seen, NOW, LIMITS).action == AssignPlace(world(A, B), 1)
     assert decide_rendezvous(replace(seen, me=B2), NOW, LIMITS).action is None
 
 
@@ -185,13 +185,13 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("case", "before", "seen", "lined"), WRITTEN, ids=[w[0] for w in WRITTEN])
+@pytest.mark.parametrize(("case", "before", "seen", "chosen"), WRITTEN, ids=[w[0] for w in WRITTEN])
 def test_t11_the_first_of_the_next_world_writes_it(
-    case: str, before: World | None, seen: RoundView, lined: tuple[Member, ...]
+    case: str, before: World | None, seen: RoundView, chosen: tuple[Member, ...]
 ) -> None:
     action = decide_rendezvous(replace(seen, world=before), NOW, LIMITS).action
     assert isinstance(action, WriteRound), case
-    assert action.world.members == lined
+    assert action.world.members == chosen
     assert action.world.token == "new"
     check_invariants(before, action.world)
 
@@ -209,7 +209,7 @@ LOST = [
 
 @pytest.mark.parametrize(("case", "seen", "expected"), LOST, ids=[case for case, _, _ in LOST])
 def test_what_ends_a_world(case: str, seen: RoundView, expected: list[str]) -> None:
-    assert lost(replace(seen, asked_s=None), NOW, LIMITS) == expected, case
+    assert lost(replace(seen, requested_s=None), NOW, LIMITS) == expected, case
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,16 @@ def test_what_ends_a_world(case: str, seen: RoundView, expected: list[str]) -> N
     ids=["away", "back for less than a TTL", "own lease not confirmed"],
 )
 def test_while_etcd_is_not_well_nobody_is_lost(health: StoreHealth) -> None:
-    seen = view(A, world=world(A, B), missing_since_s={"b": NOW - 99}, store=health, asked_s=None)
+    seen = view(
+        A, world=world(A, B), missing_since_s={"b": NOW - 99}, store=health, requested_s=None
+    )
     assert lost(seen, NOW, LIMITS) == []
 
 
 def test_newcomers_count_where_there_is_room() -> None:
-    seen = view(A, A, B, C, D, world=world(A, B), asked_s=None)
+    seen = view(A, A, B, C, D, world=world(A, B), requested_s=None)
     assert newcomers(seen, [], LIMITS) == ["c"]
-    full = view(A, A, B, C, D, world=world(A, B, C), asked_s=None)
+    full = view(A, A, B, C, D, world=world(A, B, C), requested_s=None)
     assert newcomers(full, [], LIMITS) == []
     assert newcomers(full, ["b"], LIMITS) == ["d"]
     assert newcomers(replace(seen, done=FINISHED), [], LIMITS) == []
@@ -280,7 +282,7 @@ class Game:
             etcd="etcd:2379",
             members=dict(self.registered),
             world=self.world,
-            asked_s=now_s if node in self.asking else None,
+            requested_s=now_s if node in self.asking else None,
             registered=self.registered.get(node) == self.alive[node],
             newcomer=False,
             last_join_s=self.joined_s,
@@ -305,7 +307,7 @@ class Game:
                 check_invariants(self.world, following)
                 assert all(self.registered.get(m.node) == m for m in following.members)
                 self.world = following
-            case Take():
+            case AssignPlace():
                 self.asking.discard(node)
             case _:
                 pass
