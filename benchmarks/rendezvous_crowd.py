@@ -258,11 +258,11 @@ class Client:
     def decided(self, view: View, decision: Decision) -> None:
         return
 
-    def store_trouble(self, error: ElasticZeroError) -> None:
+    def store_failed(self, error: ElasticZeroError) -> None:
         self._trouble = True
         self._crowd.tell("trouble", client=self.name, error=str(error))
 
-    def leaves(self, reason: str) -> None:
+    def exits(self, reason: str) -> None:
         raise AssertionError(f"{self.name} leaves: {reason}")
 
     def poll(self, now_s: float) -> None:

@@ -170,7 +170,7 @@ class Agent:
         try:
             while self._core.exit_code is None:
                 self.view, decision = self._core.cycle()
-                self._say_who_is_here(self.view)
+                self._log_present_nodes(self.view)
                 if self._core.exit_code is None:
                     self._sleep(self.view, decision)
             return self._core.exit_code
@@ -190,7 +190,7 @@ class Agent:
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
 
-    def _say_who_is_here(self, view: View) -> None:
+    def _log_present_nodes(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
             self.reporter.console.not_waiting()
             return
@@ -252,20 +252,20 @@ class Agent:
 
     def _receive_saves(self) -> None:
         """Tells the workers what became of their captures."""
-        for news in self.saver.events():
-            match news:
+        for event in self.saver.events():
+            match event:
                 case SaveFailed():
-                    self.reporter.save_failed(news)
+                    self.reporter.save_failed(event)
                     continue
                 case SnapshotHeld():
-                    message: Message = news
-                    self.reporter.kept(news)
+                    message: Message = event
+                    self.reporter.snapshot_held(event)
                 case SaveFinished():
-                    message = Saved(step=news.step, generation=news.generation, error=news.error)
-                    self.reporter.saved(news)
-                    if news.error is None:
-                        self._cluster.saved(news.step)
-            if self._group is not None and self._group.generation == news.generation:
+                    message = Saved(step=event.step, generation=event.generation, error=event.error)
+                    self.reporter.saved(event)
+                    if event.error is None:
+                        self._cluster.saved(event.step)
+            if self._group is not None and self._group.generation == event.generation:
                 self._group.broadcast(message)
 
     def _replace_server(self) -> None:
@@ -316,13 +316,13 @@ class Agent:
 
         This node came to a store that had lost its data, and made a token of its own.
         """
-        agreed = agree_on_token(self._store, self._given_token())
+        agreed = agree_on_token(self._store, self._configured_token())
         self._agreed = agreed
         self._writer.token_digest = agreed.digest
         self._recovery.adopt(agreed)
         self.adopted(agreed.secret)
 
-    def _given_token(self) -> Secret | None:
+    def _configured_token(self) -> Secret | None:
         return self._agreed.secret if self._agreed.record.token is None else None
 
     def _retire_group(self) -> dict[int, Worker]:

@@ -87,7 +87,7 @@ def agent_options(
     given = parse_common_options(args)
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
-    directory, storage_trouble = _checkpoint_directory(args)
+    directory, storage_error = _checkpoint_directory(args)
     options = AgentOptions(
         job=job,
         node=node,
@@ -103,7 +103,7 @@ def agent_options(
         workers=worker_settings(args, nproc, os.environ),
         **given.agent,
     )
-    return options, storage_trouble
+    return options, storage_error
 
 
 def _checkpoint_directory(args: argparse.Namespace) -> tuple[str | None, StorageError | None]:

@@ -30,8 +30,8 @@ from elasticzero.text import count_text, list_text, named_text
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
 
-WHO_IS_HERE_EVERY_S = 10.0
-STORE_TROUBLE_EVERY_S = 10.0
+WAITING_LINE_EVERY_S = 10.0
+STORE_FAILURE_EVERY_S = 10.0
 NAMES_SHOWN = 8
 
 
@@ -51,24 +51,24 @@ class AgentConsole:
         self.traced: list[str] = []
         """Errors whose traceback this agent has repeated on the terminal."""
         self._waiting_since_s: float | None = None
-        self._said_trouble_s = 0.0
-        self._aside: NodeStrikes | None = None
+        self._store_failure_logged_s = 0.0
+        self._logged_quarantine: NodeStrikes | None = None
         """Strikes of this node for which a line has already said that it is set aside."""
-        self._said_short = False
+        self._memory_short_logged = False
         self._save_failed: tuple[int, int, str] | None = None
         """Generation, step and error of the last failed save that was printed."""
-        self._every: int | None = None
+        self._logged_interval: int | None = None
         """Last snapshot interval that was printed."""
-        self._silent: dict[int, float] = {}
+        self._stalled_since_s: dict[int, float] = {}
         """Time at which a line said of a rank that it makes no step."""
 
-    def say(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
+    def log_line(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
         """Logs a line for people. rank: rank of the worker that it is about."""
         log.log(level, "%s", text, extra={"node": self._options.node, "rank": rank})
 
     def starting(self) -> None:
         """Notes that workers of a new generation start."""
-        self._silent = {}
+        self._stalled_since_s = {}
 
     def world(self, world: World, *, session: bool) -> None:
         """Prints a new generation."""
@@ -77,7 +77,7 @@ class AgentConsole:
             text = (
                 f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
             )
-            self.say(text)
+            self.log_line(text)
         resume = world.resume
         origin = {
             "fresh": fresh_start(world.generation, session=session),
@@ -87,23 +87,23 @@ class AgentConsole:
         reason = world.reason
         if (damage := world.skipped) is not None:
             reason = damage.cause
-            self.say(skipped_checkpoint_line(damage.step, damage.message, resume.step))
+            self.log_line(skipped_checkpoint_line(damage.step, damage.message, resume.step))
         names = list_text((member.node for member in world.members), NAMES_SHOWN)
-        self.say(
+        self.log_line(
             f"generation {world.generation}: {count_text(world.world_size, 'rank')} on {names}, "
             f"{origin[resume.tier]}: {reason}",
         )
 
-    def aside(self, world: World) -> None:
+    def quarantined(self, world: World) -> None:
         """Prints that the world does without this node, and why."""
         me = self._options.node
         struck = [s for s in world.strikes if s.node == me and s.count >= QUARANTINE_STRIKES]
         if not struck or me in [member.node for member in world.members]:
-            self._aside = None
-        elif struck[0] != self._aside:
-            self._aside = struck[0]
+            self._logged_quarantine = None
+        elif struck[0] != self._logged_quarantine:
+            self._logged_quarantine = struck[0]
             why = quarantine_reason(struck, me)
-            self.say(
+            self.log_line(
                 f"this node is set aside for {quarantine_s(struck[0].count):g} s: {why}; the "
                 f"others go on without it, and it is tried again then; its workers' logs are in "
                 f"{self._options.log_dir}",
@@ -114,25 +114,25 @@ class AgentConsole:
         given = view.control.nnodes
         if given != before.nnodes and given is not None:
             text = f"an operator scaled the job to {given[0]}:{given[1]} nodes"
-            self.say(text)
+            self.log_line(text)
         if view.control.stop and not before.stop:
-            self.say("an operator stops the job")
+            self.log_line("an operator stops the job")
         if view.control.drains(view.me) and not before.drains(view.me):
-            self.say("an operator drains this node")
+            self.log_line("an operator drains this node")
 
-    def waiting(self, look: Callable[[], Iterable[str]], control: Control) -> None:
+    def waiting(self, present: Callable[[], Iterable[str]], control: Control) -> None:
         """Prints every 10 s which nodes are here while there are too few; look: returns their
         names."""
         now_s = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        if now_s - self._waiting_since_s < WHO_IS_HERE_EVERY_S:
+        if now_s - self._waiting_since_s < WAITING_LINE_EVERY_S:
             return
         self._waiting_since_s = now_s
-        here = sorted(look())
+        here = sorted(present())
         least = with_operator_overrides(self._options.policy, control).min_nodes
         if len(here) < least:
-            self.say(
+            self.log_line(
                 f"waiting: {len(here)} of at least {least} nodes are here ({', '.join(here)}); "
                 f"{least - len(here)} missing",
             )
@@ -142,24 +142,24 @@ class AgentConsole:
 
     def memory_short(self, message: MemoryShort) -> None:
         """Prints once that memory is short: the need for it does not change while a job trains."""
-        if self._said_short:
+        if self._memory_short_logged:
             return
-        self._said_short = True
+        self._memory_short_logged = True
         folder, overflow = self._options.snapshot_dir.parent, self._options.overflow_dir
         instead = f"what finds no room goes to {overflow}" if overflow else "some find no room"
-        self.say(
+        self.log_line(
             f"{folder} is short: this node's snapshots need {_mebibytes(message.needed_bytes)} MiB "
             f"and it has {_mebibytes(message.free_bytes)} MiB; {instead}, which is slower. Give it "
             "more (docker run --shm-size, in Kubernetes an emptyDir with medium: Memory at "
             "/dev/shm), or name a larger one by --snapshot-dir",
         )
 
-    def pace(self, message: SnapshotInterval) -> None:
+    def snapshot_interval(self, message: SnapshotInterval) -> None:
         """Prints the interval between snapshots: the first, and one that differs much."""
-        if not differs_much(self._every, message.every):
+        if not differs_much(self._logged_interval, message.every):
             return
-        self._every = message.every
-        self.say(
+        self._logged_interval = message.every
+        self.log_line(
             f"snapshots every {count_text(message.every, 'step')}: one costs "
             f"{message.cost_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
         )
@@ -173,7 +173,7 @@ class AgentConsole:
         first = (failed.newest or 0) + 1
         steps = f"steps {first} to {failed.step} are" if first < failed.step else "it is"
         have = f"of step {failed.newest}" if failed.newest else "not there yet"
-        self.say(
+        self.log_line(
             f"step {failed.step} could not be saved: {failed.error}; {steps} at stake, for the "
             f"newest checkpoint is {have}; memory holds the state, and saving it is tried again "
             f"for up to {self._options.policy.save_timeout_s:g} s (--save-timeout)",
@@ -182,12 +182,12 @@ class AgentConsole:
 
     def examined(self, group: WorkerGroup, found: Failure) -> None:
         """Prints what was found about a worker that makes no step."""
-        self._silent.setdefault(found.rank, time.monotonic())
+        self._stalled_since_s.setdefault(found.rank, time.monotonic())
         if found.blame != "hung":
-            self.say(f"rank {found.rank}: {found.message}", rank=found.rank)
+            self.log_line(f"rank {found.rank}: {found.message}", rank=found.rank)
             return
         logs = {worker.rank: worker.log for worker in group.workers}
-        self.say(
+        self.log_line(
             f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
             rank=found.rank,
             level=logging.WARNING,
@@ -198,7 +198,7 @@ class AgentConsole:
         ranks = [worker.rank for worker in ended]
         running = [worker.rank for worker in group.workers if worker.running]
         others = f"{named_text('rank', running, NAMES_SHOWN)} here" if running else "other nodes"
-        self.say(
+        self.log_line(
             f"{named_text('rank', ranks, NAMES_SHOWN)} ended "
             f"{now_s - ended[0].ended_s:.0f} s ago; the job waits for the workers of {others} to "
             "end too",
@@ -206,7 +206,7 @@ class AgentConsole:
 
     def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
         """Prints that a process is killed that did not end although its script had."""
-        self.say(
+        self.log_line(
             f"rank {worker.rank}: its script had ended, but the process did not within "
             f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
             f"{worker.script_exit_code}, counts",
@@ -214,23 +214,23 @@ class AgentConsole:
             level=logging.WARNING,
         )
 
-    def moves_again(self, rank: int, at_s: float) -> None:
+    def progress_resumed(self, rank: int, at_s: float) -> None:
         """Prints that a rank makes steps again, where a line said that it makes none."""
-        since_s = self._silent.pop(rank, None)
+        since_s = self._stalled_since_s.pop(rank, None)
         if since_s is not None:
-            self.say(
+            self.log_line(
                 f"rank {rank} makes steps again, {max(0.0, at_s - since_s):.1f} s later: the hang "
                 "ended by itself",
                 rank=rank,
             )
 
-    def store_trouble(self, text: str) -> bool:
+    def store_failed(self, text: str) -> bool:
         """Prints trouble with etcd now and then; returns whether it did."""
         now_s = time.monotonic()
-        due = now_s - self._said_trouble_s >= STORE_TROUBLE_EVERY_S
+        due = now_s - self._store_failure_logged_s >= STORE_FAILURE_EVERY_S
         if due:
-            self._said_trouble_s = now_s
-            self.say(text, level=logging.WARNING)
+            self._store_failure_logged_s = now_s
+            self.log_line(text, level=logging.WARNING)
         return due
 
     def failed(self, done: Done) -> tuple[str, bool]:

@@ -125,9 +125,9 @@ class Listener(Protocol):
 
     def decided(self, view: View, decision: Decision) -> None: ...
 
-    def store_trouble(self, error: ElasticZeroError) -> None: ...
+    def store_failed(self, error: ElasticZeroError) -> None: ...
 
-    def leaves(self, reason: str) -> None: ...
+    def exits(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class AgentCore:
                 if any(needs_fresh_view(action) for action in decision.actions):
                     self._confirm(view, decision, now_s)
             except StoreUnavailable as error:
-                self._listener.store_trouble(error)
+                self._listener.store_failed(error)
                 self._store.membership.note_outage(self._clock())
                 self._backoff_until_s = self._clock() + BACKOFF_S
         return view, decision
@@ -250,7 +250,7 @@ class AgentCore:
                     self._saved_held = action
                     self._memory.save_held(action)
                 case ExitAgent(code):
-                    self._listener.leaves(decision.reason)
+                    self._listener.exits(decision.reason)
                     self.exit_code = code
                 case WriteWorld() | WriteDone():
                     pass  # see `_confirm`

@@ -27,7 +27,7 @@ _OUTSIDE = ("192.0.2.1", 9)
 
 
 @contextmanager
-def hosted(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
+def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
     """Runs the etcd where this node is the one to start it; yields whether it does.
 
     Raises `OperatorError` where this node was told to start it and cannot.
@@ -36,34 +36,34 @@ def hosted(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
     if etcd.here and address is None:
         address = EVERYWHERE  # the name leads here by way of a service's address
     if address is None or etcd.here is False:
-        say(f"waiting for the etcd at {etcd.endpoint}, which that host starts")
+        log_line(f"waiting for the etcd at {etcd.endpoint}, which that host starts")
         yield False
         return
-    if _taken(address, etcd.port):
+    if _port_in_use(address, etcd.port):
         if etcd.here:
             raise OperatorError(
                 f"port {etcd.port} of {address} is taken, but this node is to start an etcd there: "
                 "end the process that has it, or choose another port on all nodes"
             )
-        yield from _another_ones(etcd, say)
+        yield from _use_existing(etcd, log_line)
         return
     with ExitStack() as stack:
         try:
             stack.enter_context(EtcdServer(address=_bracketed(address), port=etcd.port))
         except OperatorError:
-            if etcd.here or not _taken(address, etcd.port):
+            if etcd.here or not _port_in_use(address, etcd.port):
                 raise
-            yield from _another_ones(etcd, say)  # which was a moment faster
+            yield from _use_existing(etcd, log_line)  # which was a moment faster
             return
-        say(
+        log_line(
             f"this node started the job's etcd at {etcd.endpoint}: losing this host loses "
             "coordination; --etcd HOST:PORT names an etcd that outlives nodes"
         )
         yield True
 
 
-def _another_ones(etcd: HostedEtcd, say: Callable[[str], None]) -> Iterator[bool]:
-    say(f"port {etcd.port} of this machine is taken, probably by the job's etcd: using that")
+def _use_existing(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
+    log_line(f"port {etcd.port} of this machine is taken, probably by the job's etcd: using that")
     yield False
 
 
@@ -72,14 +72,14 @@ def listening_address(host: str) -> str | None:
     unknown."""
     with suppress(ValueError):
         ipaddress.ip_address(host)
-        return host if _is_mine(host) else None
+        return host if _is_local_address(host) else None
     if host == "localhost":
         return "127.0.0.1"
     if host in (socket.gethostname(), socket.getfqdn()):
         return EVERYWHERE  # its own name may lead to a loopback address on this machine alone
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM):
-            if _is_mine(str(address[0])):
+            if _is_local_address(str(address[0])):
                 return EVERYWHERE if str(address[0]).startswith("127.") else str(address[0])
     return None
 
@@ -126,7 +126,7 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
     )
 
 
-def _is_mine(address: str) -> bool:
+def _is_local_address(address: str) -> bool:
     """Returns whether a socket of this machine can have the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -137,7 +137,7 @@ def _is_mine(address: str) -> bool:
         return False
 
 
-def _taken(address: str, port: int) -> bool:
+def _port_in_use(address: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         socket.create_server((address, port), family=family).close()

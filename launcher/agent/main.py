@@ -82,7 +82,7 @@ class Coordination:
     """Token of the job, if one was given."""
     restart: bool
     """True: a job that is done begins again."""
-    storage_trouble: StorageError | None = None
+    storage_error: StorageError | None = None
     """Why the checkpoint directory cannot be written now."""
     hosted: HostedEtcd | None = None
     """The etcd at `endpoints`, where a node of the run starts it."""
@@ -128,17 +128,17 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         )
         stack.callback(store.close)
         _wait_for_store(store, options, endpoints, restart=coordination.restart)
-        if (trouble := coordination.storage_trouble) is not None:
+        if (error := coordination.storage_error) is not None:
             if not _retry_store(partial(_has_begun, store), options):
-                raise trouble
-            log_line(f"{trouble}; the job has begun, and saves are tried when due")
+                raise error
+            log_line(f"{error}; the job has begun, and saves are tried when due")
         agreed = _retry_store(partial(agree_on_token, store, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
         else:
             host = network.host or reachable_address(endpoints[0])
-        options = replace(options, launch=_reached_at(options.launch, host))
+        options = replace(options, launch=_with_gloo_host(options.launch, host))
         agent = None
         serve = partial(
             AgentServer,
@@ -177,7 +177,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             agent.close()
             raise
         if leaving is not None:
-            agent.reporter.leaves(f"{leaving.reason}: leaving before the job knew of this node")
+            agent.reporter.exits(f"{leaving.reason}: leaving before the job knew of this node")
             agent.close(ExitCode.LEFT)
             return ExitCode.LEFT
         agent.reporter.note("registered", incarnation=me.incarnation)
@@ -186,7 +186,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         return agent.run()
 
 
-def _reached_at(launch: Launch, host: str) -> Launch:
+def _with_gloo_host(launch: Launch, host: str) -> Launch:
     """Returns the launch of workers whose gloo groups listen where other nodes reach this one.
 
     Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.

@@ -80,7 +80,7 @@ def _claimed(options: AgentOptions, *, named: bool) -> tuple[OwnedDirectory, Age
 
 
 def serve_on_free_port(
-    port: int | None, serve: Callable[[int], AgentServer], say: Callable[[str], None]
+    port: int | None, serve: Callable[[int], AgentServer], log_line: Callable[[str], None]
 ) -> AgentServer:
     """Returns an HTTP server at the given port, or at the first free one from the default on.
 
@@ -95,7 +95,9 @@ def serve_on_free_port(
         except PortTaken:
             continue
         if tried != DEFAULT_HTTP_PORT:
-            say(f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port {tried} (--http-port)")
+            log_line(
+                f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port {tried} (--http-port)"
+            )
         return server
     raise OperatorError(
         f"no port from {DEFAULT_HTTP_PORT} to {tried} is free for /metrics: give --http-port PORT, "

@@ -71,7 +71,7 @@ class ClusterObserver:
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
-        self._world, self._struck = FirstSeen(), FirstSeen()
+        self._world, self._strikes_seen = FirstSeen(), FirstSeen()
         self._noted: Mapping[str, Member] | None = None
         """Registrations from which `_joined` was made, and with which world `_unseen`."""
         self._joined: frozenset[tuple[str, str]] = frozenset()
@@ -85,14 +85,17 @@ class ClusterObserver:
         """Steps whose checkpoints were found damaged."""
         self._found: dict[int, str] = {}
         """Messages of workers about the damage, by step."""
-        self._looked_at_memory_s = 0.0
+        self._memory_read_s = 0.0
         self._lost_s = 0.0
         """Time at which the store was last found to have lost its data."""
         self._restored = False
         """True if the store holds an earlier state, as far as is known."""
         self._lapses = 0
         """Number of leases that this node had lost at the last observation."""
-        self._answers: tuple[tuple[Mapping[str, Report] | None, str], Any] = ((None, ""), None)
+        self._reports_of_world: tuple[tuple[Mapping[str, Report] | None, str], Any] = (
+            (None, ""),
+            None,
+        )
         """Reports of a generation, its token, and those of them that are about it."""
 
     def lost_data(self, now_s: float) -> None:
@@ -177,7 +180,7 @@ class ClusterObserver:
             workers=workers,
             holdings=self._holdings(generation, now_s) if told_of and stopped else (),
             missing_since_s=self._missing.update(missing, now_s),
-            struck_s=self._struck_since(world, now_s),
+            struck_s=self._strikes_since(world, now_s),
             store=StoreHealth(
                 reachable=self._store.reachable,
                 outage_end_s=max(self._store.last_outage_end_s, self._membership.outage_end_s),
@@ -205,20 +208,20 @@ class ClusterObserver:
         if world is None:
             return self._observer.reports(0)
         found = self._observer.reports(world.generation)
-        if self._answers[0][0] is not found or self._answers[0][1] != world.token:
-            told = found
+        if self._reports_of_world[0][0] is not found or self._reports_of_world[0][1] != world.token:
+            own = found
             if found is not None and any(r.world not in ("", world.token) for r in found.values()):
-                told = {n: r for n, r in found.items() if r.world in ("", world.token)}
-            self._answers = ((found, world.token), told)
-        result: Mapping[str, Report] | None = self._answers[1]
+                own = {n: r for n, r in found.items() if r.world in ("", world.token)}
+            self._reports_of_world = ((found, world.token), own)
+        result: Mapping[str, Report] | None = self._reports_of_world[1]
         return result
 
-    def _struck_since(self, world: World | None, now_s: float) -> dict[str, float]:
+    def _strikes_since(self, world: World | None, now_s: float) -> dict[str, float]:
         """Returns, by node, since when it has as many strikes as it has now."""
         strikes = world.strikes if world is not None else ()
         if not strikes:
-            return self._struck.update((), now_s)
-        since = self._struck.update([f"{s.count} {s.node}" for s in strikes], now_s)
+            return self._strikes_seen.update((), now_s)
+        since = self._strikes_seen.update([f"{s.count} {s.node}" for s in strikes], now_s)
         return {key.partition(" ")[2]: since_s for key, since_s in since.items()}
 
     def _next_token(self, generation: int) -> str:
@@ -250,11 +253,11 @@ class ClusterObserver:
         Once that was reported it is read less often, for the workers that could add to it are gone,
         and only a replica may still come.
         """
-        said = self._my_reports.get(generation)
-        told = said is not None and said.phase == "stopped"
-        if said is not None and told and now_s - self._looked_at_memory_s < MEMORY_AGAIN_S:
-            return said.holdings
-        self._looked_at_memory_s = now_s
+        report = self._my_reports.get(generation)
+        stopped = report is not None and report.phase == "stopped"
+        if report is not None and stopped and now_s - self._memory_read_s < MEMORY_AGAIN_S:
+            return report.holdings
+        self._memory_read_s = now_s
         return tuple(
             Holding(
                 generation=held.generation,

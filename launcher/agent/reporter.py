@@ -61,7 +61,7 @@ class AgentReporter:
         self._latest = Latest(began_s=time.monotonic())
         self.console = AgentConsole(options)
         self._done: Done | None = None
-        self._said_outlasted = 0
+        self._logged_outlasted = 0
         """Generation of which a line said that workers have finished and others run on."""
         self._session = False
         """True if a worker has called `elasticzero.run`."""
@@ -118,7 +118,7 @@ class AgentReporter:
         self._metrics.world_size.set(world.world_size)
         self._metrics.members.set(len(world.members))
         self.console.world(world, session=self._session)
-        self.console.aside(world)
+        self.console.quarantined(world)
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
@@ -142,10 +142,10 @@ class AgentReporter:
         self._metrics.workers_running.set(len(group.workers))
 
     def received(  # noqa: PLR0915 - one case for each message
-        self, group: WorkerGroup, heard: Iterable[Received], now_s: float
+        self, group: WorkerGroup, received: Iterable[Received], now_s: float
     ) -> None:
         """Records messages of workers."""
-        for worker, message in heard:
+        for worker, message in received:
             local = worker.local_rank
             match message:
                 case Attached():
@@ -171,7 +171,7 @@ class AgentReporter:
                         data_wait_s=message.data_wait_s,
                         samples=message.samples,
                     )
-                    self.console.moves_again(worker.rank, message.at_s)
+                    self.console.progress_resumed(worker.rank, message.at_s)
                     if local == 0:
                         self._latest.step = message.step
                         self._latest.total_steps = message.total or None
@@ -189,7 +189,7 @@ class AgentReporter:
                     self._metrics.observe_capture(message.seconds, message.bytes)
                     self.note("captured", **_plain(message))
                 case SnapshotInterval():
-                    self.console.pace(message)
+                    self.console.snapshot_interval(message)
                     self.note("paced", **_plain(message))
                 case MemoryShort():
                     self.note("memory_short", **_plain(message))
@@ -206,34 +206,34 @@ class AgentReporter:
                     self._metrics.workers_running.set(running)
         self._tee(group, last=False)
 
-    def kept(self, news: SnapshotHeld) -> None:
+    def snapshot_held(self, held: SnapshotHeld) -> None:
         """Records that this node holds its part of a snapshot, or could not take it."""
-        self.note("kept", **_plain(news))
-        if news.error is None:
-            self._latest.snapshot_step = news.step
-            self._metrics.snapshot_step.set(news.step)
+        self.note("kept", **_plain(held))
+        if held.error is None:
+            self._latest.snapshot_step = held.step
+            self._metrics.snapshot_step.set(held.step)
         else:
-            self.console.say(f"the snapshot of step {news.step} is not kept: {news.error}")
+            self.console.log_line(f"the snapshot of step {held.step} is not kept: {held.error}")
 
-    def saved(self, over: SaveFinished) -> None:
+    def saved(self, finished: SaveFinished) -> None:
         """Records that a save has ended here."""
-        self.note("saved", **_plain(over))
-        for text in over.notes:
-            self.console.say(text)
-        if over.error is not None:
-            text = f"the checkpoint of step {over.step} was not saved: {over.error}"
-            self.console.say(text)
+        self.note("saved", **_plain(finished))
+        for text in finished.notes:
+            self.console.log_line(text)
+        if finished.error is not None:
+            text = f"the checkpoint of step {finished.step} was not saved: {finished.error}"
+            self.console.log_line(text)
             return
-        self._latest.checkpoint_step = over.step
+        self._latest.checkpoint_step = finished.step
         self._metrics.observe_checkpoint(
-            step=over.step,
-            seconds=over.seconds,
-            written_bytes=over.bytes,
+            step=finished.step,
+            seconds=finished.seconds,
+            written_bytes=finished.bytes,
         )
-        if over.committed:
-            text = f"checkpoint of step {over.step} written in {over.seconds:.2f} s"
-            self.console.say(text)
-            self.note("checkpoint", **_plain(over))
+        if finished.committed:
+            text = f"checkpoint of step {finished.step} written in {finished.seconds:.2f} s"
+            self.console.log_line(text)
+            self.note("checkpoint", **_plain(finished))
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Records that a save of the newest state failed and is retried; prints it when the error
@@ -261,11 +261,11 @@ class AgentReporter:
 
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
         """Records once a generation that workers have finished and others of its world run on."""
-        if self._said_outlasted == group.generation or self._done is not None:
+        if self._logged_outlasted == group.generation or self._done is not None:
             return
         ended = group.outlasted(now_s)
         if ended:
-            self._said_outlasted = group.generation
+            self._logged_outlasted = group.generation
             self.note("outlasted", ranks=[w.rank for w in ended])
             self.console.outlasted(group, ended, now_s)
 
@@ -282,21 +282,21 @@ class AgentReporter:
         """Records that this node is to leave."""
         left_s = None if notice.by_s is None else round(notice.by_s - notice.received_s, 3)
         self.note("notice", reason=notice.reason, left_s=left_s)
-        self.console.say(f"{notice.reason}: leaving at the next boundary between steps")
+        self.console.log_line(f"{notice.reason}: leaving at the next boundary between steps")
 
-    def leaves(self, reason: str) -> None:
+    def exits(self, reason: str) -> None:
         """Records the reason for which the agent ends."""
-        self.console.say(reason)
+        self.console.log_line(reason)
 
     def store_recovery(self, text: str) -> None:
         """Records that etcd has lost its data, or that the agent wrote to it again what it had
         lost."""
         self.note("store_recovery", message=text)
-        self.console.say(text)
+        self.console.log_line(text)
 
-    def store_trouble(self, error: ElasticZeroError) -> None:
+    def store_failed(self, error: ElasticZeroError) -> None:
         """Records that a write to etcd has failed; prints it now and then while it is retried."""
-        if self.console.store_trouble(str(error)):
+        if self.console.store_failed(str(error)):
             self.note("store_trouble", message=str(error))
 
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class StoreWriter:
         return self._observer.get(WORLD)
 
     def end_generation(
-        self, action: WriteWorld | WriteDone, view: View, stands: PrefixState | None
+        self, action: WriteWorld | WriteDone, view: View, basis: PrefixState | None
     ) -> None:
         """Writes the next world, or the end of the job.
 
@@ -112,14 +112,14 @@ class StoreWriter:
         """
         if isinstance(action, WriteDone):
             done = {DONE: to_bytes(action.done)}
-            self._store.write(done, conditions=self._conditions(stands))
+            self._store.write(done, conditions=self._conditions(basis))
             self._observer.put(DONE, self._store.read(DONE))
             return
         world = view.world
         generation = world.generation if world is not None else 0
         check_invariants(world, action.world)
         old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
-        conditions = self._conditions(stands)
+        conditions = self._conditions(basis)
         following = replace(action.world, token_digest=self.token_digest)
         key_value = {WORLD: to_bytes(following)}
         deletes = [f"{MEMBERS}{node}" for node in action.gone]
@@ -128,10 +128,10 @@ class StoreWriter:
         if written is not None:
             self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _conditions(self, stands: PrefixState | None) -> list[Condition]:
+    def _conditions(self, basis: PrefixState | None) -> list[Condition]:
         """Returns the conditions of a write that ends a generation: it is still open, the job is
         too, and this node is registered."""
-        entry = stands.entries.get(WORLD) if stands is not None else None
+        entry = basis.entries.get(WORLD) if basis is not None else None
         revision, value = (entry.mod_revision, entry.value) if entry is not None else (0, None)
         return [
             Condition(key=WORLD, mod_revision=revision, value=value),

@@ -24,14 +24,14 @@ from elasticzero.launcher.store.watch_cache import (
     reports_of,
 )
 
-LOOK_AGAIN_S = 1.0
+SEARCH_AGAIN_S = 1.0
 """Minimum seconds between two searches for the oldest registration, and before the first search of
 a node that came after others."""
-LOOK_SPREAD_S = 0.05
+SEARCH_SPREAD_S = 0.05
 """Seconds by which each node searches later for every node that came before it."""
-LOOK_STAGGER_S = 0.01
+WATCH_STAGGER_S = 0.01
 """Seconds between the searches of two members, in a round that the first members do not end."""
-MANY, PATIENCE_A_NODE_S, LOOK_A_NODE_S = 100, 0.005, 0.0002
+MANY, WATCH_DELAY_A_NODE_S, WATCH_STAGGER_A_NODE_S = 100, 0.005, 0.0002
 """In a world of more nodes than MANY, searches begin later for each node beyond, and each leaves
 the store so much time for each node. A search makes the store send something of all nodes, and
 everything that they report then. If a round of a thousand nodes was slow, searches by all of them
@@ -59,29 +59,29 @@ class Subscriptions:
         self._store = store
         self._observer = observer
         self._membership = membership
-        self._look_for_oldest_s: float | None = None
+        self._find_oldest_after_s: float | None = None
         """Time before which the oldest registration is not searched for; None: not known yet."""
         self._oldest: Entry | None = None
         """Oldest registration, as far as is known."""
         self._surplus: tuple[tuple[int, int], bool] | None = None
         """How many nodes may be here, this registration's revision, and whether as many came
         before; the answer stays true for these two."""
-        self._look_for_room_s = 0.0
-        self._awaited: Report | None = None
+        self._find_room_after_s = 0.0
+        self._last_put_report: Report | None = None
         """This agent's report, as it was put last."""
-        self._look_at_report_s = 0.0
+        self._read_report_after_s = 0.0
         """Time before which that report is not read."""
         self._own_report: tuple[str, PrefixState] | None = None
         """Key of this agent's report, and what was last read there."""
 
     def lost_data(self) -> None:
         """Forgets which node came first, for the store has lost its data."""
-        self._oldest = self._look_for_oldest_s = self._surplus = None
+        self._oldest = self._find_oldest_after_s = self._surplus = None
 
     def update(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Follows what `view` shows to be needed next, and reads what is due."""
         if view.outside_s is not None and policy.spares is not None:
-            self._look_for_room(view, now_s, policy)
+            self._find_room(view, now_s, policy)
         self._read_own_report(view, now_s)
         self._follow(view, now_s, policy)
 
@@ -106,14 +106,14 @@ class Subscriptions:
     def _read_own_report(self, view: View, now_s: float) -> None:
         """Reads this agent's report now and then, if others wait for it and it is not watched."""
         report = view.my_report
-        if report is None or view.world is None or report is not self._awaited:
-            self._awaited, self._own_report = report, None
-            self._look_at_report_s = now_s + REPORT_AGAIN_S
+        if report is None or view.world is None or report is not self._last_put_report:
+            self._last_put_report, self._own_report = report, None
+            self._read_report_after_s = now_s + REPORT_AGAIN_S
             return
         prefix = reports_of(view.world.generation)
-        if self._observer.get(prefix) is not None or now_s < self._look_at_report_s:
+        if self._observer.get(prefix) is not None or now_s < self._read_report_after_s:
             return
-        self._look_at_report_s = now_s + REPORT_AGAIN_S
+        self._read_report_after_s = now_s + REPORT_AGAIN_S
         if report.phase in LASTING:
             key = f"{prefix}{view.me.node}"
             with suppress(StoreUnavailable):
@@ -124,7 +124,7 @@ class Subscriptions:
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
         if world is None:
-            prefixes.add(self._look_for_oldest(view.me.node, now_s))
+            prefixes.add(self._find_oldest(view.me.node, now_s))
         else:
             index = world.find(view.me.node, view.me.incarnation)
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
@@ -132,15 +132,19 @@ class Subscriptions:
             wait_s = 0.0 if view.control.stop else 4 * policy.alive_s
             late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
             if index is None and not view.leaving:
-                prefixes.add(self._look_for_oldest(view.me.node, now_s))
-            if stands_by or late or (index is not None and _is_quiet(view, index, now_s, policy)):
+                prefixes.add(self._find_oldest(view.me.node, now_s))
+            if (
+                stands_by
+                or late
+                or (index is not None and _steps_are_overdue(view, index, now_s, policy))
+            ):
                 prefixes.add(MEMBERS)
             leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
             if leads(view) or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
 
-    def _look_for_oldest(self, node: str, now_s: float) -> str:
+    def _find_oldest(self, node: str, now_s: float) -> str:
         """Returns the prefix that shows when another registration becomes the oldest.
 
         To find it the store goes through all registrations, for every agent that requests it: no
@@ -149,18 +153,18 @@ class Subscriptions:
         """
         if not self._oldest_is_gone(node):
             return self._prefix_of_oldest(node)
-        if self._look_for_oldest_s is None:
-            before = self._came_before_me()
-            wait_s = LOOK_AGAIN_S + LOOK_SPREAD_S * before if before else 0.0
-            self._look_for_oldest_s = now_s + wait_s
-        if now_s >= self._look_for_oldest_s:
-            self._look_for_oldest_s = now_s + LOOK_AGAIN_S
+        if self._find_oldest_after_s is None:
+            before = self._count_earlier_nodes()
+            wait_s = SEARCH_AGAIN_S + SEARCH_SPREAD_S * before if before else 0.0
+            self._find_oldest_after_s = now_s + wait_s
+        if now_s >= self._find_oldest_after_s:
+            self._find_oldest_after_s = now_s + SEARCH_AGAIN_S
             with suppress(StoreUnavailable):
                 entries = self._store.read(MEMBERS, limit=1).entries
                 self._oldest = next(iter(entries.values()), None)
         return self._prefix_of_oldest(node)
 
-    def _look_for_room(self, view: View, now_s: float, policy: JobPolicy) -> None:
+    def _find_room(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Reads which nodes came first, to find whether this node is one too many.
 
         The store is asked once for each MAX, when a node lost before this one came is gone.
@@ -170,8 +174,8 @@ class Subscriptions:
         room = _room(view, policy)
         case = (room, self._membership.revision)
         known = self._surplus is not None and self._surplus[0] == case
-        if not known and now_s >= self._look_for_room_s:
-            self._look_for_room_s = now_s + LOOK_AGAIN_S
+        if not known and now_s >= self._find_room_after_s:
+            self._find_room_after_s = now_s + SEARCH_AGAIN_S
             useless = {drain.node for drain in view.control.drain}  # they take nobody's place
             useless |= {s.node for s in (view.world.strikes if view.world is not None else ())}
             with suppress(StoreUnavailable):
@@ -180,7 +184,7 @@ class Subscriptions:
                 ahead = sum(node not in useless for node in before)
                 self._surplus = (case, view.me.node not in before and ahead >= room)
 
-    def _came_before_me(self) -> int:
+    def _count_earlier_nodes(self) -> int:
         """Returns how many nodes were registered when this one was, as far as the store can
         tell."""
         try:
@@ -228,11 +232,11 @@ def _stagger_s(world: World, index: int) -> float:
     """Returns the seconds by which this member begins to watch the others later than the first
     member."""
     nodes = len(world.members)
-    delay_s = PATIENCE_A_NODE_S * max(0, nodes - MANY)
-    return delay_s + max(LOOK_STAGGER_S, LOOK_A_NODE_S * nodes * (nodes > MANY)) * index
+    delay_s = WATCH_DELAY_A_NODE_S * max(0, nodes - MANY)
+    return delay_s + max(WATCH_STAGGER_S, WATCH_STAGGER_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
-def _is_quiet(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
+def _steps_are_overdue(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether the member at `index` watches the others too, for the workers of its world
     have made no step for long."""
     workers = view.workers

@@ -111,14 +111,14 @@ def _run_agent(args: argparse.Namespace) -> int:
     access, token = check_access(args), given_token(args)
     forget_secrets(os.environ)
     signals = check_signals(args.signals_to_handle)
-    options, storage_trouble = agent_options(args, (least, most))
+    options, storage_error = agent_options(args, (least, most))
     logging_setup.set_up(options.node, args.log_level, args.log_format)
     coordination = Coordination(
         endpoints=endpoints_of(args),
         access=access,
         token=token,
         restart=args.restart,
-        storage_trouble=storage_trouble,
+        storage_error=storage_error,
         hosted=meeting.hosted,
         node_rank=meeting.node_rank if least == most else None,
     )

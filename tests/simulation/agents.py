@@ -276,10 +276,10 @@ class Agent:
             self.reason = decision.reason
             self.cluster.decided(self, view, decision)
 
-    def store_trouble(self, error: ElasticZeroError) -> None:
+    def store_failed(self, error: ElasticZeroError) -> None:
         return
 
-    def leaves(self, reason: str) -> None:
+    def exits(self, reason: str) -> None:
         return
 
     # -- what the loop asks of this node

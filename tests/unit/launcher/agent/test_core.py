@@ -113,10 +113,10 @@ class NodeWithoutProcesses:
     def decided(self, view: View, decision: Decision) -> None:
         assert view.workers == WorkerGroupState()
 
-    def store_trouble(self, error: ElasticZeroError) -> None:
+    def store_failed(self, error: ElasticZeroError) -> None:
         self.asked.append("trouble")
 
-    def leaves(self, reason: str) -> None:
+    def exits(self, reason: str) -> None:
         self.asked.append("leave")
 
 

@@ -138,7 +138,7 @@ def test_trouble_with_etcd_is_not_told_at_every_try(
 ) -> None:
     """While etcd was away the event log grew by four lines a second."""
     for _ in range(3):
-        reporter.store_trouble(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
+        reporter.store_failed(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("store_trouble") == 1
     assert capsys.readouterr().err.count("does not answer") == 1
@@ -159,7 +159,7 @@ def test_events_made_of_messages_have_their_documented_fields(
         Failed(step=2, blame="user", message="no", traceback=""),
     ):
         reporter.received(group, [(worker, message)], 0.0)
-    reporter.kept(SnapshotHeld(step=2, generation=1))
+    reporter.snapshot_held(SnapshotHeld(step=2, generation=1))
     reporter.saved(SaveFinished(step=2, generation=1, seconds=0.1, bytes=8, committed=True))
     failed = SaveFailed(step=2, generation=1, error="no", newest=None, pause_s=0.1)
     reporter.save_failed(failed)
