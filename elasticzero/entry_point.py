@@ -33,7 +33,7 @@ def run(train: Callable[[Session], None]) -> None:
     """
     link = AgentClient.from_environment()
     if link.standalone:
-        _alone(train)
+        _train_standalone(train)
         return
     baseline = ProcessBaseline()
     while (ended := _generation(link, train)) is not None:
@@ -53,7 +53,7 @@ def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGen
     return None
 
 
-def _alone(train: Callable[[Session], None]) -> None:
+def _train_standalone(train: Callable[[Session], None]) -> None:
     """Trains on this process alone, which no agent has started."""
     try:
         link = single_process.begin(os.environ)

@@ -206,8 +206,8 @@ class BlockReader:
 
     def forget(self) -> None:
         """Drops the block that is kept from the last reading, and its buffer."""
-        self._buffers = self._kept = memoryview(b"")
-        self._kept_from = 0
+        self._buffers = self._buffered = memoryview(b"")
+        self._buffered_from = 0
 
     @property
     def where(self) -> str:
@@ -233,34 +233,34 @@ class BlockReader:
         for start, views in _stretches(pieces):
             stop = start + sum(map(len, views))
             rest = Views(views)
-            start = self._take_kept(start, stop, rest)
+            start = self._copy_buffered(start, stop, rest)
             if start == stop:
                 continue
             if start // self._sums.block_bytes < (stop - 1) // self._sums.block_bytes:
-                self._fill_straight(start, stop, rest.rest())
+                self._fill_in_place(start, stop, rest.rest())
             else:
-                self._keep(start // self._sums.block_bytes)
-                self._take_kept(start, stop, rest)
+                self._buffer_block(start // self._sums.block_bytes)
+                self._copy_buffered(start, stop, rest)
 
-    def _take_kept(self, start: int, stop: int, rest: Views) -> int:
+    def _copy_buffered(self, start: int, stop: int, rest: Views) -> int:
         """Fills the buffers from the kept bytes, as far as these go; returns the position
         reached."""
-        within = start - self._kept_from
-        if not 0 <= within < len(self._kept):
+        within = start - self._buffered_from
+        if not 0 <= within < len(self._buffered):
             return start
-        stop = min(stop, self._kept_from + len(self._kept))
+        stop = min(stop, self._buffered_from + len(self._buffered))
         for view in rest.take(stop - start):
-            view[:] = self._kept[within : within + len(view)]
+            view[:] = self._buffered[within : within + len(view)]
             within += len(view)
         return stop
 
-    def _fill_straight(self, start: int, stop: int, views: list[memoryview]) -> None:
+    def _fill_in_place(self, start: int, stop: int, views: list[memoryview]) -> None:
         """Reads bytes of several blocks straight into place."""
         block_bytes = self._sums.block_bytes
         before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
-        self._kept = memoryview(b"")
-        kept = self._buffer(1)[:after]
-        whole = Views([self._buffer(0)[:before], *views, kept])
+        self._buffered = memoryview(b"")
+        rest_of_block = self._buffer(1)[:after]
+        whole = Views([self._buffer(0)[:before], *views, rest_of_block])
         step = max(1, READ_BYTES // block_bytes) * block_bytes
         for at in range(start - before, stop + after, step):
             size = min(step, stop + after - at)
@@ -270,20 +270,20 @@ class BlockReader:
             for block in range(at, at + size, block_bytes):
                 bytes_of_block = unchecked.take(min(block_bytes, at + size - block))
                 self._check(block // block_bytes, *bytes_of_block)
-        self._kept_from, self._kept = stop, kept
+        self._buffered_from, self._buffered = stop, rest_of_block
 
-    def _keep(self, block: int) -> None:
+    def _buffer_block(self, block: int) -> None:
         """Reads one whole block, verifies it and keeps it."""
-        self._kept = memoryview(b"")
+        self._buffered = memoryview(b"")
         start, view = self._window(block)
         self._fill(start, view)
         self._check(block, view)
-        self._kept_from, self._kept = start, view
+        self._buffered_from, self._buffered = start, view
 
     def bad_ranges(self) -> Iterator[tuple[int, int]]:
         """Reads every block and yields the byte range of each run of bad blocks."""
         bad: tuple[int, int] | None = None
-        self._kept = memoryview(b"")
+        self._buffered = memoryview(b"")
         for block in range(len(self._sums.blocks)):
             start, view = self._window(block)
             if self._read_whole(start, view) and self._matches(block, view):

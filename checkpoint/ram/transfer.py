@@ -81,7 +81,7 @@ def await_commit(
     Raises `StorageError` after `wait_s`, or with the reason that `give_up` returns.
     """
     deadline_s, poll_s = time.monotonic() + wait_s, _FIRST_POLL_S
-    while not _stands(storage, token):
+    while not _is_committed(storage, token):
         reason = give_up()
         if reason is None and time.monotonic() >= deadline_s:
             reason = f"it was not committed within {wait_s:g} s after this node's part was written"
@@ -91,7 +91,7 @@ def await_commit(
         poll_s = min(poll_s * 1.5, _LAST_POLL_S)
 
 
-def _stands(storage: Storage, token: str) -> bool:
+def _is_committed(storage: Storage, token: str) -> bool:
     try:
         manifest = catalog.read_manifest(storage)
     except CheckpointDamaged:
@@ -104,9 +104,11 @@ def pull(
     store: SnapshotStore,
     slots: Slots,
     shard: ShardName,
-    over: Callable[[], bool] = lambda: False,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Copies a sealed shard from another node and verifies each block; False if `over()` ended it.
+    """Copies a sealed shard from another node and verifies each block.
+
+    Returns False if `cancelled()` ended it.
 
     The copy stays invisible until it is complete, because the manifest is written last. Raises
     `FileNotFoundError` if the owner has not sealed the shard (yet), else `StorageError` or
@@ -125,7 +127,7 @@ def pull(
     slot = slots.take(file.bytes)
     memory = slot.view()
     for start in range(0, file.bytes, _PART_BYTES):
-        if over():
+        if cancelled():
             return False
         blocks.read_into(start, memory[start : start + _PART_BYTES])
     storage = store.open(shard.generation, shard.step, slot.root)

@@ -140,31 +140,29 @@ def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | 
     return None
 
 
-def _tell(line: str) -> None:
-    print_error(line)
-
-
-def resolve(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
+def resolve(
+    url: str | os.PathLike[str], log_line: Callable[[str], object] = print_error
+) -> Storage:
     """Returns the good step that a path or URL means.
 
     The path is a step itself, or a checkpoint directory, of which the newest good step is returned.
 
-    `tell`: receives one line about newer steps that are skipped. Raises `CheckpointDamaged` for one
-    step that is not good, `UserError` if there is no good step, and `StorageError` if one might be
-    good but cannot be read.
+    `log_line`: receives one line about newer steps that are skipped. Raises `CheckpointDamaged` for
+    one step that is not good, `UserError` if there is no good step, and `StorageError` if one might
+    be good but cannot be read.
     """
-    storage, known_good = _find(url, tell)
+    storage, known_good = _find(url, log_line)
     if not known_good and (error := step_error(storage)) is not None:
         raise error
     return storage
 
 
-def find(url: str | os.PathLike[str], tell: Callable[[str], object] = _tell) -> Storage:
+def find(url: str | os.PathLike[str], log_line: Callable[[str], object] = print_error) -> Storage:
     """Resolves as `resolve` does, but returns one step's directory as it is, good or not."""
-    return _find(url, tell)[0]
+    return _find(url, log_line)[0]
 
 
-def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[Storage, bool]:
+def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tuple[Storage, bool]:
     """Returns (the step that `url` means, whether it is known to be good)."""
     directory = open_directory(url)
     names = directory.names()
@@ -176,8 +174,8 @@ def _find(url: str | os.PathLike[str], tell: Callable[[str], object]) -> tuple[S
         error = step_error(info.storage)
         if error is None:
             if skipped:
-                said = "; ".join(f"step {step} {describe_step_error(why)}" for step, why in skipped)
-                tell(f"{said}; step {info.step} is used")
+                text = "; ".join(f"step {step} {describe_step_error(why)}" for step, why in skipped)
+                log_line(f"{text}; step {info.step} is used")
             return info.storage, True
         if _has_manifest(info.storage):
             skipped.append((info.step, error))

@@ -100,7 +100,7 @@ def apply_retention(
     with cleaner.collecting_problems():
         files = directory.files()
         now_s = files.get(step_directory(committed.step), {}).get(MANIFEST_NAME)
-        if now_s is None or not _stands(directory, committed):
+        if now_s is None or not _is_committed(directory, committed):
             return cleaner.result
         cleaner.now_s = now_s
         stay = _retained_steps(directory, committed, keep, files, bad_steps)
@@ -149,7 +149,7 @@ class _Cleaner:
         self.now_s = 0.0
         """Time at which the committed manifest was written or, before it exists, the newest
         file."""
-        self._stands = committed
+        self._is_committed = committed
         self._directory = directory
         self._committed = save
 
@@ -213,7 +213,7 @@ class _Cleaner:
             return step < self._committed.step
         generation = token_generation(token)
         if generation is None:  # a save by hand never replaces a committed step
-            beaten = self._stands and step == self._committed.step
+            beaten = self._is_committed and step == self._committed.step
             return beaten or self.now_s - written_s > HOUR_S
         return generation < self._committed.generation or self.now_s - written_s > DAY_S
 
@@ -227,7 +227,7 @@ class _Cleaner:
         return newer and self.now_s - written_s <= DAY_S
 
 
-def _stands(directory: Directory, committed: Manifest) -> bool:
+def _is_committed(directory: Directory, committed: Manifest) -> bool:
     storage = directory.step(step_directory(committed.step))
     return read_manifest(storage).token == committed.token and step_error_text(storage) is None
 

@@ -66,7 +66,7 @@ class ControlExchange:
         self._rank = groups.rank_info.rank if groups is not None else 0
         self._submitted = False
 
-    def submit(self, mine: ControlWord) -> None:
+    def submit(self, own: ControlWord) -> None:
         """Submits this rank's word for the step that it works on; later calls in a step do nothing.
 
         The session does so as the step's first backward begins. A rank that leaves its loop before
@@ -74,17 +74,17 @@ class ControlExchange:
         difference.
         """
         if self._tree is not None and not self._submitted:
-            self._tree.submit(encode_word(mine, self._rank))
+            self._tree.submit(encode_word(own, self._rank))
             self._submitted = True
 
-    def collect(self, mine: ControlWord) -> ControlWord | None:
+    def collect(self, own: ControlWord) -> ControlWord | None:
         """Returns the result of all ranks' words of this step, or None if no word was submitted.
 
         A single rank gets its own current word. Raises `RetryError` if another rank has left its
         loop.
         """
         if self._tree is None:
-            return mine
+            return own
         if not self._submitted:
             return None
         self._submitted = False

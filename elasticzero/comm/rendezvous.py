@@ -22,7 +22,7 @@ from elasticzero.text import list_text
 from elasticzero.torch_internals import PrefixStore, TCPStore
 
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
-LOOK_MAX_S = 0.2
+POLL_MAX_S = 0.2
 PROBE_S = 2.0
 """Time limit of one try to reach rank 0's host, in seconds."""
 REPORT_AFTER_S = 10.0
@@ -75,7 +75,7 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     deadline_s = time.monotonic() + info.start_timeout_s
     if info.store_fd is None:
         allow(info.start_timeout_s + info.connect_timeout_s)
-        _reach(info, deadline_s)
+        _wait_for_host(info, deadline_s)
     allow(info.connect_timeout_s)
     store = _store(info)
     allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
@@ -84,7 +84,7 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     if here.add("count", 1) == info.world_size:
         here.set("all", "1")
     elif info.rank == 0:
-        _look_for_all(info, here, deadline_s)
+        _poll_for_all(info, here, deadline_s)
     else:
         _wait_for_all(info, here, deadline_s)
     allow(info.connect_timeout_s)
@@ -108,14 +108,14 @@ def _store(info: RankInfo) -> TCPStore:
     )
 
 
-def _reach(info: RankInfo, deadline_s: float) -> None:
+def _wait_for_host(info: RankInfo, deadline_s: float) -> None:
     """Waits until rank 0's store listens, because a dead or silent host would block torch's store.
 
     A host that refuses the connection runs, and rank 0's script may still be starting.
     """
     host, port = info.master_address, info.master_port
     began_s = seen_s = time.monotonic()
-    told = False
+    reported = False
     while True:
         left_s = seen_s + info.connect_timeout_s - time.monotonic()
         problem = _probe(host, port, max(0.05, min(PROBE_S, left_s)))
@@ -128,9 +128,9 @@ def _reach(info: RankInfo, deadline_s: float) -> None:
         pause_s = max(RETRY_S, min(RETRY_MAX_S, waited_s / 10))
         if now_s + pause_s >= min(seen_s + info.connect_timeout_s, deadline_s):
             raise RetryError(f"rank 0 at {host}:{port} was not reached in time: {problem}")
-        if waited_s >= REPORT_AFTER_S and not told:
-            told = True
-            _tell(
+        if waited_s >= REPORT_AFTER_S and not reported:
+            reported = True
+            _print_line(
                 f"rank 0 at {host}:{port} was not reached for {waited_s:.0f} s ({problem}); its "
                 f"script may still be starting; if {host} is not its node, give that one --host"
             )
@@ -162,26 +162,28 @@ def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
         ) from None
 
 
-def _look_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
+def _poll_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks on rank 0, which polls its own store and names the missing
     ranks."""
     began_s = time.monotonic()
-    tell_s, told = REPORT_AFTER_S, ""
+    report_after_s, reported = REPORT_AFTER_S, ""
     while not here.check(["all"]):
         now_s = time.monotonic()
         waited_s = now_s - began_s
-        if now_s >= deadline_s or waited_s >= tell_s:
-            tell_s *= 2
+        if now_s >= deadline_s or waited_s >= report_after_s:
+            report_after_s *= 2
             missing = [r for r in range(info.world_size) if not here.check([str(r)])]
             names = list_text(missing, RANKS_SHOWN)
             if now_s >= deadline_s:
                 limit = f"{info.start_timeout_s:g} s"
                 raise RetryError(f"rank {names} did not call elasticzero.run() within {limit}")
-            if missing and names != told:
-                told = names
-                _tell(f"waiting for rank {names} to call elasticzero.run() ({waited_s:.0f} s)")
-        time.sleep(max(0.001, min(LOOK_MAX_S, waited_s / 20)))
+            if missing and names != reported:
+                reported = names
+                _print_line(
+                    f"waiting for rank {names} to call elasticzero.run() ({waited_s:.0f} s)"
+                )
+        time.sleep(max(0.001, min(POLL_MAX_S, waited_s / 20)))
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -112,10 +112,10 @@ class Comparison:
         found = self._compare(call, own)
         if found is None:
             return
-        verdict, told = found
+        verdict, texts = found
         if self._assignment.rank in verdict.odd:
-            raise UserError(f"{told[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
-        raise PeerSetAside("; ".join(told))
+            raise UserError(f"{texts[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
+        raise PeerSetAside("; ".join(texts))
 
     def warn_of_versions(self) -> None:
         """Warns if the ranks' versions of packages differ; all ranks call this in
@@ -127,8 +127,8 @@ class Comparison:
         found = self._compare(Call.PREPARE, VERSIONS)
         if found is None:
             return
-        verdict, told = found
-        for rank, text in zip(verdict.odd, told, strict=True):
+        verdict, texts = found
+        for rank, text in zip(verdict.odd, texts, strict=True):
             if self._assignment.rank in (rank, 0):
                 warning = f"warning: {text}; results may depend on the rank"
                 print(warning, file=sys.stderr, flush=True)
@@ -141,12 +141,12 @@ class Comparison:
         if groups.all_equal(call, combined({name: of_value(own[name]) for name in own})):
             return None
         mine = {"node": assignment.node, "trained": assignment.trained, "values": dict(own)}
-        said = [json.loads(text) for text in groups.exchange(json.dumps(mine).encode())]
-        tables, nodes = [each["values"] for each in said], [each["node"] for each in said]
-        verdict = by_trained(tables, [rank for rank, each in enumerate(said) if each["trained"]])
+        found = [json.loads(text) for text in groups.exchange(json.dumps(mine).encode())]
+        tables, nodes = [each["values"] for each in found], [each["node"] for each in found]
+        verdict = by_trained(tables, [rank for rank, each in enumerate(found) if each["trained"]])
         assert verdict.accepted is not None
-        told = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
-        return verdict, told
+        texts = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
+        return verdict, texts
 
 
 def _spec(spec: Spec) -> str:

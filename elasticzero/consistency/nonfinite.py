@@ -26,19 +26,19 @@ class Findings:
 
     def sentence(self) -> str:
         """Returns a sentence with the non-finite values, and that the step was not applied."""
-        said: list[str] = []
+        found: list[str] = []
         if self.losses:
             ranks = ", ".join(map(str, self.losses))
-            said.append(
+            found.append(
                 f"the loss on rank {ranks}"
                 if len(self.losses) == 1
                 else f"the losses on ranks {ranks}"
             )
         if self.gradients:
-            said.append(f"the gradient of {_listed(self.gradients)}")
-        if not said:
-            said.append("the norm of the whole gradient (its elements are finite)")
-        text = f"step {self.step} was not applied: NaN or infinity in {' and in '.join(said)}"
+            found.append(f"the gradient of {_listed(self.gradients)}")
+        if not found:
+            found.append("the norm of the whole gradient (its elements are finite)")
+        text = f"step {self.step} was not applied: NaN or infinity in {' and in '.join(found)}"
         if self.state:
             text += (
                 f"; the state of step {self.step - 1} already holds NaN or infinity in "

@@ -112,7 +112,7 @@ class ReplicaVerifier:
         """Begins with the state of this step, which all ranks have just read."""
         self._digested = self.verified = step
 
-    def add_to_word(self, word: ControlWord) -> ControlWord:
+    def with_digest(self, word: ControlWord) -> ControlWord:
         """Returns `word` with this rank's digest, for the step after a boundary."""
         if self._pending is None:
             return word
@@ -163,8 +163,8 @@ class ReplicaVerifier:
             "node": mine.node,
             "table": {n: f"digest {d:016x}" for n, d in state_digest.table.items()},
         }
-        said = [json.loads(text) for text in self._groups.exchange(json.dumps(own).encode())]
-        tables, nodes = [each["table"] for each in said], [each["node"] for each in said]
+        found = [json.loads(text) for text in self._groups.exchange(json.dumps(own).encode())]
+        tables, nodes = [each["table"] for each in found], [each["node"] for each in found]
         verdict = by_majority(tables)
         where = f"after step {state_digest.step}"
         if verdict.names and all(name.startswith(TRACKED) for name in verdict.names):
@@ -186,15 +186,15 @@ class ReplicaVerifier:
                 verified=self.verified,
                 odd=False,
             )
-        told = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
+        texts = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
         if mine.rank in verdict.odd:
-            text = told[verdict.odd.index(mine.rank)]
+            text = texts[verdict.odd.index(mine.rank)]
             raise ReplicaMismatch(
                 f"a rank differs from the others {where}: {text}. Its state is not used",
                 verified=self.verified,
                 odd=True,
             )
-        raise PeerSetAside(f"a rank differs from the others {where}: {'; '.join(told)}")
+        raise PeerSetAside(f"a rank differs from the others {where}: {'; '.join(texts)}")
 
     def _take_digest(self, copy: BoundaryCopy) -> StateDigest:
         if torch.cuda.is_initialized():

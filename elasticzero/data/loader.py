@@ -80,7 +80,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else _like(batch, moved)
+        return moved if type(batch) is dict else _same_mapping_type(batch, moved)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -89,7 +89,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+def _same_mapping_type(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     """Returns the same kind of mapping if it can be made from a dict (transformers'
     BatchEncoding)."""
     try:

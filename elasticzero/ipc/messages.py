@@ -45,7 +45,7 @@ class Locate:
 class SaveState:
     """Agent to worker, in answer to `Stopping`: write the state as a snapshot, or do not."""
 
-    wanted: bool
+    write: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

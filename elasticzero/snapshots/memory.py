@@ -57,11 +57,11 @@ class Reservation:
     """Reserves memory for captures in a thread, which allocates and maps it while training goes
     on."""
 
-    def __init__(self, writer: SharedMemoryStager, say: Callable[[str], None]) -> None:
-        """Takes the writer, and `say`, which the thread calls with a message if there is no
+    def __init__(self, writer: SharedMemoryStager, warn: Callable[[str], None]) -> None:
+        """Takes the writer, and `warn`, which the thread calls with a message if there is no
         memory."""
         self._writer = writer
-        self._say = say
+        self._warn = warn
         self._thread: threading.Thread | None = None
         self.done = False
         """True once the memory is reserved."""
@@ -78,7 +78,7 @@ class Reservation:
                 self._writer.reserve(size)
                 self.done = True
             except ElasticZeroError as error:
-                self._say(
+                self._warn(
                     f"no snapshots are taken, and training waits for saves: {one_line(error)}"
                 )
 

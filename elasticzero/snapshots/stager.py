@@ -73,7 +73,7 @@ class StateStager:
         self._schedule = CaptureSchedule(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()
-        self._reservation = Reservation(self._writer, self._say)
+        self._reservation = Reservation(self._writer, self._warn)
         self._memory_checked = link.standalone or a.local_rank > 0
         """True once the size of shared memory was checked, or if another rank checks it."""
         self._saved_step: int | None = None
@@ -177,7 +177,7 @@ class StateStager:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
             if self._overdue is not None:
-                self._say_late(f"no checkpoint of step {self._overdue}")
+                self._warn_late(f"no checkpoint of step {self._overdue}")
             self._overdue = copy.step
         owed = self._overdue
         due = self._schedule.due(
@@ -187,14 +187,14 @@ class StateStager:
             verify()
             self._overdue = None
             if owed != copy.step:
-                self._say_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
+                self._warn_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
         if due != "nothing":
             self._capture(copy, checkpoint=due == "checkpoint")
         return due
 
-    def _say_late(self, text: str) -> None:
+    def _warn_late(self, text: str) -> None:
         if self._assignment.rank == 0:
-            self._say(f"{text}: the checkpoint of step {self._saved_step} was still being saved")
+            self._warn(f"{text}: the checkpoint of step {self._saved_step} was still being saved")
 
     def finish(self, copy: BoundaryCopy) -> None:
         """Saves the state at the end of training, and waits until no save is unfinished.
@@ -288,7 +288,7 @@ class StateStager:
             )
         except StorageError as error:
             if checkpoint or not isinstance(error, SlotsInUse):
-                self._say(f"no snapshot of step {copy.step}: {one_line(error)}")
+                self._warn(f"no snapshot of step {copy.step}: {one_line(error)}")
             if checkpoint:
                 self._save_error = one_line(error)
             short = checkpoint and not isinstance(error, SlotsInUse)
@@ -316,7 +316,7 @@ class StateStager:
             save(manifest, pieces)
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
-            self._say(f"the checkpoint of step {copy.step} was not saved: {self._save_error}")
+            self._warn(f"the checkpoint of step {copy.step} was not saved: {self._save_error}")
         else:
             self._saved_step = copy.step
 
@@ -339,7 +339,7 @@ class StateStager:
             raise
         except (ElasticZeroError, OSError) as error:
             self._save_error = one_line(error)
-            self._say(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
+            self._warn(f"the checkpoint of step {manifest.step} was not saved: {self._save_error}")
             return None
 
     def _mark_failed(self, step: int, *, checkpoint: bool) -> None:
@@ -393,7 +393,7 @@ class StateStager:
         given = self._assignment
         return self._schedule.states_to_keep(given.generation, given.resume)
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def _writer_info(self, *, complete: bool) -> WriterInfo:

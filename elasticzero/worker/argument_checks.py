@@ -107,7 +107,7 @@ def check_model(model: Any) -> None:
         raise UserError("session.prepare was given a model without parameters")
 
 
-def redirect_deepcopy(given: nn.Module, laid: nn.Module, strategy: str) -> None:
+def redirect_deepcopy(original: nn.Module, distributed: nn.Module, strategy: str) -> None:
     """Redirects a deep copy of the script's model (as `AveragedModel` makes one) to the model it
     gave.
 
@@ -117,13 +117,13 @@ def redirect_deepcopy(given: nn.Module, laid: nn.Module, strategy: str) -> None:
     def refuse(_: Any) -> NoReturn:
         raise UserError(PARTITIONED_COPY)
 
-    def copy_given(memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(given, memo)
+    def copy_original(memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(original, memo)
 
     if strategy == "zero3":
-        laid.__dict__["__deepcopy__"] = refuse
-    elif laid is not given:
-        laid.__dict__["__deepcopy__"] = copy_given
+        distributed.__dict__["__deepcopy__"] = refuse
+    elif distributed is not original:
+        distributed.__dict__["__deepcopy__"] = copy_original
 
 
 PARTITIONED_COPY = (

@@ -95,9 +95,9 @@ class Console:
         self._began_s = time.monotonic()
         self._shown_s = 0.0
         self._loss: float | None = None
-        self._due: Stepped | None = None
+        self._pending_step: Stepped | None = None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
     def record(self, message: Message) -> None:
@@ -106,10 +106,14 @@ class Console:
             case Stepped():
                 self._show()
                 if message.at_s - self._shown_s >= PROGRESS_EVERY_S:
-                    self._due = message
+                    self._pending_step = message
             case Logged(step=step, scalars=scalars):
                 self._loss = scalars.get("loss", self._loss)
-                if "loss" in scalars and self._due is not None and step >= self._due.step:
+                if (
+                    "loss" in scalars
+                    and self._pending_step is not None
+                    and step >= self._pending_step.step
+                ):
                     self._show()
             case LoopExited():
                 self._show()
@@ -117,18 +121,18 @@ class Console:
                 why = f": {reason}" if reason else ""
                 took_s = time.monotonic() - self._began_s
                 loss = "" if self._loss is None else f"  loss {self._loss:.4f}"
-                self.say(f"finished after step {step} in {took_s:.1f} s{loss}{why}")
+                self.print_line(f"finished after step {step} in {took_s:.1f} s{loss}{why}")
             case _:
                 pass
 
     def _show(self) -> None:
         """Prints the progress line if it is due."""
-        if (step := self._due) is None:
+        if (step := self._pending_step) is None:
             return
-        self._due, self._shown_s = None, time.monotonic()
+        self._pending_step, self._shown_s = None, time.monotonic()
         of = f"/{step.total}" if step.total else ""
         loss = "" if self._loss is None else f"  loss {self._loss:.4f}"
-        self.say(f"step {step.step}{of}{loss}")
+        self.print_line(f"step {step.step}{of}{loss}")
 
 
 class LocalLink(AgentClient):
@@ -137,7 +141,7 @@ class LocalLink(AgentClient):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.console = Console()
-        self._bad: set[int] = set()
+        self._damaged_steps: set[int] = set()
         where = settings.checkpoint_dir
         if where is not None:
             check_writable(open_directory(where))
@@ -164,7 +168,7 @@ class LocalLink(AgentClient):
             every = settings.checkpoint_every
             how = f"every {count_text(every, 'step')} and " if every else ""
             saved = f"checkpoints {how}at the end in {settings.checkpoint_dir}"
-        self.console.say(f"training on one process, from {origin}; {saved}")
+        self.console.print_line(f"training on one process, from {origin}; {saved}")
 
     def _newest_good(self) -> Resume:
         """Returns the state to start from, which is the newest good checkpoint.
@@ -175,7 +179,9 @@ class LocalLink(AgentClient):
         where, damage = self._settings.checkpoint_dir, ""
         for info in steps(open_directory(where)) if where is not None else []:
             why = (
-                "it was found damaged" if info.step in self._bad else step_error_text(info.storage)
+                "it was found damaged"
+                if info.step in self._damaged_steps
+                else step_error_text(info.storage)
             )
             if why is not None:
                 damage = damage or f"the checkpoint of step {info.step} is damaged: {why}"
@@ -186,7 +192,7 @@ class LocalLink(AgentClient):
                     f"{info.step}"
                 )
             if damage:
-                self.console.say(f"{damage}; the one of step {info.step} is used")
+                self.console.print_line(f"{damage}; the one of step {info.step} is used")
             return Resume(tier="storage", step=info.step)
         if damage:
             raise CheckpointDamaged(
@@ -207,8 +213,8 @@ class LocalLink(AgentClient):
         resume = self.assignment.resume
         if resume.tier != "storage":
             raise error
-        self.console.say(one_line(error))
-        self._bad.add(resume.step)
+        self.console.print_line(one_line(error))
+        self._damaged_steps.add(resume.step)
         self.assignment = replace(self.assignment, resume=self._newest_good())
 
     def save(self, manifest: Manifest, pieces: list[TensorPiece]) -> None:
@@ -219,10 +225,12 @@ class LocalLink(AgentClient):
         if not written.committed:
             return
         text = f"checkpoint of step {manifest.step} written in {written.seconds:.2f} s"
-        self.console.say(text)
-        tidied = apply_retention(directory, manifest, self._settings.keep, bad_steps=self._bad)
+        self.console.print_line(text)
+        tidied = apply_retention(
+            directory, manifest, self._settings.keep, bad_steps=self._damaged_steps
+        )
         for problem in tidied.problems[:3]:
-            self.console.say(f"not removed: {problem}")
+            self.console.print_line(f"not removed: {problem}")
 
     @contextmanager
     def interruptions(self, boundary: Callable[[], TrainingState | None]) -> Iterator[None]:
@@ -249,7 +257,7 @@ class LocalLink(AgentClient):
                 return
             self.flags |= wish
             again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-            self.console.say(f"training ends after this step, and is saved{again}")
+            self.console.print_line(f"training ends after this step, and is saved{again}")
 
         taken = [number for number in wishes if signal.getsignal(number) == usual[number]]
         for number in taken:
@@ -273,9 +281,9 @@ class LocalLink(AgentClient):
                 if asked and at is not None:
                     at.stager.finish(at.boundary_copy())
             except ElasticZeroError as failed:
-                self.console.say(f"error: {one_line(failed)}")
+                self.console.print_line(f"error: {one_line(failed)}")
             step = at.step if at is not None else 0
-            self.console.say(f"interrupted after step {step}; {self._resume_hint()}")
+            self.console.print_line(f"interrupted after step {step}; {self._resume_hint()}")
             raise SystemExit(int(code)) from error
         if isinstance(error, ElasticZeroError):
             print(f"error: {error}", file=sys.stderr)

@@ -165,7 +165,7 @@ def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
         )
     )
     try:
-        wanted = link.saves.get(timeout=SAVE_WAIT_S).wanted
+        wanted = link.saves.get(timeout=SAVE_WAIT_S).write
     except queue.Empty:
         return False
     if wanted and clean and state.save is not None:

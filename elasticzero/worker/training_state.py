@@ -131,7 +131,7 @@ class TrainingState:
 
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
-        self._exchange.submit(self._verifier.add_to_word(self.stager.control_word(self._flags())))
+        self._exchange.submit(self._verifier.with_digest(self.stager.control_word(self._flags())))
 
     def _flags(self) -> int:
         return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
@@ -329,9 +329,9 @@ class TrainingState:
                 self._verifier.compare_now(self.boundary_copy(), self._where())
             )
 
-    def _raise_unless_equal(self, alike: bool) -> None:
+    def _raise_unless_equal(self, equal: bool) -> None:
         """Raises unless the ranks are equal; only the state of a majority is handed over."""
-        if alike:
+        if equal:
             return
         self.clean = False
         try:

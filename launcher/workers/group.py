@@ -293,7 +293,7 @@ class WorkerGroup:
                 self._record(worker, Event.STOPPING)
                 wanted = message.clean and not (message.complete and self._complete_save_requested)
                 self._complete_save_requested |= wanted and message.complete
-                worker.send(SaveState(wanted=wanted))
+                worker.send(SaveState(write=wanted))
             case Failed():
                 self._record(worker, Event.FAILED)
                 self._blame(worker, message)

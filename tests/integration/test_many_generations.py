@@ -113,7 +113,7 @@ class Pair:
             message = self.channels[rank].receive(1.0)
             assert not isinstance(message, Failed), message
             if isinstance(message, Stopping):
-                self.channels[rank].send(SaveState(wanted=True))
+                self.channels[rank].send(SaveState(write=True))
             if message is not None and so(message):
                 return
         raise AssertionError(f"too late:\n{(self.folder / f'{rank}.log').read_text()}")

@@ -200,7 +200,7 @@ class Running:
                     self._savers[worker.node].abandon(message.generation, message.step)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
-                        worker.channel.send(SaveState(wanted=self._wanted(worker, message)))
+                        worker.channel.send(SaveState(write=self._wanted(worker, message)))
             if worker.pid in ended:
                 last = _receive(worker.channel)
                 worker.heard += last

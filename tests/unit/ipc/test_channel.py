@@ -48,7 +48,7 @@ FAILED = Failed(step=1, blame="user", message="ä\n", traceback="line\nline\n", 
 
 
 @pytest.mark.parametrize(
-    "message", [ASSIGNMENT, FAILED, SaveState(wanted=True), Logged(step=1, scalars={"loss": 0.5})]
+    "message", [ASSIGNMENT, FAILED, SaveState(write=True), Logged(step=1, scalars={"loss": 0.5})]
 )
 def test_a_message_arrives_as_it_was(ends: Ends, message: Message) -> None:
     a, b = ends
@@ -68,9 +68,9 @@ def test_many_messages_arrive_in_order(ends: Ends) -> None:
 
 def test_what_was_said_before_the_end_is_not_lost(ends: Ends) -> None:
     a, b = ends
-    a.send(SaveState(wanted=True))
+    a.send(SaveState(write=True))
     a.close()
-    assert b.drain() == [SaveState(wanted=True)]
+    assert b.drain() == [SaveState(write=True)]
     with pytest.raises(ChannelClosed):
         b.drain()
 
@@ -82,7 +82,7 @@ def test_nothing_said_is_none_and_a_closed_end_an_error(ends: Ends) -> None:
     with pytest.raises(ChannelClosed):
         b.receive(30.0)
     with pytest.raises(ChannelClosed):
-        b.send(SaveState(wanted=False))
+        b.send(SaveState(write=False))
 
 
 def test_steps_ring_before_there_is_no_room_for_more(ends: Ends) -> None:

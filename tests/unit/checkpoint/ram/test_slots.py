@@ -209,7 +209,7 @@ def test_a_replica_is_seen_only_when_all_of_it_is_here(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pull(owner.open(1, 5), buddy, slots, shard)
     owner.seal(shard)
-    assert not pull(owner.open(1, 5), buddy, slots, shard, over=lambda: True)
+    assert not pull(owner.open(1, 5), buddy, slots, shard, cancelled=lambda: True)
     assert buddy.held() == [] and not buddy.has(shard)
     assert pull(owner.open(1, 5), buddy, slots, shard)
     assert torch.equal(read(buddy, 5), TENSORS["a"])
