@@ -7,7 +7,7 @@ from tests.simulation.running import Failure, run_many
 QUICK, SLOW, CHAOS = range(2_000), range(2_000, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
 QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(10), range(10, 50), range(50, 550)
-"""Seeds of schedules of hundreds of nodes, for the same three."""
+"""Seeds of schedules of LARGE_NODES, for the same three."""
 LARGE_NODES = (100, 100, 100, 100, 150)
 PART = 500
 """Seeds that one test runs."""
@@ -26,7 +26,7 @@ def check(seeds: range, *, processes: int = 1) -> None:
 
 
 def check_large(seeds: range, *, processes: int = 1) -> None:
-    """The same of schedules of hundreds of nodes."""
+    """The same of schedules of LARGE_NODES."""
     failures: list[Failure] = []
     for index, nodes in enumerate(LARGE_NODES):
         mine = [seed for seed in seeds if seed % len(LARGE_NODES) == index]
