@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit statuses of an agent, for whatever started it (under Kubernetes: the Job controller)."""
+    """Lists the exit statuses of an agent, which its starter reads (such as a Job controller)."""
 
     DONE = 0
     """The job finished, and the key `done` is written. Nothing else uses this code."""

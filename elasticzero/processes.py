@@ -91,7 +91,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes under `pid`, parents first."""
+    """Returns all processes under `pid`, parents first."""
     found: list[int] = []
     for child in children_of(pid):
         found += [child, *descendants(child)]

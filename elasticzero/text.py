@@ -1,4 +1,4 @@
-"""Text that people read: counts, sizes, ages, lists and tables, and printing them safely."""
+"""Formats text for people (counts, sizes, ages, lists, tables), and prints it safely."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _escaped(character: str) -> str:
 
 
 def print_result(text: str, end: str = "\n") -> None:
-    """Prints a result, escaped where need be; where that cannot be done, end the command, with a
-    line that says why."""
+    """Prints a result, escaped if need be; if that fails, ends the command with a line that says
+    why."""
     try:
         print(printable(text, sys.stdout.encoding or "utf-8"), end=end, flush=True)
     except OSError as error:

@@ -205,7 +205,7 @@ class BlockReader:
         return clone
 
     def forget(self) -> None:
-        """Drops the block that is kept from the last reading, and its buffer."""
+        """Drops the block that is buffered from the last reading, and its buffer."""
         self._buffers = self._buffered = memoryview(b"")
         self._buffered_from = 0
 
@@ -215,7 +215,7 @@ class BlockReader:
 
     @property
     def size(self) -> int:
-        """Size of the file."""
+        """Returns the size of the file."""
         return self._sums.size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -243,7 +243,7 @@ class BlockReader:
                 self._copy_buffered(start, stop, rest)
 
     def _copy_buffered(self, start: int, stop: int, rest: Views) -> int:
-        """Fills the buffers from the kept bytes, as far as these go; returns the position
+        """Fills the buffers from the buffered bytes, as far as these go; returns the position
         reached."""
         within = start - self._buffered_from
         if not 0 <= within < len(self._buffered):
@@ -273,7 +273,7 @@ class BlockReader:
         self._buffered_from, self._buffered = stop, rest_of_block
 
     def _buffer_block(self, block: int) -> None:
-        """Reads one whole block, verifies it and keeps it."""
+        """Reads one whole block, verifies it and buffers it."""
         self._buffered = memoryview(b"")
         start, view = self._window(block)
         self._fill(start, view)

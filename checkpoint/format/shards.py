@@ -128,7 +128,7 @@ class ShardReader:
 
     @property
     def size(self) -> int:
-        """Size that the file should have."""
+        """Returns the size that the file should have."""
         return self._blocks.size
 
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:

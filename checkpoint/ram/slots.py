@@ -30,7 +30,7 @@ HEADROOM_BYTES = 1 << 20
 
 
 class SlotsInUse(StorageError):
-    """Both slots of a writer hold shards that are still read or must stay."""
+    """Reports that both slots of a writer hold shards that are still read or must stay."""
 
 
 class MemorySlot:

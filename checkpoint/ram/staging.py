@@ -29,7 +29,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _StagingOptions:
-    """Options for staging one shard."""
+    """Holds the options for staging one shard."""
 
     extra: bool
     trained: Collection[str]

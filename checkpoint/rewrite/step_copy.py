@@ -67,7 +67,7 @@ class CopyOptions:
 
 
 class _Cancelled(Exception):
-    """Another job failed, or the user interrupted the copy."""
+    """Reports that another job failed, or that the user interrupted the copy."""
 
 
 class _CountedSource:

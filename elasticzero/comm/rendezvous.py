@@ -36,7 +36,7 @@ can block far past its own timeout."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """This process's rank in its world, and the addresses at which the ranks meet."""
+    """Holds this process's rank in its world, and the addresses at which the ranks meet."""
 
     rank: int
     world_size: int

@@ -56,7 +56,7 @@ class StateStager:
         saving: bool,
         save: Callable[[Manifest, list[TensorPiece]], None] | None = None,
     ) -> None:
-        """replicated: each rank alone holds the whole state. saving: checkpoints are written. save:
+        """replicated: each rank holds the whole state. saving: checkpoints are written. save:
         without an agent, it writes a checkpoint at once; it raises `ElasticZeroError`."""
         self._save = save
         self._link = link

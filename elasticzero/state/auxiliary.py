@@ -18,7 +18,7 @@ from elasticzero.state.rng import RngState
 
 
 class Stateful(Protocol):
-    """Interface of the objects that `session.track` takes: schedulers, scalers, moving averages."""
+    """Describes the objects that `session.track` takes: schedulers, scalers, moving averages."""
 
     def state_dict(self) -> Any: ...
 

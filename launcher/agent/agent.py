@@ -85,7 +85,9 @@ class Agent:
         metrics: Metrics,
         agreed: Agreed,
     ) -> None:
-        """agreed: the agreement on the job's token, the password of what agents serve."""
+        """Creates an agent that is not registered yet.
+
+        agreed: the agreement on the job's token, the password of what agents serve."""
         self.options = options
         self._agreed = agreed
         self.adopted: Callable[[Secret], None] = lambda token: None

@@ -53,7 +53,7 @@ class ClusterConsole:
     """Prints events as they happen: lines, and a bar where there is a terminal."""
 
     def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
-        """muted: the workers' output is in the logs alone."""
+        """Prints that the cluster starts. muted: the workers' output is only in the logs."""
         self.step = 0
         self.plain = False
         """True if no worker has called `elasticzero.run` for so long that the script is taken for a

@@ -38,8 +38,8 @@ def cloud_named(choice: str, environment: Mapping[str, str]) -> Cloud:
 class PreemptionWatcher:
     """Watches for the notices of one cloud, in a thread of its own, until it is closed.
 
-    choice: a name in `CLOUDS`, or `auto`: the first that answers, each asked once; `none` starts
-    nothing. leave: called with the reason, and the deadline on the monotonic clock. tell: receives
+    choice: a name in `CLOUDS`; `auto`: the first that answers a request; `none`: no cloud.
+    on_notice: called with the reason, and the deadline on the monotonic clock. log_line: receives
     lines for people. Raises `UserError` for a bad address in the environment.
     """
 

@@ -43,7 +43,7 @@ class DamagedCheckpoint:
 
 
 class GroupStage(Enum):
-    """How far the workers of a node have come into their generation."""
+    """Says how far the workers of a node have come into their generation."""
 
     STARTING = auto()
     """None has called `elasticzero.run`."""
@@ -62,7 +62,7 @@ class GroupStage(Enum):
 
 
 class GroupOutcome(Enum):
-    """How the training of a node's workers has ended in their generation."""
+    """Says how the training of a node's workers has ended in their generation."""
 
     OPEN = auto()
     AT_BOUNDARY = auto()
@@ -74,7 +74,7 @@ class GroupOutcome(Enum):
 
 
 class GroupOrder(Enum):
-    """What an agent has told its workers to do."""
+    """Says what an agent has told its workers to do."""
 
     TRAIN = auto()
     STOP_AT_BOUNDARY = auto()

@@ -38,7 +38,7 @@ such wait, which is also that of nodes without a place."""
 
 
 class DataLossListener(Protocol):
-    """Remembers what it saw in the store, and can forget it: see `ClusterObserver`."""
+    """Receives that the store has lost its data: see `ClusterObserver`."""
 
     def lost_data(self, now_s: float) -> None: ...
 
@@ -57,8 +57,11 @@ class StoreRecovery:
         agreed: Agreed | None,
         log_line: Callable[[str], None],
     ) -> None:
-        """agreed: the job's token and its record in the store; None: there is no such record.
-        say: receives a sentence on what was lost, and one on what was written anew."""
+        """Begins in the store's present history.
+
+        agreed: the job's token and its record in the store; None: there is no such record.
+        log_line: receives a sentence on what was lost, and one on what was written anew.
+        """
         self._store = store
         self._observer = observer
         self._membership = membership

@@ -103,7 +103,11 @@ class RendezvousNode:
         limits: RoundLimits,
         log_line: Callable[[str], None] = log.info,
     ) -> None:
-        """`etcd`: its endpoints, for messages; `host`: where other nodes reach this one."""
+        """Creates a node that is not registered.
+
+        `etcd`: its endpoints, for messages. `host`: where other nodes reach this one. `log_line`:
+        receives lines for people.
+        """
         self.limits = limits
         self.host = host
         self._store, self._etcd, self._log_line = store, etcd, log_line

@@ -59,8 +59,10 @@ def resolve_access(
     password_file: str | None,
     environment: Mapping[str, str],
 ) -> Access:
-    """What options ask for; a password in the environment alone asks for nothing. Raises
-    `UserError`."""
+    """Returns the access that the options describe; raises `UserError` for invalid ones.
+
+    A password in the environment has no effect without a user.
+    """
     known = environment if user is not None else {}
     password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, known)
     return Access(cacert=cacert, cert=cert, key=key, user=user, password=password)

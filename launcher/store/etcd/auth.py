@@ -54,7 +54,7 @@ class TokenCache:
     etcd no longer accepts it."""
 
     def __init__(self, authenticate: Callable[[], str], life_s: float) -> None:
-        """ask: a new token; empty where none is needed."""
+        """Creates an empty cache. authenticate: returns a new token; empty if none is needed."""
         self._authenticate = authenticate
         self._life_s = life_s
         self._token: str | None = None

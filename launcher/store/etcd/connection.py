@@ -86,7 +86,7 @@ class CallFailed(StoreUnavailable):
     """Says that one request, or one stream, ended with a gRPC status."""
 
     def __init__(self, message: str, code: grpc.StatusCode, detail: str = "") -> None:
-        """detail: etcd's own message."""
+        """Creates the error. detail: etcd's own message."""
         super().__init__(message)
         self.code = code
         self.detail = detail
@@ -106,7 +106,7 @@ class Connection:
         access: Access | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
-        """channels: opens one for each endpoint; by default they are this connection's own."""
+        """Opens a channel for each endpoint. channels: opens them in place of `open_channels`."""
         access = access or Access()
         self.endpoints = tuple(parse_endpoint(endpoint, access) for endpoint in endpoints)
         if not self.endpoints:
@@ -238,7 +238,7 @@ class Connection:
         *,
         deadline_s: float | None = None,
     ) -> Iterator[Any]:
-        """An open stream of responses; in the block, a stream that breaks raises `CallFailed`.
+        """Opens a stream of responses; in the block, a stream that breaks raises `CallFailed`.
 
         `requests` makes the iterator of requests, which must end when its event is set. With a
         deadline, the block simply ends when that has passed.

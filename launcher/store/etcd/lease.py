@@ -36,7 +36,8 @@ class EtcdLease:
         granted: Any,
         requested_s: float,
     ) -> None:
-        """`granted`: etcd's answer; `requested_s`: when it was asked (monotonic)."""
+        """Takes over a granted lease. `granted`: etcd's response; `requested_s`: time of the
+        request (monotonic)."""
         self.id: int = granted.ID
         self.ttl_s: int = max(granted.TTL, ttl_s)
         self.lost = False
@@ -111,8 +112,10 @@ class EtcdLease:
                 self._failures = 0
 
     def _pulses(self, sent_s: deque[float], over: threading.Event) -> Iterator[Any]:
-        """The requests of one stream, which ends when too many of them have no answer, or when
-        another endpoint is there to be asked."""
+        """Yields the requests of one stream.
+
+        The stream ends if too many requests have no response, or if there is another endpoint.
+        """
         while not over.is_set() and not self._over():
             sent_s.append(time.monotonic())
             yield rpc.LeaseKeepAliveRequest(ID=self.id)

@@ -55,7 +55,7 @@ MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 
 
 def load_messages() -> Any:
-    """A namespace of all messages, and of a stub for each service: `KVStub(channel).Range`."""
+    """Returns a namespace of all messages, and a stub for each service: `KVStub(channel).Range`."""
     pool = descriptor_pool.DescriptorPool()
     found: dict[str, Any] = {}
     for name in MODULES:
@@ -93,7 +93,7 @@ class _Recorder:
 
 
 def _serialized_descriptor(name: str) -> bytes:
-    """What a generated module of etcd3 describes, as protobuf serializes it."""
+    """Returns the file that a generated module of etcd3 describes, as protobuf serializes it."""
     package = importlib.util.find_spec("etcd3")
     places = package.submodule_search_locations if package is not None else None
     path = Path(places[0] if places else "etcd3") / "etcdrpc" / f"{name}.py"
@@ -116,7 +116,7 @@ def _serialized_descriptor(name: str) -> bytes:
 
 
 def _import(name: str, *how: Any) -> Any:
-    """What the generated modules import: a recorder in place of protobuf, and of one another."""
+    """Imports for the generated modules: a recorder in place of protobuf, and of one another."""
     ours = name.partition(".")[0] in ("google", "etcd3") or name.endswith("_pb2")
     return _Recorder() if ours else __import__(name, *how)
 
@@ -128,7 +128,7 @@ def _message_class(pool: Any, kind: Any) -> Any:
 
 
 def _stub(prefix: str, methods: Any, messages: dict[str, Any], channel: Any) -> Any:
-    """A service's methods on a channel."""
+    """Returns a class with a service's methods on a channel."""
     found = {}
     for method in methods:
         asked = messages[method.input_type.rpartition(".")[2]]

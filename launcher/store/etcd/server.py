@@ -34,7 +34,7 @@ def find_etcd() -> Path | None:
 
 
 def _is_script(path: Path) -> bool:
-    """The wheel puts a Python script on PATH that costs an interpreter to start."""
+    """Returns whether the file is the Python script of the wheel, which is slow to start."""
     with path.open("rb") as file:
         return file.read(2) == b"#!"
 
@@ -54,7 +54,9 @@ class EtcdServer:
         address: str = "127.0.0.1",
         port: int | None = None,
     ) -> None:
-        """address: of this machine, where it listens; 0.0.0.0 and [::] are all of them. port: for
+        """Starts etcd.
+
+        address: of this machine, where it listens; 0.0.0.0 and [::] are all of them. port: for
         clients; None: any that is free."""
         self._temporary = data_dir is None
         self._dir = (

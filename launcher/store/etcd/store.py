@@ -65,7 +65,9 @@ class EtcdStore:
         timeouts: Timeouts | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
-        """channels: other than the store's own. Raises `UserError` for endpoints or certificates
+        """Connects to etcd.
+
+        channels: other than the store's own. Raises `UserError` for endpoints or certificates
         that cannot be used."""
         self._timeouts = timeouts or Timeouts()
         self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
@@ -164,7 +166,7 @@ class EtcdStore:
         self.close()
 
     def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
-        """deadline_s: of each try, where that is not `request_s` too."""
+        """Reads a prefix. deadline_s: of each try, if that is not `request_s`."""
         first, end = self._keys.span(prefix)
         request = rpc.RangeRequest(
             key=first,
