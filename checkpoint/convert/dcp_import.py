@@ -195,7 +195,9 @@ def _nested(leaves: Mapping[KeyPath, Any]) -> Any:
 def _spec(name: str, tensor: StoredTensor) -> TensorSpec:
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise UserError(f"{name} has the dtype {tensor.dtype}, which this torch does not know")
+        raise UserError(
+            f"{name} has the dtype {tensor.dtype}, which this version of torch does not have"
+        )
     spec = TensorSpec(tensor_spec(torch.empty(0, dtype=dtype)).dtype, tensor.shape)
     for box in tensor.boxes:
         if TensorSpec(spec.dtype, box.sizes).nbytes > box.item.bytes:

@@ -199,7 +199,9 @@ class StepProgress:
     def indices(self) -> list[int]:
         """Returns the dataset indices of the whole global batch."""
         if self.batch is None or self.plan is None:
-            raise UserError("session.batch_indices is there inside the loop over session.batches")
+            raise UserError(
+                "session.batch_indices exists only inside the loop over session.batches"
+            )
         batch = self.batch
         indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
         return [int(index) for index in indices]

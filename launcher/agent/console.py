@@ -133,7 +133,7 @@ class AgentConsole:
         least = with_operator_overrides(self._options.policy, control).min_nodes
         if len(here) < least:
             self.log_line(
-                f"waiting: {len(here)} of at least {least} nodes are here ({', '.join(here)}); "
+                f"waiting for nodes: {len(here)} of at least {least} are here ({', '.join(here)}); "
                 f"{least - len(here)} missing",
             )
 

@@ -63,7 +63,10 @@ def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
 
 
 def _use_existing(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
-    log_line(f"port {etcd.port} of this machine is taken, probably by the job's etcd: using that")
+    log_line(
+        f"port {etcd.port} of this machine is taken, probably by the job's etcd, which "
+        "this node uses"
+    )
     yield False
 
 

@@ -117,7 +117,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if not endpoints:
             etcd = stack.enter_context(EtcdServer())
             endpoints = [etcd.endpoint]
-            log_line(f"no --etcd given: started an etcd of our own at {etcd.endpoint}")
+            log_line(f"--etcd is not given: this agent started an etcd at {etcd.endpoint}")
         elif coordination.hosted is not None:
             hosts = stack.enter_context(hosted(coordination.hosted, log_line))
         store = EtcdStore(
@@ -182,7 +182,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             return ExitCode.LEFT
         agent.reporter.note("registered", incarnation=me.incarnation)
         muted = MUTED if options.console.silent else ""
-        log_line(f"registered for job {options.job}; logs: {options.log_dir}{muted}")
+        log_line(
+            f"this node is registered for job {options.job}; its logs are in "
+            f"{options.log_dir}{muted}"
+        )
         return agent.run()
 
 

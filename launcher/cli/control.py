@@ -96,7 +96,7 @@ def read_job(store: Store, name: str) -> Job:
     members = members_of(store.read(MEMBERS))
     world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
     if not members and world is None and done is None:
-        raise UserError(f"etcd knows no job {name!r}; check --job and --etcd")
+        raise UserError(f"etcd has no job {name!r}; check --job and --etcd")
     return Job(
         name=name,
         members=members,
@@ -161,7 +161,7 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
 
     job, changed = update_control(store, name, change)
     when = "at the next step" if node in [m.node for m in job.placed] else "at once: it only waits"
-    print_result(f"{node} leaves {when}" if changed else f"{node} has been asked to leave already")
+    print_result(f"{node} leaves {when}" if changed else f"{node} was requested to leave before")
     (member,) = chosen
 
     def gone(now: Job) -> str | None:
@@ -231,9 +231,9 @@ def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
         print_result(f"job {name} is over already: {job.done.reason}")
         return ExitCode.DONE
     if not changed:
-        print_result(f"job {name} has been asked to stop already")
+        print_result(f"job {name} was requested to stop before")
     elif not job.members:
-        print_result(f"job {name} stops when a node of it comes: none is here now")
+        print_result(f"job {name} stops when one of its nodes registers: none is registered now")
     else:
         print_result(
             f"job {name} stops at the next step; its state is saved if there is a directory"
@@ -274,7 +274,7 @@ def _wait_until(
                 return ExitCode.DONE
         if time.monotonic() > deadline_s:
             raise OperatorError(
-                f"asked for, but it has not happened within {wait_s:g} s (--wait-timeout); "
-                f"see: elasticzero status --job {name}"
+                f"the change was requested, but it has not happened within {wait_s:g} s "
+                f"(--wait-timeout); see: elasticzero status --job {name}"
             )
         time.sleep(POLL_S)

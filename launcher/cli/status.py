@@ -50,7 +50,7 @@ def status(
         )
     phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
     if token is None and job.done is None:
-        print(f"the nodes keep their token to themselves: to ask them, give {HOW}", file=sys.stderr)
+        print(f"the status of the nodes needs the job's token: give {HOW}", file=sys.stderr)
     statuses = (
         query_agents(job.members.values(), token) if job.done is None and token is not None else {}
     )
@@ -247,7 +247,7 @@ def _operator_requests(found: Mapping[str, Any]) -> list[str]:
         parts.append("scale {}:{}".format(*control["nnodes"]))
     if control["stop"]:
         parts.append("stop")
-    return [f"asked by operators: {', '.join(parts)}"] if parts else []
+    return [f"requested by operators: {', '.join(parts)}"] if parts else []
 
 
 def _row(node: Mapping[str, Any]) -> tuple[str, ...]:

@@ -222,7 +222,7 @@ class ClusterConsole:
             if self._session
             else "the script never called elasticzero.run, so no steps were seen"
         )
-        self.print_line(f"--fault {fault} did not strike: {why}")
+        self.print_line(f"--fault {fault} was not injected: {why}")
 
     def quote(self, nodes: Sequence[str], *, traced: bool) -> None:
         """Prints the error with which the agent of the first of these nodes has ended.

@@ -72,7 +72,9 @@ class MetadataServer:
         except ValueError:
             host, port = None, None
         if parts.scheme != "http" or not host:
-            raise UserError(f"{url!r} is no address of a metadata server: http://HOST[:PORT] is")
+            raise UserError(
+                f"{url!r} is no address of a metadata server: http://HOST[:PORT] is expected"
+            )
         self.url = url.rstrip("/")
         self._host, self._port, self._path = host, port or 80, parts.path.rstrip("/")
         self._socket: socket.socket | None = None
@@ -97,7 +99,7 @@ class MetadataServer:
             connection.sock.settimeout(timeout_s)
             self._socket = connection.sock
             if self._closed:
-                raise MetadataError(f"{url} is asked no more")
+                raise MetadataError(f"{url} gets no more requests")
             connection.request(method, f"{self._path}{path}", headers=dict(headers))
             response = connection.getresponse()
             data = response.read(MOST_BYTES)

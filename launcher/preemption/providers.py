@@ -154,7 +154,9 @@ class Gcp:
         if text == "TRUE":
             return _notice("GCP preemption", GCP_NOTICE_S, response)
         if text != "FALSE":
-            raise MetadataError(f"{response.url} said neither TRUE nor FALSE: {response.text:.80}")
+            raise MetadataError(
+                f"{response.url} answered neither TRUE nor FALSE: {response.text:.80}"
+            )
         self._etag = response.headers.get("etag")
         return None
 

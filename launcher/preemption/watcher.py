@@ -89,7 +89,9 @@ class PreemptionWatcher:
                 self._watch(cloud)
         except Exception as error:  # noqa: BLE001 - the top of a thread: training goes on without it
             if not self._stop.is_set():
-                self._log_line(f"preemption notices are watched for no more: {one_line(error)}")
+                self._log_line(
+                    f"this node no longer watches for preemption notices: {one_line(error)}"
+                )
 
     def _detect_cloud(self) -> Cloud | None:
         """Returns the cloud to which this machine belongs."""
@@ -106,7 +108,7 @@ class PreemptionWatcher:
         return None
 
     def _watch(self, cloud: Cloud) -> None:
-        self._log_line(f"watching for preemption notices of {cloud.name}")
+        self._log_line(f"this node watches for preemption notices of {cloud.name}")
         while not self._stop.is_set():
             result = retry_call(
                 cloud.poll,
@@ -127,8 +129,8 @@ class PreemptionWatcher:
             return
         self._failing = True
         self._log_line(
-            f"the metadata server of {cloud.name} is in trouble, so a notice may be missed; trying "
-            f"on ({one_line(error)})"
+            f"the metadata server of {cloud.name} fails, so a notice may be missed; it is read "
+            f"again and again ({one_line(error)})"
         )
 
     def _handle(self, cloud: Cloud, result: PollResult) -> None:

@@ -170,7 +170,7 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     late = overdue(workers, policy)
     if late is not None and workers.examination == "none":
         dump = DumpStacks(step_limit_s(workers, policy))
-        return Decision((dump,), f"{late}: looking where the workers are")
+        return Decision((dump,), f"{late}: the workers are examined")
     nobody_waits = world.resume.tier != "ram"
     said = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:
@@ -274,7 +274,7 @@ def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
         if waited_s < (
             EXAMINATION_LIMIT_S if workers.examination == "open" else EXAMINATION_GRACE_S
         ):
-            return Decision(tuple(actions), f"{alarm.reason}: looking where the workers are")
+            return Decision(tuple(actions), f"{alarm.reason}: the workers are examined")
     if _may_fail_alike(view, alarm, now_s):
         return Decision(tuple(actions), f"{alarm.reason}: the workers here may fail alike")
     frozen = workers.stopped_s >= STOPPED_S

@@ -147,7 +147,9 @@ class StoreRecovery:
             conditions = [_unchanged(key, stored.get(key)) for key in keys]
             if self._store.write(puts, deletes=deletes, conditions=conditions) is None:
                 return False
-            self._log_line(f"wrote anew what etcd lost: {', '.join(_described(puts))}")
+            self._log_line(
+                f"this agent wrote anew what etcd had lost: {', '.join(_described(puts))}"
+            )
             record = self._reread().get(KEY)
         if record is not None and self._agreed is not None and self._is_mine(record):
             self._agreed = self._agreed.at(record.mod_revision)

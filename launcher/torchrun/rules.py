@@ -151,7 +151,7 @@ class Turn:
 def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     """Returns the next action of this node, by the rules above."""
     if view.requested_s is None:
-        return Turn(None, "not asking for a place")
+        return Turn(None, "this node requests no place")
     waited_s, world = now_s - view.requested_s, view.world
     if view.members is None:
         if waited_s >= limits.connect_timeout_s:

@@ -106,7 +106,7 @@ def test_a_plain_script_is_told_apart_from_a_training(tmp_path: Path) -> None:
     found = run("local", "--nodes", "2", "--fault", "kill-node@3", str(script))
     assert found.returncode == 0
     assert "--fault kill-node@3 waits: no worker has called elasticzero.run yet" in found.stdout
-    assert "--fault kill-node@3 did not strike: the script never called" in found.stdout
+    assert "--fault kill-node@3 was not injected: the script never called" in found.stdout
     assert found.stdout.splitlines()[-1].endswith("none called elasticzero.run")
     assert "step 0" not in found.stdout and "recomputed" not in found.stdout
     script.write_text("")
@@ -196,7 +196,7 @@ def test_fewer_nodes_than_wanted_says_who_is_there(
     words += ["--node-name", "lonely", "--join-timeout", "13", "--log-dir", str(tmp_path)]
     found = run(*words, str(REGRESSION))
     assert found.returncode == 69, found.stderr
-    assert "1 of at least 2 nodes are here (lonely); 1 missing" in found.stderr
+    assert "waiting for nodes: 1 of at least 2 are here (lonely); 1 missing" in found.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

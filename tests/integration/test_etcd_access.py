@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, str, Callable[[Pems], Access], str]] = [
     ),
     ("users", "https://", lambda p: Access(), "not accepted by the system's authorities"),
     ("users", "", lambda p: Access(), "speaks TLS: write https://"),
-    ("users", "https://", lambda p: Access(cacert=str(p.ca)), "lets in users only.*--etcd-user"),
+    ("users", "https://", lambda p: Access(cacert=str(p.ca)), "admits only users.*--etcd-user"),
     ("users", "https://", lambda p: trainer(p, "wrong"), "refuses user 'trainer' or its password"),
     ("plain", "https://", lambda p: Access(cacert=str(p.ca)), "does not speak TLS"),
     ("mutual", "https://", lambda p: shown(p, None), "give --etcd-cert and --etcd-key"),
@@ -185,7 +185,7 @@ def test_an_etcd_without_users_takes_anyone(
         check_works(store)
     messages = [record.getMessage() for record in caplog.records]
     assert any("without TLS" in text for text in messages)
-    assert sum("knows no users" in text for text in messages) == 1
+    assert sum("has no users enabled" in text for text in messages) == 1
     assert PASSWORD not in caplog.text
 
 

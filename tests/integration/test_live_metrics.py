@@ -91,4 +91,4 @@ def test_status_of_a_job_that_nobody_knows(etcd: EtcdServer) -> None:
     words = ["status", "--etcd", etcd.endpoint, "--job", "nobody"]
     found = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
     assert found.returncode == 64
-    assert "knows no job 'nobody'" in found.stderr
+    assert "has no job 'nobody'" in found.stderr

@@ -62,7 +62,7 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
         log = leader.log.read_text()
     assert told.lineage.recomputed == 0
     assert f"{leader.name} leaves: AWS spot interruption in 11" in reasons(told)
-    assert "watching for preemption notices of AWS" in log
+    assert "this node watches for preemption notices of AWS" in log
     assert "AWS spot interruption in 11" in log
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)

@@ -236,7 +236,7 @@ def test_a_notice_after_trouble_is_heard(
     monkeypatch.setattr("elasticzero.launcher.preemption.watcher.RETRY", quick)
     with played() as server, watch(server.choice, ears, server):
         server.trouble = Reply(503)
-        ears.wait(lambda: ears.heard("is in trouble"))
+        ears.wait(lambda: ears.heard("fails, so a notice may be missed"))
         notify(server)
         server.trouble = None
         ears.wait(lambda: ears.notices)
@@ -260,7 +260,7 @@ def test_auto_does_not_take_one_cloud_for_another(ears: Ears) -> None:
         everywhere = {address_variable(name): azure.url for name in providers.CLOUDS}
         with PreemptionWatcher("auto", ears.leave, ears.tell, everywhere):
             ears.wait(lambda: ears.lines)
-    assert ears.lines == ["watching for preemption notices of Azure"]
+    assert ears.lines == ["this node watches for preemption notices of Azure"]
 
 
 def test_auto_says_that_there_is_no_cloud(ears: Ears) -> None:

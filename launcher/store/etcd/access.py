@@ -95,7 +95,7 @@ def parse_endpoint(text: str, access: Access) -> Endpoint:
     address = rest.rstrip("/")
     host, colon, port = address.rpartition(":")
     if separator and scheme not in ("http", "https"):
-        raise UserError(f"etcd endpoint {text!r}: HOST:PORT or https://HOST:PORT is understood")
+        raise UserError(f"etcd endpoint {text!r}: HOST:PORT or https://HOST:PORT is expected")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"etcd endpoint {text!r} is not HOST:PORT, as in 10.0.0.7:2379")
     if scheme == "http" and access.names_certificates:

@@ -10,12 +10,12 @@ from elasticzero.launcher.secrets import ETCD_PASSWORD
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
 
 NOT_ENABLED = "authentication is not enabled"
-NO_USERS_KNOWN = (
-    "etcd at %s knows no users, so --etcd-user %s is of no use; its operator enables them with "
-    "`etcdctl auth enable`"
+NO_USERS_ENABLED = (
+    "etcd at %s has no users enabled, so --etcd-user %s has no effect; its operator enables them "
+    "with `etcdctl auth enable`"
 )
 _OLD_LOGIN = ("user name is empty", "invalid auth token", "revision of auth store is old")
-"""What etcd says of a request with a token that it does not know (any more). It did nothing."""
+"""Texts with which etcd refuses a request whose token it does not accept; nothing was done."""
 _NOT_ALLOWED = "permission denied"
 
 
@@ -36,7 +36,7 @@ def explain_refusal(where: Endpoint, access: Access, detail: str) -> str | None:
         )
     if access.user is None and is_old_login(detail):
         return (
-            f"etcd at {where} lets in users only ({detail}): give --etcd-user, and "
+            f"etcd at {where} admits only users ({detail}): give --etcd-user, and "
             f"--etcd-password-file or {ETCD_PASSWORD}"
         )
     return None

@@ -23,7 +23,7 @@ from elasticzero.launcher.store.etcd.access import (
     parse_endpoint,
 )
 from elasticzero.launcher.store.etcd.auth import (
-    NO_USERS_KNOWN,
+    NO_USERS_ENABLED,
     NOT_ENABLED,
     TokenCache,
     explain_failed_login,
@@ -303,7 +303,7 @@ class Connection:
         except CallFailed as failure:
             if NOT_ENABLED in failure.detail:
                 if self._users_enabled:
-                    log.warning(NO_USERS_KNOWN, self._where(), access.user)
+                    log.warning(NO_USERS_ENABLED, self._where(), access.user)
                 self._users_enabled = False
                 return ""
             if failure.code is grpc.StatusCode.INVALID_ARGUMENT:

@@ -103,7 +103,7 @@ class EtcdLease:
                 if self._connection.check(position, response.header) != position.number:
                     return
                 if response.TTL <= 0:
-                    log.warning("lease %x is lost: etcd no longer knows it", self.id)
+                    log.warning("lease %x is lost: etcd no longer has it", self.id)
                     self.lost = True
                     return
                 if took_s > self._late_s:

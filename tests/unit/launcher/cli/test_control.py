@@ -66,7 +66,7 @@ def test_a_drain_names_the_registration(
     assert not asked(store).drains(member("b", "2")), "the node may come back"
     assert capsys.readouterr().out == "b leaves at the next step\n"
     drain(store, JOB, "b", None)
-    assert capsys.readouterr().out == "b has been asked to leave already\n"
+    assert capsys.readouterr().out == "b was requested to leave before\n"
     assert len(asked(store).drain) == 1
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(store: MemoryStore, server: MemoryServer) -> 
     with pytest.raises(UserError, match="job 'j' is over: it broke"):
         scale(store, JOB, (1, 2), None)
     assert asked(store) == Control()
-    with pytest.raises(UserError, match="knows no job 'j'"):
+    with pytest.raises(UserError, match="has no job 'j'"):
         stop(MemoryStore(MemoryServer(lambda: 0.0)), JOB, None)
 
 
@@ -148,7 +148,7 @@ def test_stop_is_idempotent_and_right_when_the_job_is_over(
     assert stop(store, JOB, None) == ExitCode.DONE
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
-        "job j has been asked to stop already",
+        "job j was requested to stop before",
         "job j is over already: stopped by x",
     ]
 

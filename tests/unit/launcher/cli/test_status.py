@@ -131,13 +131,13 @@ def test_the_whole_picture_before_and_after_a_world() -> None:
 def test_what_operators_asked_for_is_shown() -> None:
     control = Control(drain=(Drain(node="c", incarnation="i-c"),), nnodes=(1, 2), stop=True)
     found = lines(replace(JOB, control=control))
-    assert "asked by operators: drain c, scale 1:2, stop" in found
+    assert "requested by operators: drain c, scale 1:2, stop" in found
     assert "(1:2)" in found[0]
 
 
 def test_a_drain_of_a_node_that_has_left_is_not_shown() -> None:
     control = Control(drain=(Drain(node="c", incarnation="former"),))
-    assert not any(line.startswith("asked") for line in lines(replace(JOB, control=control)))
+    assert not any(line.startswith("requested") for line in lines(replace(JOB, control=control)))
 
 
 def test_no_secret_is_shown() -> None:

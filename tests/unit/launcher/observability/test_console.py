@@ -98,8 +98,8 @@ def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
         "--fault kill-node@3 waits: no worker has called elasticzero.run yet, and without that no "
         "steps are seen",
         "generation 2: 2 ranks on node-0, node-1 (node-1 is lost); the script starts anew",
-        "--fault kill-node@3 did not strike: the script never called elasticzero.run, so no steps "
-        "were seen",
+        "--fault kill-node@3 was not injected: the script never called elasticzero.run, so no "
+        "steps were seen",
         "done: 2 generations; every rank's script has ended with status 0; none called "
         "elasticzero.run",
     ]
@@ -114,7 +114,7 @@ def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.console.report_missed_fault("join@9")
     told.console.close(ExitCode.DONE)
     assert told.lines()[-2:] == [
-        "--fault join@9 did not strike: the job ended after step 7",
+        "--fault join@9 was not injected: the job ended after step 7",
         "done: 7 steps, 1 generation, 0 steps recomputed",
     ]
 
