@@ -126,7 +126,11 @@ ERROR_CLASSES = """\
 
 An error that ends a command decides its exit code. A script can catch those that `elasticzero`
 exports: `ElasticZeroError`, `UserError`, `OperatorError`, `RetryError`, `StorageError`,
-`CheckpointDamaged` and `CheckpointMismatch`."""
+`CheckpointDamaged` and `CheckpointMismatch`.
+
+Where agents run the job, an error in a worker does not decide it. A job that fails ends with 64
+where the same script and input would fail in the same way (`UserError` and its kinds, `NotFinite`,
+`ImportError`, `SyntaxError`), and with 70 for any other error."""
 
 FORMAT = """\
 # Checkpoint format
