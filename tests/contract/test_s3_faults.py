@@ -83,7 +83,7 @@ def test_a_part_that_fails_once_is_sent_again(
 
 
 @pytest.mark.parametrize("harm", ["busy", "cut", "silent", "forbidden"])
-def test_a_part_that_always_fails_ends_the_upload_without_a_trace(
+def test_a_part_that_always_fails_ends_the_upload_cleanly(
     s3: Proxy, storage: Storage, harm: Harm
 ) -> None:
     storage.write("file", [b"old"])

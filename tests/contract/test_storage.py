@@ -158,9 +158,7 @@ def test_of_many_that_write_at_once_one_whole_file_stays(storage: Storage) -> No
 
 
 @pytest.mark.parametrize("before", [1, 12 << 20])
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
-    storage: Storage, before: int
-) -> None:
+def test_a_failed_write_leaves_what_was_there_and_no_more(storage: Storage, before: int) -> None:
     def breaks() -> Iterator[bytes]:
         yield bytes(before)
         raise ZeroDivisionError
@@ -230,7 +228,7 @@ def test_a_checkpoint_is_written_found_verified_and_tidied(directory: Directory)
     assert directory.names() == [step_directory(4)]
 
 
-def test_the_first_whole_save_of_a_step_wins_and_a_damaged_one_is_replaced(
+def test_the_first_whole_save_wins_a_damaged_one_is_replaced(
     directory: Directory,
 ) -> None:
     first = write_step(directory, 1, "first")

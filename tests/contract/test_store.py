@@ -47,7 +47,8 @@ def test_values_are_bytes_and_keys_are_any_text(store: Store) -> None:
     assert store.read("reports/1/nœud-é").entries["reports/1/nœud-é"].value == value
 
 
-def test_entries_stand_in_order_of_creation_and_limit_takes_the_oldest(store: Store) -> None:
+def test_entries_are_in_order_of_creation_also_with_a_limit(store: Store) -> None:
+    """A limit takes the oldest."""
     for name in "cabd":
         store.write({f"members/{name}": b""})
     store.write({"members/c": b"again"})
@@ -274,7 +275,7 @@ def test_a_watch_may_write_watch_and_close_itself(store: Store) -> None:
     assert closed.wait(DEADLINE_S)
 
 
-def test_a_lease_that_is_kept_outlives_its_ttl_and_dies_with_its_owner(connect: Connect) -> None:
+def test_a_renewed_lease_outlives_its_ttl_not_its_owner(connect: Connect) -> None:
     owner, watcher = connect(), connect()
     lease = owner.lease(2)
     assert owner.write({"members/a": b"", "kept": b""}, lease=lease)

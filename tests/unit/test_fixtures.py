@@ -162,7 +162,7 @@ def test_an_earlier_document_is_written_with_the_same_bytes(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_field_that_came_later_is_kept_and_ignored_where_absent(job: str) -> None:
+def test_a_later_field_is_read_and_may_be_absent(job: str) -> None:
     """Documents of earlier versions have no such field; those that have it are read as written."""
     damage = SkippedCheckpoint(step=4, message="rank-0 has 9 bytes", cause="node-1 is lost")
     for key, value in documents(job):

@@ -197,7 +197,7 @@ def test_nesting_that_makes_no_sense_is_damage(tmp_path: Path, tree: str) -> Non
         checkpoint.load(tmp_path)
 
 
-def test_a_step_is_any_whole_number_that_a_directory_can_be_named_for(tmp_path: Path) -> None:
+def test_a_step_is_any_integer_that_can_name_a_directory(tmp_path: Path) -> None:
     numbered = torch.arange(8).numpy()[7]
     assert checkpoint.save(tmp_path, {"a": torch.ones(2)}, step=numbered).endswith("-000000000007")
     refused: list[Any] = [True, -1, 10**18, 1.5]

@@ -28,7 +28,7 @@ Output = pytest.CaptureFixture[str]
 W = torch.arange(3000.0)
 
 
-def test_the_loser_of_a_race_is_told_that_another_save_came_first(tmp_path: Path) -> None:
+def test_the_loser_of_a_race_reports_the_other_save(tmp_path: Path) -> None:
     """The winner removes the loser's files, which was "No such file or directory"."""
     start = threading.Barrier(4, timeout=60)
 
@@ -69,7 +69,7 @@ def test_a_save_whose_files_the_winner_removed_is_not_an_error(tmp_path: Path) -
     assert commit.is_good(directory.step("step-000000000007"))
 
 
-def test_a_step_removed_while_it_is_read_is_not_called_missing_files(tmp_path: Path) -> None:
+def test_a_step_removed_while_read_is_not_called_missing_files(tmp_path: Path) -> None:
     step = Path(checkpoint.save(tmp_path, {"w": W}, step=1))
     opened = open_step(DiskStorage(step))
     shutil.rmtree(step)

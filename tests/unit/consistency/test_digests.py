@@ -66,7 +66,8 @@ def test_any_tensor_has_a_digest_of_its_elements(dtype: torch.dtype) -> None:
     }
 
 
-def test_a_table_s_number_depends_on_names_and_values_and_not_on_order() -> None:
+def test_a_table_s_number_does_not_depend_on_its_order() -> None:
+    """It depends on its names and values."""
     one = combined({"a": 1, "b": 2})
     assert one == combined({"b": 2, "a": 1})
     assert len({one, combined({"a": 2, "b": 1}), combined({"a": 1}), combined({})}) == 4

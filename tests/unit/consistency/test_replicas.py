@@ -94,7 +94,7 @@ def test_without_a_difference_the_newest_state_counts() -> None:
     assert choose_resume(world(), reports, 48).step == 55
 
 
-def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> None:
+def test_an_odd_rank_s_node_is_set_aside_if_others_suffice() -> None:
     lost = Failure(rank=0, blame="peer", message="a rank differs")
     odd = replace(DIFFERS, odd=True)
     reports = {
@@ -110,7 +110,7 @@ def test_an_odd_rank_s_node_is_set_aside_at_once_where_others_are_enough() -> No
     assert outliers(world(), both, NODES, 1) == {}
 
 
-def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None:
+def test_digests_differ_iff_their_maxima_are_no_complements() -> None:
     def heard(*digests: int | None) -> ControlWord:
         given = [encode_word(ControlWord(digest=each), rank) for rank, each in enumerate(digests)]
         return decode_word([max(column) for column in zip(*given, strict=True)])
@@ -122,7 +122,7 @@ def test_digests_differ_if_and_only_if_their_maxima_are_no_complements() -> None
         assert not heard(*unlike).digests_equal
 
 
-def test_the_interval_keeps_verifying_below_its_share_of_the_time() -> None:
+def test_verifying_stays_below_its_share_of_the_time() -> None:
     interval, now_s = SigningInterval(), 100.0
     for step, step_s in enumerate([1.0, 0.010, 0.012, 5.0, 0.011, 0.011], 1):
         assert interval.proposed == 0 or step > 2

@@ -38,7 +38,8 @@ class Noting(torch.autograd.Function):
         return gradient
 
 
-def test_a_backward_may_wait_for_peers_and_the_scripts_own_code_in_it_does_not() -> None:
+def test_a_backward_may_wait_for_peers_its_hooks_do_not() -> None:
+    """Nor does other code of the script within it."""
     noted: Tensor = Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
     noted.sum().backward()
     own = Noting.seen

@@ -24,7 +24,7 @@ from elasticzero.snapshots.interval import (
         (0.1, 0.0, MOST_STEPS),
     ],
 )
-def test_the_interval_keeps_snapshots_under_their_share_of_the_time(
+def test_snapshots_stay_under_their_share_of_the_time(
     cost_s: float, step_s: float, every: int
 ) -> None:
     assert interval(cost_s, step_s) == every
@@ -62,7 +62,7 @@ def test_one_snapshot_that_cost_much_does_not_count() -> None:
     assert cost.cost_s == pytest.approx(0.02)
 
 
-def test_the_first_intervals_are_short_whatever_the_first_snapshot_cost() -> None:
+def test_first_intervals_are_short_at_any_first_cost() -> None:
     cost = IntervalTuner()
     assert cost.proposed_interval() == 0
     asked = []
@@ -94,7 +94,7 @@ def test_steps_beside_adjacent_snapshots_count_where_no_slower() -> None:
     assert cost.step_s == pytest.approx(0.12)
 
 
-def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
+def test_a_snapshot_replaced_by_a_checkpoint_is_not_measured() -> None:
     cost = IntervalTuner()
     cost.stepped(0.1)
     cost.captured(0.5)
@@ -105,7 +105,7 @@ def test_a_snapshot_that_gives_way_to_a_checkpoint_is_not_measured() -> None:
     assert cost.cost_s == 0.0
 
 
-def test_what_landed_without_having_been_in_flight_counts_for_nothing() -> None:
+def test_a_snapshot_that_was_not_in_flight_counts_for_nothing() -> None:
     cost = IntervalTuner()
     cost.stepped(0.1)
     cost.snapshot_done()

@@ -101,7 +101,7 @@ def test_a_snapshot_is_held_once_every_node_says_so() -> None:
     assert (held.held, held.copying) == (6, False)
 
 
-def test_p4_what_a_node_could_not_keep_is_given_up_and_what_was_held_stays() -> None:
+def test_p4_what_a_node_cannot_hold_is_dropped_the_rest_stays() -> None:
     held = after(ControlWord(held=6), ledger=READY.captured(6, checkpoint=False))
     given_up = after(ControlWord(held=6, not_held=11), ledger=held.captured(11, checkpoint=False))
     assert (given_up.taken, given_up.held) == (6, 6)
@@ -119,7 +119,7 @@ def test_a_save_is_over_only_by_a_word_of_its_own_step() -> None:
     assert after(ControlWord(saved=10), ledger=saving).saving is None
 
 
-def test_rank_0_s_interval_counts_from_the_word_that_all_have_read() -> None:
+def test_rank_0_s_interval_counts_from_the_word_all_have_read() -> None:
     assert after(ControlWord(every=40)).every == 40
     assert after(ControlWord(every=40), ControlWord()).every == 40
 

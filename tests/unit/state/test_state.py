@@ -160,9 +160,7 @@ def test_a_boundary_copy_does_not_move_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
-def test_16_bit_parameters_have_32_bit_masters_where_state_is_partitioned(
-    tmp_path: Path, name: str
-) -> None:
+def test_16_bit_parameters_have_32_bit_partitioned_masters(tmp_path: Path, name: str) -> None:
     strategy, small = build(name, dtype=torch.bfloat16)
     train(strategy, torch.bfloat16)
     step = save(tmp_path, strategy, small, name)

@@ -239,7 +239,7 @@ def test_two_paths_to_one_name_are_refused(tmp_path: Path) -> None:
         open_dcp(str(by_torch(tmp_path / "b", state)))
 
 
-def test_a_tensor_kept_under_one_of_two_names_is_loaded_under_both(tmp_path: Path) -> None:
+def test_a_tensor_saved_under_one_of_two_names_loads_under_both(tmp_path: Path) -> None:
     """The nesting still named the one that was left out, so that no load made sense of it."""
     one = torch.arange(3.0)
     path = by_torch(tmp_path / "dcp", {"model": {"a": one, "b": one}, "epoch": 3})
@@ -264,9 +264,7 @@ def victim(tmp_path: Path) -> Path:
     return by_torch(tmp_path / "dcp", {"model": {"w": torch.arange(4.0)}, "epoch": 3})
 
 
-def test_metadata_that_would_run_code_is_refused_and_nothing_runs(
-    victim: Path, tmp_path: Path
-) -> None:
+def test_metadata_that_would_run_code_is_refused_unrun(victim: Path, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     for run, arguments in (
         (os.system, (f"touch {proof}",)),
@@ -454,7 +452,8 @@ def test_items_are_read_by_range(victim: Path) -> None:
     assert (window.seek(9), window.read(1)) == (9, b"")
 
 
-def test_an_export_that_does_not_fit_is_a_storage_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_export_without_room_is_a_storage_error(tmp_path: Path) -> None:
+    """It leaves no file."""
     step = save(tmp_path / "a", {"model": {"w": torch.zeros(1 << 16)}})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))

@@ -108,7 +108,7 @@ def test_a_block_that_several_tensors_share_is_read_once(tmp_path: Path) -> None
     ]
 
 
-def test_what_goes_over_a_block_s_end_is_one_read_of_whole_blocks(tmp_path: Path) -> None:
+def test_a_span_over_a_block_s_end_is_one_read_of_whole_blocks(tmp_path: Path) -> None:
     assert reads_of(tmp_path, [(130, 100), (230, 28), (258, 10)]) == [(128, 192)]
 
 

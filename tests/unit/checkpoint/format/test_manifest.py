@@ -28,9 +28,10 @@ def whole(layout: Layout, **rest: Any) -> Manifest:
 
 
 @given(layouts())
-def test_every_element_lies_with_exactly_one_rank_and_empty_tensors_with_one(
+def test_every_element_and_every_empty_tensor_lies_with_one_rank(
     layout: Layout,
 ) -> None:
+    """It lies with exactly one."""
     seen: dict[str, list[int]] = {name: [] for name in layout.tensors}
     owners: dict[str, int] = dict.fromkeys(layout.tensors, 0)
     for rank in range(layout.world_size):
@@ -50,7 +51,7 @@ def test_holders_say_what_spans_say(layout: Layout) -> None:
         assert layout.holders(name) == held
 
 
-def test_more_ranks_than_rows_and_a_parameter_smaller_than_the_world() -> None:
+def test_more_ranks_than_rows_or_than_elements_of_a_parameter() -> None:
     layout = Layout(
         world_size=5,
         tensors={"rows": TensorSpec("F32", (2, 3)), "small": TensorSpec("F32", (3,))},
@@ -67,7 +68,7 @@ def test_a_manifest_survives_json(layout: Layout) -> None:
     assert from_json(to_json(manifest), "here") == manifest
 
 
-def test_a_manifest_grows_with_tensors_plus_ranks_not_with_their_product() -> None:
+def test_a_manifest_grows_with_tensors_plus_ranks_not_product() -> None:
     def size(world_size: int, tensors: int) -> int:
         specs = {f"t{i}": TensorSpec("F32", (1000, 10)) for i in range(tensors)}
         groups = (Group("even", tuple(specs)),)
@@ -159,7 +160,7 @@ def test_a_key_that_stands_twice_is_refused() -> None:
         from_json(data, "here")
 
 
-def test_any_integer_will_do_as_a_step_if_a_directory_can_be_named_so() -> None:
+def test_any_integer_that_can_name_a_directory_is_a_step() -> None:
     step = checked_step(np.int32(7))
     assert step == 7 and type(step) is int
     assert step_of(step_directory(checked_step(MAX_STEP))) == MAX_STEP

@@ -171,7 +171,7 @@ def test_targets_of_other_shapes_and_orders_are_filled(tmp_path: Path) -> None:
     assert checkpoint.bytes_read == 8 * (60 + 60 + 14)
 
 
-def test_a_target_not_in_plain_memory_is_filled_through_the_staging_buffer(
+def test_a_target_not_in_plain_memory_is_filled_by_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = draft_of(simple_layout(numel=1000))
@@ -263,9 +263,10 @@ def test_the_next_source_takes_over(scattered: Scattered, tmp_path: Path, harm: 
         load_all(open_snapshot({r: [nodes[r]] for r in range(3)}, 4, 7))
 
 
-def test_a_snapshot_of_another_generation_step_or_write_is_refused(
+def test_a_snapshot_of_another_generation_or_step_is_refused(
     scattered: Scattered, tmp_path: Path
 ) -> None:
+    """So is one of another write of the same step."""
     draft, whole, nodes = scattered
     places = {r: [nodes[r]] for r in range(3)}
     with pytest.raises(CheckpointDamaged, match="step 7 of generation 4, not step 7 of gener"):
@@ -291,7 +292,7 @@ def test_a_snapshot_written_again_is_whole_again(scattered: Scattered) -> None:
     )
 
 
-def test_a_checkpoint_whose_file_was_swapped_for_another_save_s_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
     draft = draft_of(simple_layout())
     whole = tensors_of(dict(draft.layout.tensors))
     step = write_all(tmp_path / "a", draft, whole)

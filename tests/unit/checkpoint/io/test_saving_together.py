@@ -76,9 +76,7 @@ def save_all(
 
 
 @pytest.mark.parametrize("fails", range(WORLD))
-def test_where_one_rank_fails_all_know_at_once_and_nothing_is_left(
-    tmp_path: Path, fails: int
-) -> None:
+def test_if_one_rank_fails_all_fail_at_once_and_leave_no_file(tmp_path: Path, fails: int) -> None:
     found = save_all(tmp_path, DRAFT, fails=fails)
     assert isinstance(found[fails], StorageError) and "No space left" in str(found[fails])
     others = [each for rank, each in enumerate(found) if rank != fails]

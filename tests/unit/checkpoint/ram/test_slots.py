@@ -96,7 +96,8 @@ def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert torch.equal(read(store, 5), TENSORS["a"])
 
 
-def test_two_slots_serve_any_number_of_captures_and_what_is_kept_stays(tmp_path: Path) -> None:
+def test_two_slots_serve_any_number_of_captures(tmp_path: Path) -> None:
+    """A capture that must stay is not overwritten."""
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     store.seal(captured(writer, 1))
     for step in range(2, 20):

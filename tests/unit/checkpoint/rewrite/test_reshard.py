@@ -216,7 +216,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert_holds(step.storage, contents)
 
 
-def test_files_of_an_interrupted_run_that_are_not_whole_are_written_again(tmp_path: Path) -> None:
+def test_partial_files_of_an_interrupted_run_are_written_again(tmp_path: Path) -> None:
     layout = simple_layout()
     contents = elements(layout.tensors)
     source = write_step(tmp_path / "a", draft_of(layout), contents)

@@ -119,7 +119,7 @@ def test_good_steps_count_and_damaged_ones_newer_than_these_stay(tmp_path: Path)
     assert steps(tmp_path) == [5, 4, 3]
 
 
-def test_a_step_found_damaged_does_not_count_though_its_sizes_are_right(tmp_path: Path) -> None:
+def test_a_damaged_step_with_right_sizes_does_not_count(tmp_path: Path) -> None:
     """The job went back to step 2, for step 9 is damaged, and has come to step 4."""
     write(tmp_path, 1, 2, 9)
     write(tmp_path, 4, generation=4)

@@ -61,7 +61,7 @@ def test_another_generation_s_file_is_told(storage: DiskStorage, suffixes: tuple
     assert "it is the file of token 'g000004-0123456789abcdef'" in fault.reason
 
 
-def test_the_right_file_with_a_wrong_byte_is_not_said_to_be_another(storage: DiskStorage) -> None:
+def test_a_wrong_byte_does_not_make_a_file_another_one(storage: DiskStorage) -> None:
     path = storage.path / DRAFT.file_name(1)
     os.truncate(path, path.stat().st_size - 1)
     (fault,) = verify.find_corruption(storage)

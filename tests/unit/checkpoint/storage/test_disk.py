@@ -75,7 +75,7 @@ def test_a_link_that_fails_otherwise_is_an_error(
     assert os.listdir(tmp_path) == []
 
 
-def test_many_small_chunks_and_few_large_ones_come_in_their_order(tmp_path: Path) -> None:
+def test_small_and_large_chunks_come_in_their_order(tmp_path: Path) -> None:
     sizes = [1, 0, 100, 300_000, 5, 262_144, 262_145, 7, 262_140, 262_140, 9 << 20, 3]
     chunks = [os.urandom(size) for size in sizes]
     for durable in (True, False):

@@ -209,7 +209,7 @@ def test_threads_read_at_once_over_connections_of_their_own(server: Server) -> N
     storage.close()
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_made_anew(server: Server) -> None:
+def test_a_connection_closed_by_the_server_is_made_anew(server: Server) -> None:
     (server.root / "file").write_bytes(CONTENT)
     storage = HttpStorage(server.url, TOKEN)
     server.fault = well_and_close
@@ -228,9 +228,10 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_anew(server: Serv
         (hang_up, "closed connection without response"),
     ],
 )
-def test_an_answer_that_is_not_right_is_an_error_and_the_next_read_works(
+def test_after_a_wrong_answer_the_next_read_works(
     server: Server, fault: Callable[[Handler, int, bytes], None], complaint: str
 ) -> None:
+    """The answer itself is an error."""
     (server.root / "file").write_bytes(CONTENT)
     storage = HttpStorage(server.url, TOKEN)
     server.fault = fault
@@ -287,9 +288,7 @@ def test_a_server_that_is_given_up_is_waited_for_no_more(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 1000], ids=["before", "in the middle of"])
-def test_a_server_is_given_up_before_its_answer_or_in_the_middle_of_it(
-    server: Server, count: int
-) -> None:
+def test_a_read_is_aborted_before_or_within_its_answer(server: Server, count: int) -> None:
     (server.root / "file").write_bytes(CONTENT)
     storage = HttpStorage(server.url, TOKEN, timeout_s=LONG_S)
     assert read(storage, "file", 0, 100) == CONTENT[:100]

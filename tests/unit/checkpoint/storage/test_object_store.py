@@ -122,7 +122,7 @@ def test_a_file_that_broke_off_never_appears(before: int) -> None:
     assert bucket.objects == {}
 
 
-def test_reads_are_given_up_after_some_tries_and_the_place_is_named() -> None:
+def test_reads_fail_after_some_tries_and_name_the_place() -> None:
     bucket = Bucket()
     bucket.objects["run/file"] = b"abc"
     storage = ObjectStorage(Remote(bucket, FAST), "run", "gs://run")

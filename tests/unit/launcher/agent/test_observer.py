@@ -113,7 +113,8 @@ def test_the_oldest_looks_at_all_and_the_others_look_once() -> None:
     third.close()
 
 
-def test_who_came_later_looks_later_and_not_at_all_where_the_world_comes_soon() -> None:
+def test_later_nodes_search_later_or_not_at_all() -> None:
+    """A node searches for the oldest later the later it came, and not if a world comes before."""
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "abc"]
     for node in nodes:
@@ -143,7 +144,8 @@ def test_a_node_that_is_registered_anew_is_the_oldest_no_more() -> None:
     second.close()
 
 
-def test_one_too_many_is_who_came_last_and_only_once_a_lost_node_would_be_told_of() -> None:
+def test_the_last_node_is_surplus_once_a_loss_would_show() -> None:
+    """A node counts as one too many only after the time in which a lost node would be noticed."""
     server = MemoryServer(time.monotonic)
     nodes = [Node(name, server) for name in "dcba"]
     policy = JobPolicy(min_nodes=1, max_nodes=2, spares=1, lease_ttl_s=5.0)

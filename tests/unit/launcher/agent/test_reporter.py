@@ -121,7 +121,7 @@ def test_a_hang_that_ends_by_itself_is_said(
     assert len(lines) == 2
 
 
-def test_an_agent_says_large_changes_of_the_snapshot_interval_only(
+def test_an_agent_prints_large_changes_of_the_interval_only(
     reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group, worker = group_of(tmp_path / "0.log")

@@ -143,7 +143,7 @@ def test_a_value_from_the_environment_is_checked(
 
 
 @pytest.mark.parametrize("words", [["--strategy", "zero2", "t.py"], ["--help"]])
-def test_a_bad_value_in_the_environment_that_nobody_asks_for_does_no_harm(
+def test_a_bad_value_of_an_unused_variable_is_ignored(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ELASTICZERO_STRATEGY", "zero9")

@@ -84,7 +84,7 @@ def test_a_node_that_came_back_can_be_drained_again(store: MemoryStore) -> None:
     assert asked(store).drain == (Drain(node="c", incarnation="2"),)
 
 
-def test_a_node_of_the_world_whose_lease_has_lapsed_can_be_drained(store: MemoryStore) -> None:
+def test_a_member_whose_lease_has_lapsed_can_be_drained(store: MemoryStore) -> None:
     store.write({}, deletes=["members/b"])
     assert drain(store, JOB, "b", None) == ExitCode.DONE
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused(store: MemoryStore, server: MemoryServer) -> 
 
 
 @pytest.mark.parametrize("words", ["3:1", "0:2", "x"])
-def test_limits_that_make_no_sense_are_refused_before_etcd_is_asked(
+def test_invalid_limits_are_refused_before_etcd_is_read(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["scale", words, "--job", JOB, "--etcd", "127.0.0.1:1"]

@@ -32,7 +32,7 @@ def test_speed_is_that_of_the_last_steps_of_this_generation() -> None:
     assert progress.steps_per_s() is None
 
 
-def test_goodput_leaves_out_pauses_and_steps_that_were_done_before() -> None:
+def test_goodput_leaves_out_pauses_and_repeated_steps() -> None:
     progress = GoodputMeter()
     progress.begin(0.0)
     for step in range(1, 6):

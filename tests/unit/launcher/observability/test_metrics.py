@@ -55,7 +55,7 @@ def test_every_phase_of_a_recovery_is_there_from_the_start() -> None:
         assert sample(Metrics(), "recovery_seconds_count", phase=phase) == 0
 
 
-def test_workers_that_are_gone_leave_no_gauge_and_keep_their_counts() -> None:
+def test_exited_workers_leave_no_gauge_but_their_counts() -> None:
     metrics = observed()
     metrics.forget_workers()
     assert sample(metrics, "step", local_rank="0") is None

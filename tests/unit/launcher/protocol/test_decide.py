@@ -463,7 +463,7 @@ def next_world(view: View) -> World:
     return written(view).world
 
 
-def test_the_next_world_names_who_is_lost_and_resumes_from_memory() -> None:
+def test_the_next_world_names_the_lost_and_resumes_from_memory() -> None:
     three = v(
         ENDED,
         world=world(A, B, C),
@@ -532,7 +532,8 @@ def test_the_leader_is_the_first_member_that_is_alive(view: View, leads: bool) -
     assert is_leader(view) is leads
 
 
-def test_failures_without_progress_are_counted_and_progress_forgives_them() -> None:
+def test_failures_without_progress_count_until_progress() -> None:
+    """Progress sets the count back."""
     origin = Resume(tier="storage", step=20)
     stuck = v(blamed(), round_s=90.0, world=world(A, B, fruitless=1, resume=origin))
     assert next_world(stuck).fruitless == 2

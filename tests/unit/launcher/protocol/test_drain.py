@@ -183,7 +183,7 @@ def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) 
     assert boundary_deadline_s(notice, POLICY) == NOW + given_s - margin_s
 
 
-def test_without_a_deadline_a_boundary_is_waited_for_as_long_as_it_takes() -> None:
+def test_without_a_deadline_a_boundary_is_awaited_forever() -> None:
     assert boundary_deadline_s(DRAIN, POLICY) == boundary_deadline_s(None, POLICY) == float("inf")
 
 

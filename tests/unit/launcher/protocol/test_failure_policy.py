@@ -126,7 +126,8 @@ def test_what_must_be_got_past(
     assert progress_floor(then, resume, then.fruitless + counted) == expected
 
 
-def test_what_was_reached_before_a_failure_threw_it_back_is_no_progress() -> None:
+def test_steps_that_were_reached_before_are_no_progress() -> None:
+    """A failure had thrown the job back behind them."""
     behind = world(resume=Resume(tier="fresh"), furthest=20, setbacks=(told(2),))
     reports = dict.fromkeys("ab", said(None))
     assert failures_without_progress(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
@@ -141,7 +142,7 @@ def told(generation: int, **changes: Any) -> FailureRecord:
     return replace(plain, **changes)
 
 
-def test_the_first_errors_in_a_row_are_kept_until_there_is_progress() -> None:
+def test_the_first_errors_in_a_row_stay_until_progress() -> None:
     row = setbacks(world(setbacks=(told(2),)), 20, ("a", OWN))
     assert row == (told(2), told(3))
     assert setbacks(world(setbacks=row), 20, None) == row
@@ -150,7 +151,7 @@ def test_the_first_errors_in_a_row_are_kept_until_there_is_progress() -> None:
     assert len(setbacks(world(setbacks=row * 10), 20, ("a", OWN))) == KEPT_SETBACKS
 
 
-def test_a_killed_worker_that_never_stepped_names_the_step_it_began_at() -> None:
+def test_a_killed_worker_without_a_step_names_its_first_step() -> None:
     killed = Failure(rank=1, blame="killed", message="killed by SIGKILL")
     assert setbacks(world(), 20, ("a", killed))[0].step == 20
 
@@ -233,7 +234,7 @@ def left(count: int, waited_s: float | None) -> float | None:
     return quarantined(row, row, since, 1000.0).get("a")
 
 
-def test_a_node_is_set_aside_for_a_growing_time_and_never_for_good() -> None:
+def test_a_node_is_set_aside_ever_longer_and_never_forever() -> None:
     assert left(2, 0.0) is None
     assert left(3, 0.0) == 30.0
     assert left(3, 29.0) == 1.0
@@ -331,7 +332,8 @@ def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -
     assert not outliers(three, reports, set("ab"), 1)
 
 
-def test_what_a_node_is_set_aside_for_does_not_count_and_strikes_at_once() -> None:
+def test_a_failure_that_sets_a_node_aside_strikes_at_once() -> None:
+    """It does not count as a failure of the job."""
     reports = {"a": said(PEER), "b": said(BAD_INPUT)}
     assert (
         failures_without_progress(world(), 20, ("b", BAD_INPUT), reports, excused=True)

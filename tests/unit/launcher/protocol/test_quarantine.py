@@ -73,7 +73,7 @@ def test_a_spare_takes_over_without_those_that_are_set_aside() -> None:
     assert next_world(aside).members == (C, D), "fewer than MIN would be left"
 
 
-def test_a_newcomer_that_fails_is_set_aside_and_the_rest_have_trained() -> None:
+def test_a_failing_newcomer_is_set_aside_while_others_train() -> None:
     joined = v(
         blamed(), world=world(A, B, trained=1, fruitless=1, resume=Resume(tier="storage", step=20)),
         holdings=(), my_report=(mine := says("stopped", A, final_step=0)), control=scaled(1, 2),

@@ -171,7 +171,7 @@ def test_ranks_follow_the_order_and_the_workers_of_each_node() -> None:
     assert (w.world_size, [w.first_rank(i) for i in range(3)]) == (7, [0, 2, 3])
 
 
-def test_the_root_cause_is_never_a_lost_peer_when_there_is_another() -> None:
+def test_the_root_cause_is_a_lost_peer_only_without_another() -> None:
     def failed(rank: int, blame: Blame) -> Report:
         failure = Failure(rank=rank, blame=blame, message="x")
         return Report(incarnation="i", phase="stopped", failure=failure)
@@ -183,7 +183,8 @@ def test_the_root_cause_is_never_a_lost_peer_when_there_is_another() -> None:
     assert root_cause({"a": holds()}) is None
 
 
-def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member() -> None:
+def test_a_stored_world_takes_about_60_bytes_a_member() -> None:
+    """It is the same when it is read."""
     members = tuple(
         Member(f"node-{i}", f"{i:08x}", "10.1.2.3", 9400, 40000 + i, 8) for i in range(100)
     )
@@ -193,7 +194,7 @@ def test_a_world_survives_its_stored_form_in_about_60_bytes_a_member() -> None:
     assert len(data) < 100 * 70
 
 
-def test_a_world_knows_its_members_places_after_every_way_to_make_one() -> None:
+def test_every_way_to_make_a_world_gives_its_members_places() -> None:
     made = world(A, B)
     for w in (made, world_from_bytes(to_bytes(made)), replace(world(B), members=(A, B))):
         assert [w.find(m.node, m.incarnation) for m in (A, B)] == [0, 1]

@@ -127,9 +127,8 @@ def test_leases_that_lapse_before_their_first_use_are_taken_anew(
     assert is_registered(store) and said == []
 
 
-def test_leases_that_always_lapse_are_the_stores_trouble_and_no_mistake(
-    store: LossyStore, node_1: Membership
-) -> None:
+def test_leases_that_always_lapse_are_no_user_error(store: LossyStore, node_1: Membership) -> None:
+    """They are trouble of the store, so the agent tries again."""
     store.to_lapse = 1000
     clock = Clock()
     with pytest.raises(StoreUnavailable, match="each lease of 5 s had lapsed"):

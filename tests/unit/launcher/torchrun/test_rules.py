@@ -143,7 +143,8 @@ def test_a_node_that_does_not_ask_does_nothing() -> None:
     assert decide_rendezvous(view(A, A, B, requested_s=None), NOW, LIMITS).action is None
 
 
-def test_t2_a_newcomer_opens_a_run_again_when_all_its_nodes_are_gone() -> None:
+def test_t2_a_newcomer_reopens_a_run_without_nodes() -> None:
+    """All nodes of that run have gone."""
     seen = view(A, done=FINISHED, newcomer=True, registered=False)
     assert decide_rendezvous(seen, NOW, LIMITS).action == Reopen()
 
