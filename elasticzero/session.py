@@ -132,7 +132,7 @@ class Session:
             every = {**named.parameters, **dict(model.named_buffers())}
             generation.groups.broadcast({key: tensor.data for key, tensor in every.items()})
         names = list(model.state_dict())
-        self._state = lambda: gather_state_dict(names, named, laid.rank_state(), generation.groups)
+        self._state = lambda: gather_state_dict(names, named, laid, generation.groups)
         setting = Setting(
             model=model,
             named=named,

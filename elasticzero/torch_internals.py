@@ -16,9 +16,11 @@ Check after an upgrade of torch:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,9 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "call_before_compiling",
     "collectives_begun",
+    "has_step_hooks",
     "nccl_backends",
     "script_groups",
 ]
@@ -66,3 +70,24 @@ def nccl_backends() -> Iterator[Any]:
             backend = group._get_backend(torch.device("cuda"))
             if backend.name() == "nccl":
                 yield backend
+
+
+def call_before_compiling(finish: Callable[[], None]) -> bool:
+    """Has `finish` called each time before `torch.compile` traces a function, as long as its object
+    lives; returns False, and does nothing, where nothing of the compiler is imported yet."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or "torch._dynamo.callback" not in sys.modules:
+        return False
+    method = WeakMethod(finish)
+
+    def before(*_: object) -> None:
+        if (found := method()) is not None:
+            found()
+
+    dynamo.callback_handler.register_start_callback(before)
+    return True
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether something is to run at each step of this optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -76,7 +76,12 @@ class Strategy(Protocol):
         """After `finish` gave a norm that is not finite: what this rank has of the reason."""
 
     def apply(self) -> None:
-        """Step the optimizer, bring the parameters up to date everywhere, drop the gradients."""
+        """Step the optimizer, begin to bring the parameters up to date everywhere, drop the
+        gradients."""
+
+    def settle(self) -> None:
+        """Wait until the parameters are up to date everywhere; raises torch's error where a peer is
+        gone. All ranks call this before a generation ends."""
 
     def rank_state(self) -> RankState:
         """The parameters and optimizer state, by name, and how ranks shall write them."""

@@ -91,6 +91,9 @@ class Replicated:
         if self._reducer is not None:
             self._reducer.clear()
 
+    def settle(self) -> None:
+        pass
+
     def rank_state(self) -> RankState:
         share = RankState()
         share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}

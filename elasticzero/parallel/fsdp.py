@@ -111,12 +111,15 @@ class FullyPartitioned:
 
     def apply(self) -> None:
         self._reshard()
-        self._pieced.step()
+        self._pieced.step([list(self._pieced.pieces)])
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None
         for parameter in self._parameters.values():
             parameter.grad = None
         self._uses.clear()
+
+    def settle(self) -> None:
+        pass
 
     def rank_state(self) -> RankState:
         share = RankState()

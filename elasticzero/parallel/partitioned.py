@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from elasticzero.parallel.optimizers import (
 )
 from elasticzero.spans import Rule, Span
 from elasticzero.state.model import OPTIMIZER, LocalTensor, Partition, RankState, Spec
+from elasticzero.torch_internals import has_step_hooks
 
 BLOCKS_DIFFER = (
     "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
@@ -143,15 +144,37 @@ class PartitionedOptimizer:
         """The norm of the last gradient, by its name."""
         return {} if self._norm is None else {GRADIENT_NORM: self._norm}
 
-    def step(self) -> None:
-        """Step the optimizer, and round the masters to the model's own elements."""
-        self.optimizer.step()
-        self.losses.clear()
+    def step(
+        self, parts: Sequence[Collection[str]], stepped: Callable[[int], None] = lambda part: None
+    ) -> None:
+        """Steps the optimizer and rounds the masters to the model's own elements.
+
+        parts: the parameters, in the order in which they are wanted; `stepped` is called with the
+        index of each part when it is up to date. Torch's own optimizers step part by part.
+        """
         self.has_state = self.has_state or bool(self.used)
-        values = [p.values for p in self.pieces.values() if p.values is not None]
-        masters = [p.parameter.detach() for p in self.pieces.values() if p.values is not None]
-        if values:
-            torch._foreach_copy_(values, masters)
+        self.losses.clear()
+        own = type(self.optimizer).__module__.partition(".")[0] == "torch"
+        divisible = own and not has_step_hooks(self.optimizer)
+        if not divisible:
+            self.optimizer.step()
+        groups = list(zip(self.group_names, self.optimizer.param_groups, strict=True))
+        whole = [group["params"] for _, group in groups]
+        try:
+            for index, part in enumerate(parts):
+                pieces = {name: p for name in part if (p := self.pieces.get(name)) is not None}
+                if divisible:
+                    for names, group in groups:
+                        group["params"] = [pieces[n].parameter for n in names if n in pieces]
+                    self.optimizer.step()
+                values = [p.values for p in pieces.values() if p.values is not None]
+                masters = [p.parameter.detach() for p in pieces.values() if p.values is not None]
+                if values:
+                    torch._foreach_copy_(values, masters)
+                stepped(index)
+        finally:
+            for (_, group), parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
 
     def share(self, share: RankState, group: PartitionedGroup) -> None:
         """Add the masters and the state of the parameters in `group` to `share`."""

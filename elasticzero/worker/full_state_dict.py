@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.state.model import MODEL, NamedModel, RankState
+from elasticzero.parallel import Strategy
+from elasticzero.state.model import MODEL, NamedModel
 
 
 def gather_state_dict(
-    names: Sequence[str], named: NamedModel, share: RankState, groups: ProcessGroups | None
+    names: Sequence[str], named: NamedModel, strategy: Strategy, groups: ProcessGroups | None
 ) -> dict[str, Tensor]:
     """Returns the model's `state_dict` as copies on the CPU, on rank 0; empty on all others.
 
@@ -20,6 +21,8 @@ def gather_state_dict(
     time: every rank adds its elements to zeros, byte by byte, which changes no bit. names: those of
     the model's own `state_dict`, in order.
     """
+    strategy.settle()
+    share = strategy.rank_state()
     by_rows = {
         name
         for partition in share.partitions

@@ -325,6 +325,7 @@ class TrainingState:
     def _verify(self) -> None:
         """Raises if the ranks' states differ at this boundary; all ranks call this together."""
         with self._link.awaiting(self.left_at):
+            self.strategy.settle()
             self._raise_unless_equal(
                 self._verifier.compare_now(self.boundary_copy(), self._where())
             )

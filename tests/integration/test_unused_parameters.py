@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
-from tests.integration.training_unused import SAMPLES, Model, Samples, optimizer_of, squares
+from tests.integration.training_unused import (
+    SAMPLES,
+    Model,
+    Samples,
+    add_to_averages,
+    optimizer_of,
+    squares,
+)
 
 SCRIPT = Path(__file__).parent / "training_unused.py"
 
@@ -28,7 +35,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield started
 
 
-def plain(told: dict[str, Any], steps: int) -> dict[str, Tensor]:
+def plain(
+    told: dict[str, Any],
+    steps: int,
+    after_step: Callable[[Model], None] = lambda model: None,
+) -> dict[str, Tensor]:
     """The weights and optimizer state of one process that takes each global batch whole."""
     torch.manual_seed(1)
     model = Model(told).double()
@@ -43,6 +54,7 @@ def plain(told: dict[str, Any], steps: int) -> dict[str, Tensor]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
         optimizer.step()
         optimizer.zero_grad()
+        after_step(model)
     state = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -84,6 +96,8 @@ def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
         pytest.param({}, id="one micro-batch"),
         pytest.param({"micro": 1, "clip": 0.3}, id="many and clipping"),
         pytest.param({"reentrant": False}, id="checkpointed"),
+        pytest.param({"bucket_bytes": 1, "micro": 1}, id="a bucket for each"),
+        pytest.param({"bucket_bytes": 500, "compile": True}, id="compiled"),
     ],
 )
 def test_unused_parameters_train_as_in_one_process(
@@ -99,14 +113,33 @@ def test_unused_parameters_train_as_in_one_process(
     assert torch.equal(weight, Model(told).double().never.weight)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("more", [{}, {"bucket_bytes": 1, "micro": 1}], ids=["one", "many"])
 def test_a_layer_that_runs_twice_under_reentrant_checkpointing(
-    pool: Pool, tmp_path: Path, strategy: str
+    pool: Pool, tmp_path: Path, strategy: str, more: dict[str, Any]
 ) -> None:
     """Autograd gives its gradient in two parts; the sum over ranks waits for both."""
-    told = {"strategy": strategy, "reentrant": True, "twice": True, "blocks": True}
+    told = {"strategy": strategy, "reentrant": True, "twice": True, "blocks": True} | more
     run(pool, tmp_path, told, {2: 6})
     assert_close(tmp_path, plain(told, 6))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_parameter_read_right_after_a_step_is_up_to_date(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Its newest elements are still on their way from other ranks then: the read waits."""
+    told = {"strategy": strategy, "bucket_bytes": 200, "averages": str(tmp_path / "averages")}
+    run(pool, tmp_path / "checkpoints", told, {3: 9})
+    torch.manual_seed(1)
+    expected: dict[str, Tensor] = {}
+    plain(told, 9, after_step=lambda model: add_to_averages(expected, model))
+    for rank in range(3):
+        found = json.loads((tmp_path / f"averages-{rank}").read_text())
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            got = torch.tensor(found[name], dtype=torch.float64)
+            torch.testing.assert_close(got, tensor, rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +148,7 @@ def test_a_layer_that_runs_twice_under_reentrant_checkpointing(
         ("ddp", "late", "got a gradient after the gradients were summed over the ranks"),
         ("ddp", "sparse", "the gradient of 'sparse.weight' is sparse"),
         ("zero1", "sparse", "the gradient of 'sparse.weight' is sparse"),
+        ("zero2", "sparse", "the gradient of 'sparse.weight' is sparse"),
         ("ddp", "thaw", "parameter 'first.bias' has a gradient, but needed none when"),
         ("zero3", "thaw", "parameter 'first.bias' has a gradient, but needed none when"),
     ],

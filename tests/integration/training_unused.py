@@ -1,7 +1,8 @@
 """A small double-precision model of which each global batch uses another part.
 
 Argument: JSON with strategy and steps, and at will micro, clip, blocks (the experts are a list),
-reentrant (of checkpointing), twice (the first layer runs twice), wrong (its mistake).
+reentrant (of checkpointing), twice (the first layer runs twice), compile, wrong (its mistake),
+bucket_bytes (of zero1 and zero2), averages (a file for an average of the weights of each step).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import elasticzero as ez
+from elasticzero.parallel.buckets import layout
 
 SAMPLES = 40
 EXPERTS = 4
@@ -98,19 +101,35 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return squared.mean()
 
 
+def add_to_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
+    """An average as scripts keep it: it reads each parameter as soon as the step is over."""
+    for name, parameter in model.named_parameters():
+        averages.setdefault(name, torch.zeros_like(parameter.detach())).lerp_(
+            parameter.detach(), 0.3
+        )
+
+
 def train(session: ez.Session, told: dict[str, Any]) -> None:
+    layout.BUCKET_BYTES = told.get("bucket_bytes", layout.BUCKET_BYTES)
+    averages: dict[str, Tensor] = {}
     torch.manual_seed(1)
     plain = Model(told).double()
     plain.first.bias.requires_grad_(told.get("wrong") != "thaw")
     model, _ = session.prepare(plain, optimizer_of, strategy=told["strategy"])
     session.restore()
+    if told.get("compile"):
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     for batch in session.batches(
         Samples(), global_batch=6, micro_batch=told.get("micro"), steps=told["steps"], shuffle=False
     ):
         session.backward(squares(model, batch))
         if told.get("wrong") == "late":
             squares(model, batch).backward()
-        session.step(max_grad_norm=told.get("clip"))
+        if session.step(max_grad_norm=told.get("clip")) and told.get("averages"):
+            add_to_averages(averages, plain)
+    if told.get("averages"):
+        found = {name: tensor.tolist() for name, tensor in averages.items()}
+        Path(f"{told['averages']}-{session.rank}").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Keeps parameters in flat buckets: their layout, and what ranks exchange of them."""

@@ -1,0 +1,128 @@
+"""Gathers updated parameters from the ranks' chunks, while the script goes on to its next forward.
+
+A module waits for the buckets of its own parameters before its forward. Whatever else reads a
+parameter meanwhile (an average of weights, a printed norm) waits as well: until its bucket is
+gathered, a parameter is of a class whose every use by torch waits first. Functions of extension
+modules that torch's dispatch does not see are the exception, outside of a module's forward.
+
+Shapes: E elements of a bucket with its padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elasticzero.parallel.buckets.exchange import begin_all_gather
+from elasticzero.parallel.buckets.layout import FlatBucket
+from elasticzero.torch_internals import call_before_compiling
+
+_WAIT = "_elasticzero_wait"
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter whose newest elements are on their way from other ranks; any use waits."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _pending([args, kwargs or {}]):
+            wait = tensor.__dict__.get(_WAIT)
+            if wait is not None:
+                wait()
+            _become(tensor, nn.Parameter)  # also of a copy that was made meanwhile
+        return func(*args, **(kwargs or {}))
+
+
+def _pending(value: Any) -> Iterable[PendingParameter]:
+    if type(value) is PendingParameter:
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _pending(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _pending(entry)
+
+
+def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    parameter.__class__ = kind
+
+
+class ParameterGather:
+    """Brings the parameters of flat buckets up to date on all ranks."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+        self.buckets = buckets
+        self._works: dict[FlatBucket, list[Any]] = {}
+        """The gathers that are under way."""
+        self._awaits_compiler = True
+        self._compiled = False
+        """Compiled code depends on the class of parameters, so that each gather is waited for."""
+        bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
+        self._waits = {id(bucket): self._waiter(bucket) for bucket in buckets}
+        if not buckets or buckets[0].world_size == 1:
+            return
+        for module in model.modules():
+            own = module.parameters(recurse=False)
+            needed = {b: None for p in own if (b := bucket_of.get(id(p))) is not None}
+            if needed:
+                module.register_forward_pre_hook(self._hook(list(needed)), prepend=True)
+
+    def begin(self, bucket: FlatBucket) -> None:
+        """Begins to gather a bucket, of which this rank's chunk is up to date."""
+        if bucket.world_size == 1:
+            return
+        self._works[bucket] = begin_all_gather(bucket.flat_E, bucket.rank)
+        self._awaits_compiler = self._awaits_compiler and not call_before_compiling(self._compiling)
+
+    def leave_pending(self) -> None:
+        """Lets the gathers that have begun end while the script goes on, where every use of their
+        parameters can wait for them; waits for the others."""
+        for bucket in list(self._works):
+            exact = all(type(parameter) is nn.Parameter for parameter in bucket.parameters)
+            if not exact or self._compiled:
+                self._finish(bucket)
+                continue
+            for parameter in bucket.parameters:
+                parameter.__dict__[_WAIT] = self._waits[id(bucket)]
+                _become(parameter, PendingParameter)
+
+    def finish(self) -> None:
+        """Waits for every gather; raises torch's error where a peer is gone."""
+        for bucket in list(self._works):
+            self._finish(bucket)
+
+    def _compiling(self) -> None:
+        self._compiled = True
+        self.finish()
+
+    def _finish(self, bucket: FlatBucket) -> None:
+        works = self._works.pop(bucket, [])
+        for parameter in bucket.parameters:
+            if type(parameter) is PendingParameter:
+                _become(parameter, nn.Parameter)
+                parameter.__dict__.pop(_WAIT, None)
+        for work in works:
+            work.wait()
+
+    def _waiter(self, bucket: FlatBucket) -> Callable[[], None]:
+        def wait() -> None:
+            self._finish(bucket)
+
+        return wait
+
+    def _hook(self, needed: list[FlatBucket]) -> Callable[..., None]:
+        """A hook is a plain function, which a copy of the model shares instead of copying it."""
+        works = self._works
+
+        def wait(module: nn.Module, inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # `begin` waits for all then, and the trace has no hook
+            for bucket in needed:
+                if bucket in works:
+                    self._finish(bucket)
+
+        return wait

@@ -1,0 +1,173 @@
+"""Flat buckets: how parameters are dealt to them, what their memory costs, and reads that wait."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elasticzero.parallel.buckets import gather, layout
+from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
+from elasticzero.parallel.buckets.layout import FlatBucket, deal
+from elasticzero.parallel.buckets.scatter import BufferPool
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.sampled_from([torch.float32, torch.float64]))),
+    st.integers(1, 400),
+)
+def test_each_parameter_is_in_one_bucket_of_its_kind(
+    drawn: list[tuple[int, torch.dtype]], limit: int
+) -> None:
+    parameters = {
+        str(i): nn.Parameter(torch.empty(n, dtype=dtype)) for i, (n, dtype) in enumerate(drawn)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "BUCKET_BYTES", limit)
+        buckets = list(deal(parameters, {name: {} for name in parameters}))
+    assert sorted(name for names in buckets for name in names) == sorted(parameters)
+    for names in buckets:
+        of = [parameters[name] for name in names]
+        assert len({p.dtype for p in of}) == 1
+        assert len(names) == 1 or sum(p.numel() * p.element_size() for p in of) <= limit
+        assert [int(n) for n in names] == sorted((int(n) for n in names), reverse=True)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 5))
+def test_the_chunks_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int) -> None:
+    values = [torch.randn(n) for n in sizes]
+    names = [str(i) for i in range(len(sizes))]
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    for rank in range(ranks):
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        bucket = FlatBucket(names, parameters, rank, ranks)
+        assert all(torch.equal(p.data, value) for p, value in zip(parameters, values, strict=True))
+        for piece in bucket.pieces():
+            for index, element in enumerate(piece.parameter.tolist(), piece.start):
+                assert index not in found[piece.name]
+                found[piece.name][index] = element
+    for name, value in zip(names, values, strict=True):
+        assert [found[name][i] for i in range(len(value))] == value.tolist()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 100)), max_size=60))
+def test_a_pool_lends_and_keeps_no_more_than_its_capacity(calls: list[tuple[bool, int]]) -> None:
+    pool, lent = BufferPool(torch.empty(0), 150), list[Tensor]()
+    for takes, numel in calls:
+        if takes and (buffer := pool.take(numel, even_if_over=False)) is not None:
+            assert buffer.numel() >= numel
+            assert all(buffer is not other for other in lent)
+            lent.append(buffer)
+        elif not takes and lent:
+            pool.give(lent.pop(numel % len(lent)))
+        idle = sum(buffer.numel() for buffer in pool._free)
+        assert sum(buffer.numel() for buffer in lent) + idle <= 150
+
+
+def test_a_pool_lends_more_where_it_must() -> None:
+    pool = BufferPool(torch.empty(0), 100)
+    first = pool.take(90, even_if_over=False)
+    assert pool.take(90, even_if_over=False) is None
+    second = pool.take(90, even_if_over=True)
+    assert first is not None
+    assert second is not None
+    pool.give(second)
+    pool.give(first)
+    assert pool.take(90, even_if_over=False) in (first, second)
+
+
+class Work:
+    """A gather that has its elements once it is waited for."""
+
+    def __init__(self, flat_E: Tensor) -> None:
+        self.flat_E = flat_E
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.flat_E.fill_(7.0)
+
+
+@pytest.fixture
+def compiler() -> None:
+    """What every optimizer has torch import when it is built."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert "torch._dynamo" in sys.modules
+
+
+@pytest.fixture
+def pending(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, list[Work], ParameterGather]:
+    """A model whose bucket is being gathered, in a world of two."""
+    works: list[Work] = []
+
+    def begin(flat_E: Tensor, rank: int) -> list[Work]:
+        works.append(Work(flat_E))
+        return [works[-1]]
+
+    monkeypatch.setattr(gather, "begin_all_gather", begin)
+    model = nn.Linear(3, 2)
+    bucket = FlatBucket(["weight", "bias"], list(model.parameters()), 0, 2)
+    found = ParameterGather(model, [bucket])
+    found.begin(bucket)
+    found.leave_pending()
+    return model, works, found
+
+
+READS: dict[str, Callable[[nn.Linear], Any]] = {
+    "forward": lambda model: model(torch.ones(1, 3)),
+    "norm": lambda model: model.weight.norm(),
+    "data": lambda model: model.weight.data + 0,
+    "detach": lambda model: model.bias.detach().clone(),
+    "numpy": lambda model: model.weight.detach().numpy(),
+    "a list": lambda model: torch.stack([p.sum() for p in model.parameters()]),
+    "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
+    "state_dict": lambda model: model.state_dict(),
+    "deepcopy": lambda model: copy.deepcopy(model).weight.sum(),
+    "in place": lambda model: model.weight.data.mul_(1.0),
+    "keyword": lambda model: nn.functional.linear(torch.ones(1, 3), weight=model.weight),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_every_read_of_a_pending_parameter_waits(
+    pending: tuple[nn.Linear, list[Work], ParameterGather], read: Callable[[nn.Linear], Any]
+) -> None:
+    model, works, _ = pending
+    assert {type(p) for p in model.parameters()} == {PendingParameter}
+    assert isinstance(model.weight, nn.Parameter)
+    assert works[0].waits == 0
+    read(model)
+    assert works[0].waits == 1
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert model.weight.tolist() == [[7.0] * 3] * 2
+    read(model)
+    assert works[0].waits == 1
+
+
+def test_a_copy_of_a_pending_parameter_becomes_a_plain_one(
+    pending: tuple[nn.Linear, list[Work], ParameterGather],
+) -> None:
+    model, _, _ = pending
+    copied = copy.deepcopy(model)
+    assert copied(torch.ones(1, 3)).tolist() == [[28.0, 28.0]]
+    assert {type(p) for p in copied.parameters()} == {nn.Parameter}
+
+
+def test_nothing_stays_pending_once_something_is_compiled(
+    compiler: None, pending: tuple[nn.Linear, list[Work], ParameterGather]
+) -> None:
+    model, works, found = pending
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1, 3)).tolist() == [[28.0, 28.0]]
+    assert works[0].waits == 1
+    found.begin(found.buckets[0])
+    found.leave_pending()
+    assert works[1].waits == 1
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
