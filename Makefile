@@ -57,9 +57,10 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale 
 reference: $(READY) ## write docs/reference from the code
 	$(RUN) -m tools.reference
 
-bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's (about an hour)
+bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, steps beside DDP's (over an hour)
 	$(RUN) benchmarks/recovery.py
 	$(RUN) benchmarks/checkpoint.py
+	$(RUN) benchmarks/training.py
 
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold")
+PARTS = ("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold", "training")
 
 
 @pytest.fixture

@@ -1,0 +1,153 @@
+"""What a training step and its memory cost with each strategy, beside torch's own.
+
+    python benchmarks/training.py [--sizes 17M,105M] [--ranks 2] [--pairs 15] [--record]
+
+Contenders take their steps by turns in the same processes, one thread a rank, fused AdamW, gloo;
+each turn gives one ratio against the contender's reference. Memory is the peak of a process that
+runs one contender alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from performance_page import about_in_words, machine, present_commit, publish, record
+
+HERE = Path(__file__).resolve().parent
+RANK = HERE / "training_ranks.py"
+WIDTHS = {"17M": 1024, "105M": 2560}
+"""Width of the blocks, by the model's number of parameters."""
+GROUPS = (("DDP", "ddp", "zero1", "zero2", "DDP + ZRO"), ("FSDP2", "zero3"))
+"""Contenders that take turns with each other."""
+TARGETS = {
+    "ddp": ("DDP", 1.01),
+    "zero1": ("DDP", 1.0),
+    "zero2": ("zero1", 1.05),
+    "zero3": ("FSDP2", 1.0),
+    "DDP + ZRO": ("DDP", math.inf),
+}
+"""By contender: its reference, and the greatest ratio wanted."""
+STEPS = {"17M": 8, "105M": 3}
+"""In one turn."""
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """The median of paired ratios with its 95 % range, from order statistics."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, own_s: list[float], reference_s: list[float]) -> Ratio:
+        found = sorted(own / other for own, other in zip(own_s, reference_s, strict=True))
+        count = len(found)
+        reach = 0.98 * math.sqrt(count)
+        low = max(0, math.floor(count / 2 - reach))
+        high = min(count - 1, math.ceil(count / 2 + reach) - 1)
+        return cls(median=statistics.median(found), low=found[low], high=found[high])
+
+
+def run_ranks(ranks: int, told: dict[str, Any]) -> dict[str, Any]:
+    """Returns what rank 0 of so many ranks prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), json.dumps(told)],
+            env={**os.environ, **common, "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else None,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        output, _ = processes[0].communicate(timeout=LIMIT_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if processes[0].returncode:
+        raise SystemExit(f"error: rank 0 of {told} exited with {processes[0].returncode}")
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
+    """Returns seconds a step by contender, and each one's peak memory alone."""
+    told = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, int] = {}
+    for group in GROUPS:
+        seconds |= run_ranks(ranks, told | {"contenders": group})["seconds"]
+        for name in group:
+            alone = run_ranks(ranks, told | {"contenders": [name], "pairs": 2})
+            memory[name] = alone["peak_bytes"] - alone["before_bytes"]
+    return {"size": size, "ranks": ranks, "seconds": seconds, "memory_bytes": memory}
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['size']} parameters, {found['ranks']} ranks:",
+        "",
+        "| | step, ms | against | ratio | 95 % range | wanted | | memory, MB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, seconds in found["seconds"].items():
+        row = [name, f"{statistics.median(seconds) * 1e3:.0f}"]
+        if name in TARGETS:
+            reference, most = TARGETS[name]
+            ratio = Ratio.of(seconds, found["seconds"][reference])
+            met = "met" if ratio.low <= most else "NOT met"
+            row += [reference, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
+            row += [f"≤ {most:g}", met] if most < math.inf else ["", ""]
+        else:
+            row += [""] * 5
+        row.append(f"{found['memory_bytes'][name] / 1e6:.0f}")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--sizes", default="17M,105M", help=f"of {', '.join(WIDTHS)}")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--pairs", type=int, default=15, help="turns of each contender")
+    parser.add_argument("--record", action="store_true", help="write the tables and the figures")
+    options = parser.parse_args()
+    sizes = options.sizes.split(",")
+    if unknown := [size for size in sizes if size not in WIDTHS]:
+        parser.error(f"--sizes: {unknown[0]!r} is not one of {', '.join(WIDTHS)}")
+    found = [measure(size, options.ranks, options.pairs) for size in sizes]
+    tables = "\n\n".join(table(each) for each in found)
+    print(tables)
+    if options.record:
+        about = machine("torch")
+        command = f"python benchmarks/training.py {' '.join(sys.argv[1:])}"
+        text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
+        publish("training", f"```\n{command}\n```\n\n{text}\n\n{tables}")
+        print(
+            record(
+                f"training-{date.today()}", {"machine": about, "command": command, "sizes": found}
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
