@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from training_steps import Step, fully_sharded, strategy_step, torch_step
 
 import elasticzero as ez
-from elasticzero.parallel import Setting, create
-from elasticzero.state.model import NamedModel
 
 BLOCK = 20
 GLOBAL_BATCH = 64
@@ -36,9 +32,6 @@ def adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)  # type: ignore[arg-type]
 
 
-Step = Callable[[Tensor, Tensor], None]
-
-
 def now_s() -> float:
     """Once what the GPU was given is done."""
     if torch.cuda.is_initialized():
@@ -46,49 +39,18 @@ def now_s() -> float:
     return time.monotonic()
 
 
-def plain(model: nn.Module) -> Step:
-    """A step of a model that communicates by itself."""
-    optimizer = adam(model.parameters())
-
-    def step(x: Tensor, y: Tensor) -> None:
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def bare(name: str, session: ez.Session) -> tuple[str, Step]:
-    """The same strategy without a session: torch's own where torch has it."""
+    """Returns the same strategy without a session, torch's own where torch has it, and its name."""
     model = network().to(session.device)
     if name == "ddp":
         own = [session.device.index] if session.device.type == "cuda" else None
-        return "torch DDP", plain(DistributedDataParallel(model, device_ids=own))
+        reduced = DistributedDataParallel(model, device_ids=own)
+        return "torch DDP", torch_step(reduced, adam(reduced.parameters()))
     if name == "zero3":
-        mesh = init_device_mesh(session.device.type, (session.world_size,))
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return "torch FSDP2", plain(model)
-    setting = Setting(
-        model=model,
-        named=NamedModel(model),
-        factory=adam,
-        device=session.device,
-        rank=session.rank,
-        world_size=session.world_size,
-    )
-    strategy = create(name, setting)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        strategy.expect(last=True)
-        loss = nn.functional.mse_loss(strategy.model(x), y)
-        strategy.backward(loss, 1.0 / session.world_size)
-        strategy.finish(1.0, None)
-        strategy.apply()
-
-    return "its strategy alone", step
+        linear = [layer for layer in model if isinstance(layer, nn.Linear)]
+        sharded = fully_sharded(model, linear, session.device)
+        return "torch FSDP2", torch_step(sharded, adam(sharded.parameters()))
+    return "its strategy alone", strategy_step(name, model, adam, session.device)
 
 
 def train(session: ez.Session, pairs: int, out: Path) -> None:

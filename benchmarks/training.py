@@ -61,7 +61,7 @@ class Ratio:
         return cls(median=statistics.median(found), low=found[low], high=found[high])
 
 
-def run_ranks(ranks: int, told: dict[str, Any]) -> dict[str, Any]:
+def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     """Returns what rank 0 of so many ranks prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,7 +70,7 @@ def run_ranks(ranks: int, told: dict[str, Any]) -> dict[str, Any]:
     common |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(told)],
+            [sys.executable, str(RANK), json.dumps(given)],
             env={**os.environ, **common, "RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else None,
             text=True,
@@ -84,20 +84,20 @@ def run_ranks(ranks: int, told: dict[str, Any]) -> dict[str, Any]:
             process.kill()
             process.wait()
     if processes[0].returncode:
-        raise SystemExit(f"error: rank 0 of {told} exited with {processes[0].returncode}")
+        raise SystemExit(f"error: rank 0 of {given} exited with {processes[0].returncode}")
     found: dict[str, Any] = json.loads(output)
     return found
 
 
 def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
     """Returns seconds a step by contender, and each one's peak memory alone."""
-    told = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
+    given = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     for group in GROUPS:
-        seconds |= run_ranks(ranks, told | {"contenders": group})["seconds"]
+        seconds |= run_ranks(ranks, given | {"contenders": group})["seconds"]
         for name in group:
-            alone = run_ranks(ranks, told | {"contenders": [name], "pairs": 2})
+            alone = run_ranks(ranks, given | {"contenders": [name], "pairs": 2})
             memory[name] = alone["peak_bytes"] - alone["before_bytes"]
     return {"size": size, "ranks": ranks, "seconds": seconds, "memory_bytes": memory}
 

@@ -11,27 +11,21 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-
-from elasticzero.parallel import Setting, create
-from elasticzero.state.model import NamedModel
+from training_steps import Step, fully_sharded, strategy_step, torch_step
 
 BLOCKS = 4
 SAMPLES = 4096
 BATCH = 16
 """Samples a rank in a step."""
 WARM_UP_STEPS = 4
-
-Step = Callable[[Tensor, Tensor], None]
 
 
 class Block(nn.Module):
@@ -52,17 +46,12 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def contender(name: str, width: int) -> Step:
-    """The step of torch's own strategy, or of one of ours without a session around it."""
+    """Returns the step of torch's own strategy, or of one of ours."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*[Block(width) for _ in range(BLOCKS)])
-    ranks = dist.get_world_size()
-    if name in ("DDP", "DDP + ZRO"):
-        model = DistributedDataParallel(model)
-    if name == "FSDP2":
-        mesh = init_device_mesh("cpu", (ranks,))
-        for block in model.children():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    device = torch.device("cpu")
+    model = nn.Sequential(*[Block(width) for _ in range(BLOCKS)])
+    if name == "DDP":
+        return torch_step(DistributedDataParallel(model), adam(model.parameters()))
     if name == "DDP + ZRO":
         parted = ZeroRedundancyOptimizer(
             model.parameters(),
@@ -71,45 +60,19 @@ def contender(name: str, width: int) -> Step:
             lr=1e-3,
             fused=True,
         )
-        return plain(model, parted)
-    if name in ("DDP", "FSDP2"):
-        return plain(model, adam(model.parameters()))
-    strategy = create(
-        name,
-        Setting(
-            model=model,
-            named=NamedModel(model),
-            factory=adam,
-            device=torch.device("cpu"),
-            rank=dist.get_rank(),
-            world_size=ranks,
-        ),
-    )
-
-    def step(x: Tensor, y: Tensor) -> None:
-        strategy.expect(last=True)
-        strategy.backward((strategy.model(x) - y).square().mean(), 1 / ranks)
-        strategy.finish(1.0, None)
-        strategy.apply()
-
-    return step
+        return torch_step(DistributedDataParallel(model), parted)
+    if name == "FSDP2":
+        sharded = fully_sharded(model, model.children(), device)
+        return torch_step(sharded, adam(sharded.parameters()))
+    return strategy_step(name, model, adam, device)
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> None:
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def measure(told: dict[str, Any]) -> dict[str, Any]:
+def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Returns seconds a step, by contender and turn, and the peak memory of this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    steps = {name: contender(name, told["width"]) for name in told["contenders"]}
+    steps = {name: contender(name, given["width"]) for name in given["contenders"]}
     gc.collect()
-    x = torch.randn(SAMPLES, told["width"], generator=torch.Generator().manual_seed(1))
+    x = torch.randn(SAMPLES, given["width"], generator=torch.Generator().manual_seed(1))
     y = x.roll(1, 1)
     taken = dict.fromkeys(steps, 0)
 
@@ -125,9 +88,9 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
     for name in steps:
         block(name, WARM_UP_STEPS)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(told["pairs"]):
+    for turn in range(given["pairs"]):
         for name in list(steps) if turn % 2 == 0 else reversed(steps):
-            seconds[name].append(block(name, told["steps"]))
+            seconds[name].append(block(name, given["steps"]))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return {"seconds": seconds, "before_bytes": before, "peak_bytes": after}
 

@@ -36,6 +36,7 @@ from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 
 PRELOAD = (
     "torch",
+    "torch._dynamo",
     "torch.distributed",
     "torch.distributed.fsdp",
     "numpy",

@@ -1,0 +1,62 @@
+"""Training steps of torch's own strategies and of ours without a session, for the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elasticzero.parallel import Setting, create
+from elasticzero.parallel.base import OptimizerFactory
+from elasticzero.state.model import NamedModel
+
+Step = Callable[[Tensor, Tensor], None]
+"""Trains on a batch and its targets with the mean squared error."""
+
+
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Returns a step of a model that reduces its gradients by itself."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fully_sharded(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+    """Wraps each block, and then the model, with torch's FSDP2 over all ranks."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def strategy_step(
+    name: str, model: nn.Module, factory: OptimizerFactory, device: torch.device
+) -> Step:
+    """Returns a step of our strategy of this name, over all ranks."""
+    ranks = dist.get_world_size()
+    setting = Setting(
+        model=model,
+        named=NamedModel(model),
+        factory=factory,
+        device=device,
+        rank=dist.get_rank(),
+        world_size=ranks,
+    )
+    strategy = create(name, setting)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        strategy.expect(last=True)
+        strategy.backward(nn.functional.mse_loss(strategy.model(x), y), 1.0 / ranks)
+        strategy.finish(1.0, None)
+        strategy.apply()
+
+    return step
