@@ -23,7 +23,7 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Where the elements `span` of a stored tensor are to be put."""
+    """Names the tensor into which the elements `span` of a stored tensor are put."""
 
     name: str
     span: Span
@@ -33,7 +33,7 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a strategy is built from."""
+    """Holds what a strategy is built from."""
 
     model: nn.Module
     named: NamedModel
@@ -44,7 +44,7 @@ class Setting:
 
 
 class Strategy(Protocol):
-    """One model and optimizer, laid over the ranks of one generation."""
+    """Lays one model and its optimizer over the ranks of one generation."""
 
     model: nn.Module
     """What the user calls."""
@@ -55,17 +55,17 @@ class Strategy(Protocol):
     """Whether each rank alone holds the whole training state."""
 
     def expect(self, *, last: bool) -> None:
-        """A micro-batch follows; last: of its global batch."""
+        """Announces a micro-batch. last: it is the last of its global batch."""
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        """Add the gradient of `fraction * loss`, to be summed over ranks and micro-batches.
+        """Adds the gradient of `fraction * loss`, to be summed over ranks and micro-batches.
 
         A micro-batch of fraction 0 uses no parameter, and its loss may be anything.
         """
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
-        """After the last micro-batch: complete the gradients, multiply them by `factor`, and scale
-        them to a global norm of at most `max_norm`. Changes no parameter.
+        """Completes the gradients after the last micro-batch, multiplies them by `factor`, and
+        scales them to a global norm of at most `max_norm`. It changes no parameter.
 
         A parameter that any rank has used has a gradient on all of them then, and one that no rank
         has used has none. Returns the norm before scaling: 0-dim, equal on all ranks; NaN where a
@@ -73,24 +73,25 @@ class Strategy(Protocol):
         """
 
     def suspects(self) -> Suspects:
-        """After `finish` gave a norm that is not finite: what this rank has of the reason."""
+        """Returns this rank's part of the reason, after `finish` gave a norm that is not finite."""
 
     def apply(self) -> None:
-        """Step the optimizer, begin to bring the parameters up to date everywhere, drop the
-        gradients."""
+        """Steps the optimizer, begins to bring the parameters up to date on all ranks, and drops
+        the gradients."""
 
     def settle(self) -> None:
-        """Wait until the parameters are up to date everywhere; raises torch's error where a peer is
-        gone. All ranks call this before a generation ends."""
+        """Waits until the parameters are up to date on all ranks; raises torch's error where a peer
+        is gone. All ranks call this before a generation ends."""
 
     def rank_state(self) -> RankState:
-        """The parameters and optimizer state, by name, and how ranks shall write them."""
+        """Returns the parameters and optimizer state, by name, and how ranks write them."""
 
     def replicas(self) -> Mapping[str, Tensor]:
-        """What every rank has whole, by name: it must be equal on all of them between two steps."""
+        """Returns what every rank has whole, by name: it must be equal on all ranks between two
+        steps."""
 
     def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[LoadTarget]]:
-        """Where a stored state goes; what is put there takes effect when the context ends.
+        """Yields where a stored state goes; what is put there takes effect when the context ends.
 
         Creates optimizer state as `stored` has it; raises `CheckpointMismatch` when it is another
         optimizer's.
@@ -98,7 +99,7 @@ class Strategy(Protocol):
 
 
 def create(name: str, setting: Setting) -> Strategy:
-    """The strategy `name` over `setting`; the model is on its device already."""
+    """Returns the strategy of this name; the model is on its device already."""
     if name == "ddp":
         from elasticzero.parallel.ddp import Replicated
 

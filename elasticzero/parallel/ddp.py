@@ -145,7 +145,7 @@ class Replicated:
 
 
 def _values(parameter: nn.Parameter) -> Tensor:
-    """The elements of a gradient that there is, sparse or not, sharing memory."""
+    """Returns the elements of a gradient, sparse or not, which share its memory."""
     assert parameter.grad is not None
     if parameter.grad.layout is torch.strided:
         return parameter.grad

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspects:
-    """What is not finite of this rank's part of a global batch."""
+    """Names what is not finite of this rank's part of a global batch."""
 
     loss: bool
     gradients: list[str]
@@ -19,34 +19,34 @@ class Suspects:
 
 
 class LossCheck:
-    """Zero while every loss of a global batch is finite, else NaN; it is added to what is summed
-    over the ranks, so that one bad loss is known to all of them."""
+    """Holds zero while every loss of a global batch is finite, else NaN; it is added to what is
+    summed over the ranks, so that all of them see one bad loss."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
 
     def add(self, loss: Tensor) -> None:
-        """A loss that counts. Nothing waits for its value here."""
+        """Counts a loss. Nothing waits for its value here."""
         own = loss.detach().reshape(()).to(torch.float32) * 0
         self._sum = own if self._sum is None else self._sum + own
 
     @property
     def value(self) -> Tensor | None:
-        """0-dim, of 32 bits; None: no loss has counted."""
+        """Returns a 0-dim tensor of 32 bits; None: no loss has counted."""
         return self._sum
 
     @property
     def bad(self) -> bool:
-        """A loss of this rank is not finite; waits for it."""
+        """Tells whether a loss of this rank is not finite; waits for its value."""
         return self._sum is not None and not bool(torch.isfinite(self._sum))
 
     def clear(self) -> None:
-        """A new global batch begins."""
+        """Begins a new global batch."""
         self._sum = None
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The square of the norm of all these gradients: 0-dim, of 64 bits."""
+    """Returns the square of the norm of all these gradients: 0-dim, of 64 bits."""
     square = torch.zeros((), dtype=torch.float64, device=device)
     by_width: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
@@ -58,15 +58,15 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clipping(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by, as torch's `clip_grad_norm_` has it."""
+    """Returns by what gradients of this norm are multiplied, as in torch's `clip_grad_norm_`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold NaN or infinity; looks at every element."""
+    """Returns the names of those that hold NaN or infinity; reads every element."""
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
 def _wide(gradient: Tensor) -> torch.dtype:
-    """The dtype in which squares are summed."""
+    """Returns the dtype in which squares are summed."""
     return torch.float64 if gradient.dtype == torch.float64 else torch.float32

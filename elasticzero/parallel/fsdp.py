@@ -96,7 +96,7 @@ class FullyPartitioned:
         return self._pieced.suspects()
 
     def _reduce_scalars(self) -> None:
-        """Average the gradients of the parameters that FSDP2 leaves alone."""
+        """Averages the gradients of the parameters that FSDP2 leaves alone."""
         scalars = [
             p for p in self._parameters.values() if not isinstance(p, DTensor) and p.requires_grad
         ]
@@ -151,7 +151,7 @@ class FullyPartitioned:
         ]
 
     def _first(self, name: str) -> int:
-        """The first of a parameter's elements that this rank holds."""
+        """Returns the first of a parameter's elements that this rank holds."""
         shape = self._specs[name].shape
         if not shape:
             return 0
@@ -176,7 +176,7 @@ class FullyPartitioned:
 
 
 def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
-    """Apply `fully_shard` to the blocks of the model and to its root; returns the blocks."""
+    """Applies `fully_shard` to the blocks of the model and to its root; returns the blocks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
@@ -192,8 +192,8 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of the outermost lists of modules, which run one after the other; one that
-    shares a parameter with another part of the model stays with the root."""
+    """Yields the children of the outermost lists of modules, which run one after the other; one
+    that shares a parameter with another part of the model stays with the root."""
     users: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         users[id(parameter)] = users.get(id(parameter), 0) + 1
@@ -218,13 +218,13 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parameter]:
-    """The parameters as FSDP2 has made them; it keeps their names."""
+    """Returns the parameters as FSDP2 has made them; it keeps their names."""
     found = dict(model.named_parameters())
     return {name: found[name] for name in names}
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's elements, sharing memory."""
+    """Returns this rank's elements, which share memory."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return tensor.detach()

@@ -24,12 +24,13 @@ BLOCKS_MODULUS = (1 << 20) - 3
 
 
 class Uses:
-    """What one rank has used in a global batch."""
+    """Tracks what one rank has used in a global batch."""
 
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], blocks: Sequence[nn.Module]
     ) -> None:
-        """`parameters`: by name, as FSDP2 has made them. `blocks`: with a group of their own."""
+        """Wraps FSDP2's groups. parameters: by name, as FSDP2 has made them. blocks: modules
+        with a group of their own."""
         self.names: set[str] = set()
         """Parameters that this rank has used."""
         self.blocks = 0
@@ -49,7 +50,7 @@ class Uses:
             block.register_forward_pre_hook(partial(self._enter, index))
 
     def clear(self) -> None:
-        """A new global batch begins."""
+        """Begins a new global batch."""
         self.names.clear()
         self.blocks = 0
 
@@ -64,7 +65,7 @@ class Uses:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
 
     def _leaves(self) -> Iterator[Tensor]:
-        """What autograd gives gradients to."""
+        """Returns the tensors to which autograd gives gradients."""
         yield from self._whole.values()
         for group in self._groups:
             for of in group.fsdp_params:
@@ -72,7 +73,7 @@ class Uses:
                     yield leaf
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """The group's own `post_backward`, with zeros for what this rank has not used."""
+        """Runs the group's own `post_backward`, with zeros for what this rank has not used."""
         for of in group.fsdp_params:
             leaf = _leaf(of)
             if leaf is None or not leaf.requires_grad:
@@ -90,7 +91,7 @@ class Uses:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 gathers and reduces together."""
+    """Returns what FSDP2 gathers and reduces together."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -101,6 +102,6 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _leaf(of: Any) -> Tensor | None:
-    """A parameter as a forward uses it; None before the first."""
+    """Returns a parameter as a forward uses it; None before the first."""
     leaf: Tensor | None = getattr(of, "_unsharded_param", None)
     return leaf

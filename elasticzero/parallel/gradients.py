@@ -32,7 +32,7 @@ class Refusing(Tensor):
 
 
 class HiddenGradients:
-    """The gradients of a model's parameters, hidden and shown again."""
+    """Hides the gradients of a model's parameters, and shows them again."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
@@ -48,7 +48,7 @@ class HiddenGradients:
             parameter.grad = refusing
 
     def show(self) -> None:
-        """Put back what `hide` has hidden."""
+        """Puts back what `hide` has hidden."""
         if self._hidden is None:
             return
         for parameter, gradient in zip(self._parameters, self._hidden, strict=True):

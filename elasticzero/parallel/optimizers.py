@@ -35,7 +35,7 @@ Kind = Literal["elementwise", "scalar", "number", "other"]
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """One entry that an optimizer keeps for a parameter."""
+    """Describes one entry that an optimizer keeps for a parameter."""
 
     kind: Kind
     """elementwise: shaped like the parameter; scalar: a 0-dim tensor; number: of Python's own."""
@@ -49,14 +49,14 @@ Schema = Mapping[str, StateKey]
 
 @dataclass(frozen=True, slots=True)
 class UserOptimizer:
-    """An optimizer just built, with its groups' parameters by name and what each group keeps."""
+    """Holds an optimizer just built, its groups' parameters by name, and what each group keeps."""
 
     optimizer: torch.optim.Optimizer
     group_names: list[list[str]]
     schemas: list[Schema]
 
     def schema_of(self) -> dict[str, Schema]:
-        """What is kept for each parameter, by its name."""
+        """Returns what is kept for each parameter, by its name."""
         return {
             name: schema
             for names, schema in zip(self.group_names, self.schemas, strict=True)
@@ -69,7 +69,7 @@ ELEMENTWISE = "an optimizer that treats each by itself, as SGD, Adam, AdamW and 
 
 
 def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool) -> UserOptimizer:
-    """Build the user's optimizer over the whole parameters.
+    """Builds the user's optimizer over the whole parameters.
 
     pieces: it is to work on flat pieces, 32-bit ones for 16-bit parameters; raises `UserError` for
     one that cannot.
@@ -104,12 +104,12 @@ def open_optimizer(factory: OptimizerFactory, named: NamedModel, *, pieces: bool
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which pieces of a parameter are optimized."""
+    """Returns the dtype in which pieces of a parameter are optimized."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _probe(optimizer: torch.optim.Optimizer, *, pieces: bool) -> list[Schema]:
-    """What the optimizer keeps for a parameter of each group, found by stepping dummies: one whole
+    """Finds what the optimizer keeps for a parameter of each group, by stepping dummies: one whole
     and the same cut in two, which must come out equal if pieces are to be allowed."""
     clone = object.__new__(type(optimizer))
     clone.__dict__ = dict(optimizer.__dict__)
@@ -200,7 +200,7 @@ def _schema(optimizer: torch.optim.Optimizer, dummy: nn.Parameter) -> Schema:
 
 
 def as_tensor(value: Any) -> Tensor | None:
-    """A state entry as it is stored: a number as a 0-dim tensor; None: nothing to store."""
+    """Returns a state entry as it is stored: a number as a 0-dim tensor; None: nothing to store."""
     if isinstance(value, Tensor):
         return value.detach()
     return torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else None
@@ -212,7 +212,7 @@ def put_state(
     stored: Mapping[str, Tensor],
     schema: Schema,
 ) -> None:
-    """Have the optimizer go on from the stored entries of a parameter, in the place of its own.
+    """Replaces the optimizer's entries for a parameter with the stored ones.
 
     Entries that are all zero are those of a parameter that was never stepped: strategies that
     partition state write zeros for it, and the optimizer makes its first state by itself.
@@ -225,7 +225,7 @@ def put_state(
 
 
 def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
-    """A state entry from its stored form, as this optimizer keeps it for the parameter `like`."""
+    """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`."""
     if entry is None:
         return stored if stored.dim() == 0 else stored.to(like.device)
     if entry.python is not None:
@@ -237,7 +237,7 @@ def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
 
 
 def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
-    """The optimizer's stored tensors, by parameter and key."""
+    """Returns the optimizer's stored tensors, by parameter and key."""
     found: dict[str, dict[str, Spec]] = {}
     for full, spec in stored.items():
         if full.startswith(OPTIMIZER):
@@ -247,7 +247,7 @@ def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
 
 
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
-    """Raise `CheckpointMismatch` when these are not the keys that this optimizer keeps."""
+    """Raises `CheckpointMismatch` when these are not the keys that this optimizer keeps."""
     stored = set(keys) - {MASTER}
     if stored and stored != set(schema):
         raise CheckpointMismatch(

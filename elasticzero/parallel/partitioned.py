@@ -36,7 +36,7 @@ BLOCKS_DIFFER = (
 
 @dataclass(slots=True)
 class ParameterPiece:
-    """The elements of a parameter that this rank optimizes."""
+    """Holds the elements of a parameter that this rank optimizes."""
 
     name: str
     start: int
@@ -66,7 +66,7 @@ class PartitionedGroup:
 
 
 class PartitionedOptimizer:
-    """The user's optimizer, working on this rank's pieces instead of whole parameters."""
+    """Runs the user's optimizer on this rank's pieces instead of whole parameters."""
 
     def __init__(
         self, user_optimizer: UserOptimizer, specs: Mapping[str, Spec], world_size: int
@@ -87,7 +87,7 @@ class PartitionedOptimizer:
         """Of the global batch, on this rank."""
 
     def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
-        """Give the optimizer these pieces, each in its parameter's group."""
+        """Gives the optimizer these pieces, each in its parameter's group."""
         self.pieces = dict(pieces)
         for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
             group["params"] = [pieces[name].parameter for name in names if name in pieces]
@@ -95,8 +95,8 @@ class PartitionedOptimizer:
     def complete(
         self, used: Collection[str], factor: float, max_norm: float | None, *, blocks: int = 0
     ) -> Tensor:
-        """What `Strategy.finish` does, once the pieces have their gradients, summed over the ranks.
-        All ranks call this together.
+        """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
+        over the ranks. All ranks call this together.
 
         used: the parameters that this rank has used; they travel with the norm, in one message.
         blocks: a number below 2**20 that stands for what has run here; where it is not the same on
@@ -132,7 +132,7 @@ class PartitionedOptimizer:
         return norm
 
     def suspects(self) -> Suspects:
-        """What is not finite of this rank's pieces and losses."""
+        """Returns what is not finite of this rank's pieces and losses."""
         if self._differ:
             raise UserError(BLOCKS_DIFFER)
         gradients = {
@@ -141,7 +141,7 @@ class PartitionedOptimizer:
         return Suspects(loss=self.losses.bad, gradients=not_finite(gradients))
 
     def norm(self) -> dict[str, Tensor]:
-        """The norm of the last gradient, by its name."""
+        """Returns the norm of the last gradient, by its name."""
         return {} if self._norm is None else {GRADIENT_NORM: self._norm}
 
     def step(
@@ -177,7 +177,7 @@ class PartitionedOptimizer:
                 group["params"] = parameters
 
     def share(self, share: RankState, group: PartitionedGroup) -> None:
-        """Add the masters and the state of the parameters in `group` to `share`."""
+        """Adds the masters and the state of the parameters in `group` to `share`."""
         self._share_masters(share, group)
         if not self.has_state:
             return
@@ -220,7 +220,8 @@ class PartitionedOptimizer:
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
-        """Slots for the stored state of this rank's pieces; installed when the context ends.
+        """Yields slots for the stored state of this rank's pieces; it is installed when the context
+        ends.
 
         Masters that are not stored are made anew from the model's own elements, which must be in
         place by then.

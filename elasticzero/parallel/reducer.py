@@ -40,7 +40,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class GradientBucket:
-    """Gradients that are summed together."""
+    """Holds gradients that are summed together."""
 
     names: list[str]
     parameters: list[nn.Parameter]
@@ -69,18 +69,18 @@ class GradientBucket:
         self.clear()
 
     def clear(self) -> None:
-        """A new global batch begins."""
+        """Begins a new global batch."""
         count = len(self.parameters)
         self.used_N, self.parts_N = [False] * count, [0] * count
         self.missing, self.work = count, None
 
     @property
     def tail(self) -> Tensor:
-        """The uses and the loss check."""
+        """Returns the uses and the loss check."""
         return self.flat[-len(self.parameters) - 1 :]
 
     def begin(self, check: Tensor | None) -> None:
-        """Begin to sum it. check: zero, or NaN where a loss is not finite."""
+        """Begins to sum it. check: zero, or NaN where a loss is not finite."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views_N, strict=True)):
             if parameter.grad is None:
                 view.zero_()
@@ -122,7 +122,7 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
 
     def backward(self, loss: Tensor, fraction: float, *, last: bool) -> None:
-        """Add the gradient of `fraction * loss`; last: then have all gradients summed."""
+        """Adds the gradient of `fraction * loss`. last: all gradients are summed then."""
         self._inside, self._last, self._counts = True, last, fraction != 0
         if self._counts:
             self._losses.add(loss)
@@ -135,11 +135,11 @@ class Reducer:
 
     @property
     def own_loss_bad(self) -> bool:
-        """A loss of this rank is not finite."""
+        """Tells whether a loss of this rank is not finite."""
         return self._losses.bad
 
     def clear(self) -> None:
-        """The gradients were applied, and are dropped."""
+        """Drops the gradients, which were applied."""
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -173,7 +173,7 @@ class Reducer:
         return added
 
     def _begin_ready(self) -> None:
-        """G2."""
+        """Follows G2."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.missing or bucket.late:
@@ -182,7 +182,7 @@ class Reducer:
             self._next += 1
 
     def _complete(self) -> None:
-        """G3 and G4."""
+        """Follows G3 and G4."""
         check_frozen(self._frozen)
         for bucket in self._buckets[self._next :]:
             bucket.begin(self._losses.value)
@@ -203,7 +203,7 @@ class Reducer:
 
 
 def _deal(parameters: dict[str, nn.Parameter]) -> Iterator[list[str]]:
-    """The names in each bucket, in the order in which they are summed."""
+    """Yields the names in each bucket, in the order in which they are summed."""
     buckets: list[list[str]] = []
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     for name in reversed(parameters):
@@ -220,12 +220,12 @@ def _deal(parameters: dict[str, nn.Parameter]) -> Iterator[list[str]]:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Of a gradient that lies as its parameter does, where that has no gaps."""
+    """Returns the strides of a gradient that lies as its parameter does, where that has no gaps."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """Raise `UserError` where one of these, which needed no gradient at first, has one."""
+    """Raises `UserError` where one of these, which needed no gradient at first, has one."""
     for name, parameter in frozen.items():
         if parameter.grad is not None:
             raise UserError(
@@ -236,7 +236,7 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def sparse(name: str) -> UserError:
-    """The error for a sparse gradient."""
+    """Returns the error for a sparse gradient."""
     return UserError(
         f"the gradient of {name!r} is sparse, and sparse gradients are not summed over ranks; "
         "build the layer with sparse=False"
@@ -244,7 +244,7 @@ def sparse(name: str) -> UserError:
 
 
 def too_late(name: str) -> UserError:
-    """The error for a gradient that came after the sum."""
+    """Returns the error for a gradient that came after the sum."""
     return UserError(
         f"parameter {name!r} got a gradient after the gradients were summed over the ranks, which "
         "would be this rank's alone. Call session.backward once for each micro-batch, with the sum "

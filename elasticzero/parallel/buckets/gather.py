@@ -24,7 +24,7 @@ _WAIT = "_elasticzero_wait"
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose newest elements are on their way from other ranks; any use waits."""
+    """Waits, at any use, for the parameter's newest elements, which come from other ranks."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class ParameterGather:
         return wait
 
     def _hook(self, needed: list[FlatBucket]) -> Callable[..., None]:
-        """A hook is a plain function, which a copy of the model shares instead of copying it."""
+        """Returns a plain function, which a copy of the model shares instead of copying it."""
         works = self._works
 
         def wait(module: nn.Module, inputs: Any) -> None:

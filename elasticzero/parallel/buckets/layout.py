@@ -50,7 +50,7 @@ class FlatBucket:
 
     @property
     def chunk(self) -> int:
-        """The elements of one rank's chunk."""
+        """Counts the elements of one rank's chunk."""
         return self.flat_E.numel() // self.world_size
 
     def views(self, flat_E: Tensor) -> list[Tensor]:

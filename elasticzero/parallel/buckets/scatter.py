@@ -46,7 +46,8 @@ class BufferPool:
     """Lends flat buffers of one dtype and device, and keeps those that come back."""
 
     def __init__(self, like: Tensor, capacity: int) -> None:
-        """like: a tensor of the dtype and device. capacity: elements that may be lent at a time."""
+        """Starts empty. like: a tensor of the dtype and device. capacity: elements that may be lent
+        at a time."""
         self._like = like
         self._capacity = capacity
         self._free: list[Tensor] = []
@@ -83,7 +84,7 @@ class BufferPool:
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """The gradient of one bucket."""
+    """Tracks the gradient of one bucket through a global batch."""
 
     bucket: FlatBucket
     pool: BufferPool
@@ -124,7 +125,7 @@ class _Gradient:
         self.missing, self.begun = len(self.parts_N), False
 
     def clear(self) -> None:
-        """A new global batch begins."""
+        """Begins a new global batch."""
         for parameter in self.bucket.parameters:
             parameter.grad = None
         self.filled_N = [False] * len(self.filled_N)
@@ -221,7 +222,7 @@ class GradientScatter:
         return added
 
     def _lay(self, gradient: _Gradient, index: int) -> None:
-        """F1."""
+        """Follows F1."""
         parameter = gradient.bucket.parameters[index]
         if gradient.flat_E is None:
             gradient.flat_E = self._borrow(gradient, gradient.bucket.flat_E.numel())
@@ -237,7 +238,7 @@ class GradientScatter:
         parameter.grad = view if self._keeps else None
 
     def _begin_ready(self) -> None:
-        """F2."""
+        """Follows F2."""
         while self._next < len(self._gradients):
             gradient = self._gradients[self._next]
             if gradient.missing or gradient.late:
@@ -267,7 +268,7 @@ class GradientScatter:
         self._under_way.append(gradient)
 
     def _borrow(self, gradient: _Gradient, numel: int) -> Tensor:
-        """F5."""
+        """Follows F5."""
         while True:
             found = gradient.pool.take(numel, even_if_over=not self._under_way)
             if found is not None:
@@ -302,7 +303,7 @@ class GradientScatter:
         gradient.lent = []
 
     def _complete(self) -> None:
-        """F3 and F4."""
+        """Follows F3 and F4."""
         for gradient in self._gradients[self._next :]:
             self._begin(gradient)
         if not self._learnt:
