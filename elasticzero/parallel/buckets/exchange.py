@@ -1,7 +1,7 @@
 """Begins the two halves of an all-reduce over flat tensors: reduce-scatter and all-gather.
 
-On the CPU both are direct messages between each two ranks, which took half as long as gloo's own
-collectives for the same bytes (`benchmarks/results/training.md`); elsewhere they are the backend's.
+On the CPU both are direct messages between each two ranks, which take less time than gloo's own
+collectives (`docs/decisions/0026-direct-exchanges.md`). Elsewhere they are the backend's.
 Shapes: E elements of a tensor, C = E / ranks elements of one rank's chunk.
 """
 
