@@ -25,7 +25,11 @@ STEPS = (
     "connecting",  # its ranks set up their process group
     "restoring",  # one rank builds its model, the others are inside session.restore()
     "saving",  # all ranks but one have captured what becomes a checkpoint
+    "reducing",  # one rank is inside its backward, the others wait for its buckets of gradients
+    "gathering",  # one rank is inside its optimizer's step, the others are beyond theirs
 )
+PROVOKED = ("regrouping", "written", "connecting", "restoring")
+"""Steps of the protocol to which a job comes by another fault."""
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SHAPES = {"3 nodes": (1, 1, 1), "5 workers": (2, 2, 1)}
 """By name: how many workers each node has."""

@@ -24,7 +24,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
 from elasticzero.processes import children_of, descendants
-from tests.chaos.matrix import COMES_BACK, COSTS_NOTHING, LOSES_A_NODE, SHAPES, Cell
+from tests.chaos.matrix import COMES_BACK, COSTS_NOTHING, LOSES_A_NODE, PROVOKED, SHAPES, Cell
 from tests.chaos.networks import Networks
 from tests.chaos.seen import Seen
 from tests.integration.clusters import Story
@@ -218,6 +218,9 @@ class Stage:
                 self._at("restore", generation + 1, rest)
             case "saving":
                 self._in_a_save(generation, late, set(rest))
+            case "reducing" | "gathering":
+                self._hold(cell.step, generation, [late])
+                self._at(cell.step, generation, [late])
 
     def _in_a_save(self, generation: int, late: int, rest: set[int]) -> None:
         """Come into a save in which all ranks but one have captured their part.
@@ -332,7 +335,7 @@ class Stage:
     def _check(self, cell: Cell, before: int, fruitless: int) -> None:
         """What is promised of every generation after `before`, in which the cell began. fruitless:
         how many failures in a row its world knew of."""
-        provoked = cell.step not in ("forming", "saving")
+        provoked = cell.step in PROVOKED
         seen = self._seen
         new = [generation for generation in sorted(seen.worlds) if generation > before]
         for generation in new:
@@ -347,7 +350,7 @@ class Stage:
                 resumed = seen.worlds[generation]["resume_step"]
                 assert resumed >= seen.held(generation - 1), tale
         self.done[-1] += f", {sum(map(seen.cost, new))} recomputed"
-        if cell.fault == "etcd" and cell.step == "saving":
+        if cell.fault == "etcd" and cell.step not in ("forming", *PROVOKED):
             assert not new, f"{cell}: generation {new} without need\n{self._told.logs()}"
         if cell.fault in COSTS_NOTHING:
             assert self._fruitless() <= fruitless, f"{cell}: counted against --max-restarts"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import json
 import os
 import time
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elasticzero as ez
+from elasticzero.parallel import reducer
+from elasticzero.parallel.buckets import layout
 
 SAMPLES = 331
+SMALL_BUCKET_BYTES = 400
+"""Bytes of a bucket, of which the model then has several."""
 LINK = os.link
 
 
@@ -98,8 +103,34 @@ def wait_while_saving(session: ez.Session, holds: Holds, save_every: int) -> Non
     os.link = wait_and_link  # type: ignore[assignment]
 
 
+def wait_within_steps(
+    session: ez.Session, model: nn.Module, optimizer: torch.optim.Optimizer, holds: Holds
+) -> None:
+    """Waits inside a backward, between the gradients of two layers, and after the optimizer's step,
+    which zero1 and zero2 call for each of their buckets."""
+
+    def inside(place: str) -> None:
+        holds.wait(place, session.generation, session.rank)
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_full_backward_pre_hook(lambda *_: inside("reducing"))
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_wait(*args: Any, **options: Any) -> Any:
+        found = step(*args, **options)
+        inside("gathering")
+        return found
+
+    optimizer.step = step_and_wait  # type: ignore[method-assign]
+
+
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     holds = Holds(options.holds)
+    if options.holds:
+        layout.BUCKET_BYTES = SMALL_BUCKET_BYTES
+        reducer.BUCKET_BYTES = reducer.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
     model, optimizer = session.prepare(
         network(options.hidden),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
@@ -109,6 +140,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     if options.holds:
         session.track("waiting", Waiting(session, holds))
         wait_while_saving(session, holds, options.save_every)
+        wait_within_steps(session, model, optimizer, holds)
     holds.wait("build", session.generation, session.rank)
     session.restore()
     seen = -1
