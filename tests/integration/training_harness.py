@@ -73,6 +73,7 @@ class Pool:
         self._server = ForkServer(PRELOAD)
         self._server.wait_until_ready()
         self._started = 0
+        self._memories = 0
         self._ended: dict[int, int] = {}
         self._worlds: list[Running] = []
 
@@ -101,10 +102,12 @@ class Pool:
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
     ) -> Running:
         """The first `world_size` workers of a world of `of` (all of it), one a node; `given` goes
-        into each assignment, and `odd` changes those of single ranks."""
+        into each assignment, and `odd` changes those of single ranks. Nodes hold no snapshots of
+        worlds before it, unless it goes on from them."""
         of = given.pop("of", world_size)
         odd = given.pop("odd", {})
         self._started += 1
+        self._memories += given.get("resume", Resume(tier="fresh")).tier != "ram"
         store = socket.socket()
         store.bind(("127.0.0.1", 0))
         token = secrets.token_hex(8)
@@ -134,7 +137,7 @@ class Pool:
                 store_fd=None,
                 strategy="ddp",
                 resume=Resume(tier="fresh"),
-                snapshot_root=str(self.folder / "snapshots" / f"node{rank}"),
+                snapshot_root=str(self.folder / f"snapshots-{self._memories}" / f"node{rank}"),
             )
             assignment = replace(assignment, **given)
             assignment = odd.get(rank, lambda same: same)(assignment)
