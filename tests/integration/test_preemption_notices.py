@@ -247,7 +247,7 @@ def test_a_notice_after_trouble_is_heard(
 @pytest.mark.parametrize("played", PLAYED)
 def test_auto_finds_the_cloud(played: type[Metadata], ears: Ears) -> None:
     with played() as server, watch("auto", ears, server):
-        ears.wait(lambda: ears.heard("watching for preemption notices of"))
+        ears.wait(lambda: ears.heard("watches for preemption notices of"))
         notify(server)
         ears.wait(lambda: ears.notices)
     name = ears.lines[0].rpartition(" ")[2]
