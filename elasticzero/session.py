@@ -72,14 +72,18 @@ class Session:
         return 0 if (training := self._generation.training) is None else training.step
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Returns the norm of the newest step's whole gradient, before clipping; None: no step."""
+        return None if (training := self._generation.training) is None else training.gradient_norm
+
+    @property
     def batch_indices(self) -> list[int]:
         """Returns the dataset indices of the whole current global batch, on all ranks together."""
         return self._loops.progress.indices()
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch of the current global batch, from 0, over all loops over the same
-        dataset.
+        """Returns the epoch of the current global batch, from 0, over all loops over its dataset.
 
         In `on_epoch_end` it is the one that has ended, and after a loop that of the loop's last
         batch. After a loop that an earlier generation has done it is the epoch of the current
@@ -142,8 +146,7 @@ class Session:
             world_size=self.world_size,
         )
         laid = create(name, setting)
-        described = of_optimizer(laid.optimizer, laid.group_names)
-        self._comparison.require_equal(Call.PREPARE, described)
+        self._comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
         auxiliary = _auxiliary_state(named, laid, self.device)
         argument_checks.redirect_deepcopy(model, laid.model, name)
         argument_checks.take_over_optimizer(laid.optimizer, lambda: generation.training)
@@ -304,11 +307,8 @@ class Session:
             return False
         self._link.check()
         training.gradients.show()
-        training.apply(
-            training.strategy.finish(
-                self._loops.weight_factor(len(batch), self._generation.groups), max_grad_norm
-            )
-        )
+        factor = self._loops.weight_factor(len(batch), self._generation.groups)
+        training.apply(training.strategy.finish(factor, max_grad_norm))
         now_s = time.monotonic()
         step_s = now_s - progress.began_s
         training.stager.stepped(step_s)

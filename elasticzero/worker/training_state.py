@@ -84,6 +84,8 @@ class TrainingState:
         """True while the optimizer applies its step."""
         self._applied = False
         """True if a step was applied since the last boundary."""
+        self.gradient_norm: float | None = None
+        """Norm of the gradient of the newest step that this generation has applied."""
         self._epoch_end: EpochEnd | None = None
         """The end of an epoch after the current global batch; None: no epoch ends there."""
         self._link = link
@@ -184,8 +186,10 @@ class TrainingState:
         not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
         """
         self._verify_collectives()  # the gradients
-        if not math.isfinite(norm):
+        value = float(norm)
+        if not math.isfinite(value):
             raise self._not_finite()
+        self.gradient_norm = value
         self._link.unless_shutting_down(self._mark_torn)
         self.applying = True
         self.strategy.apply()

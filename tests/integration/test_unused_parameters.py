@@ -39,8 +39,11 @@ def plain(
     told: dict[str, Any],
     steps: int,
     after_step: Callable[[Model], None] = lambda model: None,
+    norms: list[float] | None = None,
 ) -> dict[str, Tensor]:
-    """The weights and optimizer state of one process that takes each global batch whole."""
+    """The weights and optimizer state of one process that takes each global batch whole; `norms`
+    receives the norm of each gradient that is clipped."""
+    norms = [] if norms is None else norms
     torch.manual_seed(1)
     model = Model(told).double()
     optimizer = optimizer_of(model.parameters())
@@ -51,7 +54,8 @@ def plain(
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
         squares(model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
         if told.get("clip"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
+            norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         after_step(model)
@@ -140,6 +144,19 @@ def test_a_parameter_read_right_after_a_step_is_up_to_date(
         for name, tensor in expected.items():
             got = torch.tensor(found[name], dtype=torch.float64)
             torch.testing.assert_close(got, tensor, rtol=0, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_of_each_whole_gradient(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    told = {"strategy": strategy, "micro": 1, "clip": 0.3, "norms": str(tmp_path / "norms")}
+    run(pool, tmp_path / "checkpoints", told, {3: 6})
+    expected: list[float] = []
+    plain(told, 6, norms=expected)
+    assert len(expected) == 6
+    for rank in range(3):
+        none_yet, *found = json.loads((tmp_path / f"norms-{rank}").read_text())
+        assert none_yet is None
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Argument: JSON with strategy and steps, and at will micro, clip, blocks (the experts are a list),
 reentrant (of checkpointing), twice (the first layer runs twice), compile, wrong (its mistake),
-bucket_bytes (of zero1 and zero2), averages (a file for an average of the weights of each step).
+bucket_bytes (of zero1 and zero2), averages (a file for an average of the weights of each step),
+norms (a file for the norm of each step's gradient).
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def add_to_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     layout.BUCKET_BYTES = told.get("bucket_bytes", layout.BUCKET_BYTES)
     averages: dict[str, Tensor] = {}
+    norms = [session.gradient_norm]
     torch.manual_seed(1)
     plain = Model(told).double()
     plain.first.bias.requires_grad_(told.get("wrong") != "thaw")
@@ -125,8 +127,12 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         session.backward(squares(model, batch))
         if told.get("wrong") == "late":
             squares(model, batch).backward()
-        if session.step(max_grad_norm=told.get("clip")) and told.get("averages"):
-            add_to_averages(averages, plain)
+        if session.step(max_grad_norm=told.get("clip")):
+            norms.append(session.gradient_norm)
+            if told.get("averages"):
+                add_to_averages(averages, plain)
+    if told.get("norms"):
+        Path(f"{told['norms']}-{session.rank}").write_text(json.dumps(norms))
     if told.get("averages"):
         found = {name: tensor.tolist() for name, tensor in averages.items()}
         Path(f"{told['averages']}-{session.rank}").write_text(json.dumps(found))
