@@ -43,8 +43,8 @@ from elasticzero.text import count_text
 COMMIT_WAIT_S = 600.0
 """Seconds that a save waits for the parts of other nodes."""
 SUPERSEDED_WAIT_S = 10.0
-"""The same once its generation is over, because a node that has not written by then may be lost. If
-a save of the next generation waits, it is 0."""
+"""Seconds that a save waits for them once its generation is over: a node that has not written by
+then may be lost. If a save of the next generation waits, it is 0."""
 CLOSE_WAIT_S = 20.0
 """Seconds for which a node that leaves may go on to write its part of a save."""
 SEAL_POLL_S = 0.005

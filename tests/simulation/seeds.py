@@ -14,19 +14,19 @@ PART = 500
 
 
 def parts(seeds: range) -> list[range]:
-    """The seeds of each test."""
+    """Returns the seeds of each test."""
     return [seeds[first : first + PART] for first in range(0, len(seeds), PART)]
 
 
 def check(seeds: range, *, processes: int = 1) -> None:
-    """Run schedules of 3 to 7 nodes in processes of their own; none may break a rule."""
+    """Runs schedules of 3 to 7 nodes in processes of their own; none may break a rule."""
     ran, failures = run_many(seeds, processes=processes)
     assert not failures, tell(failures)
     assert ran == len(seeds)
 
 
 def check_large(seeds: range, *, processes: int = 1) -> None:
-    """The same of schedules of LARGE_NODES."""
+    """Runs schedules of LARGE_NODES nodes; none may break a rule."""
     failures: list[Failure] = []
     for index, nodes in enumerate(LARGE_NODES):
         mine = [seed for seed in seeds if seed % len(LARGE_NODES) == index]

@@ -1,4 +1,4 @@
-"""What `docs/troubleshooting.md` quotes is in the code, word for word."""
+"""Checks that the code has each message that `docs/troubleshooting.md` quotes, word for word."""
 
 from __future__ import annotations
 
