@@ -22,13 +22,13 @@ from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, Stateful
 from elasticzero.state.model import NamedModel
-from elasticzero.worker import argument_checks
-from elasticzero.worker.batch_loops import Loops
-from elasticzero.worker.evaluation import Result, evaluate, evaluating
-from elasticzero.worker.full_state_dict import gather_state_dict
+from elasticzero.training import argument_checks
+from elasticzero.training.batch_loops import Loops
+from elasticzero.training.evaluation import Result, evaluate, evaluating
+from elasticzero.training.full_state_dict import gather_state_dict
+from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
-from elasticzero.worker.training_state import TrainingState
 
 S = TypeVar("S", bound=Stateful)
 

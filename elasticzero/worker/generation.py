@@ -11,11 +11,11 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished
+from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
 from elasticzero.worker.process_reuse import EndedGeneration
 from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
-from elasticzero.worker.training_state import TrainingState
 
 
 class Generation:

@@ -40,7 +40,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.spans import STRATEGIES
 from elasticzero.text import count_text
-from elasticzero.worker.training_state import TrainingState
+from elasticzero.training.training_state import TrainingState
 
 PROGRESS_EVERY_S = 2.0
 PREFIX = "ELASTICZERO_"

@@ -15,7 +15,7 @@ from elasticzero.data.loader import BatchReader
 from elasticzero.data.sampling import share_of
 from elasticzero.errors import UserError
 from elasticzero.state.rng import preserve_rng
-from elasticzero.worker.argument_checks import length_of
+from elasticzero.training.argument_checks import length_of
 
 Result = float | dict[str, float]
 EvaluationFn = Callable[[Any], Any]

@@ -14,7 +14,7 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
-from elasticzero.worker.training_state import TrainingState
+from elasticzero.training.training_state import TrainingState
 
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -34,7 +34,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited
 from elasticzero.ipc.thread_location import place_of
-from elasticzero.worker.training_state import EpochEnd, TrainingState
+from elasticzero.training.training_state import EpochEnd, TrainingState
 
 AGAIN_NEW = (
     "this loop goes over a new dataset object, of the same kind and length as the one before it: "

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
-from elasticzero.worker.argument_checks import redirect_deepcopy
+from elasticzero.training.argument_checks import redirect_deepcopy
 
 
 class Wrapped(nn.Module):
