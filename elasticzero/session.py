@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticzero.comm.barriers import Call
-from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
+from elasticzero.consistency.configuration import Comparison
 from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
-from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
-from elasticzero.parallel.gradients import HiddenGradients
-from elasticzero.snapshots.stager import StateStager
-from elasticzero.state.auxiliary import AuxiliaryState, Stateful
-from elasticzero.state.model import NamedModel
+from elasticzero.parallel import OptimizerFactory
+from elasticzero.state.auxiliary import Stateful
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.evaluation import Result, evaluate, evaluating
-from elasticzero.training.full_state_dict import gather_state_dict
+from elasticzero.training.preparation import Place, prepare_training
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
@@ -122,47 +119,21 @@ class Session:
         for them. strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`. Raises
         `UserError` for another model or optimizer, and if called twice.
         """
-        generation = self._generation
+        generation, link = self._generation, self._link
         if generation.training is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
-        argument_checks.check_model(model)
-        factory = argument_checks.check_factory(optimizer)
-        model.to(self.device)
-        named = NamedModel(model)
-        name = strategy or self._assignment.strategy
-        self._comparison.require_equal(Call.PREPARE, of_model(named, name))
-        self._comparison.warn_of_versions()
-        if generation.groups is not None and self._assignment.resume.tier == "fresh":
-            every = {**named.parameters, **dict(model.named_buffers())}
-            generation.groups.broadcast({key: tensor.data for key, tensor in every.items()})
-        names = list(model.state_dict())
-        self._state = lambda: gather_state_dict(names, named, laid, generation.groups)
-        setting = Setting(
-            model=model,
-            named=named,
-            factory=factory,
+        place = Place(
+            link=link,
+            groups=generation.groups,
+            comparison=self._comparison,
             device=self.device,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
-        laid = create(name, setting)
-        self._comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
-        auxiliary = _auxiliary_state(named, laid, self.device)
-        argument_checks.redirect_deepcopy(model, laid.model, name)
-        argument_checks.take_over_optimizer(laid.optimizer, lambda: generation.training)
-        stager = StateStager(
-            self._link,
-            name,
-            laid.rank_state,
-            replicated=laid.replicated,
             saving=generation.saving,
-            save=self._link.save if isinstance(self._link, LocalLink) else None,
+            save=link.save if isinstance(link, LocalLink) else None,
         )
-        state = TrainingState(self._link, generation.groups, laid, auxiliary, stager)
-        if name != "ddp":
-            state.gradients = HiddenGradients(laid.model.parameters())
-        generation.training = state
-        return laid.model, laid.optimizer
+        name = strategy or self._assignment.strategy
+        prepared = prepare_training(place, model, optimizer, name, lambda: generation.training)
+        generation.training, self._state = prepared.training, prepared.state_dict
+        return prepared.training.strategy.model, prepared.training.strategy.optimizer
 
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
@@ -391,10 +362,3 @@ class Session:
         if training is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
         return training
-
-
-def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
-    auxiliary = AuxiliaryState(device)
-    auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
-    auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
-    return auxiliary

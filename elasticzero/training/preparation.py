@@ -1,0 +1,106 @@
+"""Lays a script's model and optimizer over the ranks of a generation: `session.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
+from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
+from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.snapshots.stager import StateStager
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.model import NamedModel
+from elasticzero.training import argument_checks
+from elasticzero.training.full_state_dict import gather_state_dict
+from elasticzero.training.training_state import TrainingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Holds what a script's model is laid over."""
+
+    link: AgentClient
+    groups: ProcessGroups | None
+    comparison: Comparison
+    device: torch.device
+    saving: bool
+    """Whether checkpoints are written."""
+    save: Callable[[Manifest, list[TensorPiece]], None] | None
+    """Saves without an agent; None: an agent does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Holds a model that is laid over the ranks."""
+
+    training: TrainingState
+    state_dict: Callable[[], dict[str, Tensor]]
+    """Gathers the whole model's state on rank 0; all ranks call it together."""
+
+
+def prepare_training(
+    place: Place,
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    strategy: str,
+    training: Callable[[], TrainingState | None],
+) -> Prepared:
+    """Lays the model and its optimizer over the ranks; all ranks call this together.
+
+    training: returns what this has made, once the session has it. Raises `UserError` for a model or
+    an optimizer that the strategy cannot train, and where ranks give different ones.
+    """
+    argument_checks.check_model(model)
+    factory = argument_checks.check_factory(optimizer)
+    model.to(place.device)
+    named = NamedModel(model)
+    assignment, groups = place.link.assignment, place.groups
+    place.comparison.require_equal(Call.PREPARE, of_model(named, strategy))
+    place.comparison.warn_of_versions()
+    if groups is not None and assignment.resume.tier == "fresh":
+        every = {**named.parameters, **dict(model.named_buffers())}
+        groups.broadcast({key: tensor.data for key, tensor in every.items()})
+    names = list(model.state_dict())
+    setting = Setting(
+        model=model,
+        named=named,
+        factory=factory,
+        device=place.device,
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+    )
+    laid = create(strategy, setting)
+    place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
+    argument_checks.redirect_deepcopy(model, laid.model, strategy)
+    argument_checks.take_over_optimizer(laid.optimizer, training)
+    stager = StateStager(
+        place.link,
+        strategy,
+        laid.rank_state,
+        replicated=laid.replicated,
+        saving=place.saving,
+        save=place.save,
+    )
+    auxiliary = _auxiliary_state(named, laid, place.device)
+    state = TrainingState(place.link, groups, laid, auxiliary, stager)
+    if strategy != "ddp":
+        state.gradients = HiddenGradients(laid.model.parameters())
+    return Prepared(
+        training=state, state_dict=lambda: gather_state_dict(names, named, laid, groups)
+    )
+
+
+def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
+    auxiliary = AuxiliaryState(device)
+    auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
+    auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
+    return auxiliary
