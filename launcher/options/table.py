@@ -16,16 +16,15 @@ from dataclasses import replace
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
+from elasticzero.launcher.options.training import TRAINING_OPTIONS
 from elasticzero.launcher.options.values import (
     at_least_zero,
     lease_seconds,
     port_number,
     seconds_or_auto,
-    steps_or_auto,
     whole_number,
 )
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
-from elasticzero.spans import STRATEGIES
 
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""
@@ -97,77 +96,7 @@ RUN_OPTIONS = (
         pet=True,
     ),
     *(replace(option, flags=option.flags[:1]) for option in JOB_OPTIONS),
-    Option(
-        ("--strategy",),
-        "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
-        "zero2 the gradients too, zero3 the parameters too.",
-        "ddp",
-        choices=STRATEGIES,
-        field="policy.strategy",
-    ),
-    Option(
-        ("--checkpoint-dir",),
-        "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
-        metavar="DIR",
-    ),
-    Option(
-        ("--checkpoint-every",),
-        "A checkpoint is saved every N steps; 0 saves one at the end only.",
-        0,
-        int,
-        metavar="N",
-        parse=at_least_zero("0 or more steps are expected"),
-        field="checkpoint_every",
-    ),
-    Option(
-        ("--save-timeout",),
-        "A failed save of the last state is retried for S seconds; then the job ends without it.",
-        600.0,
-        float,
-        metavar="S",
-        parse=at_least_zero("0 or more seconds are expected", finite=True),
-        field="policy.save_timeout_s",
-    ),
-    Option(
-        ("--keep",),
-        "Only the newest N good checkpoints are kept. (default: all)",
-        metavar="N",
-        parse=whole_number("a whole number, 1 or more, is expected"),
-        field="keep.last",
-    ),
-    Option(
-        ("--keep-every",),
-        "With --keep, checkpoints whose step is a multiple of K are never removed.",
-        metavar="K",
-        parse=whole_number("a whole number, 1 or more, is expected"),
-        field="keep.every",
-    ),
-    Option(
-        ("--snapshot-every",),
-        "A snapshot is taken into the nodes' memory every N steps; 0 takes none, auto takes "
-        "them as often as half a percent of the training time allows.",
-        "auto",
-        metavar="N",
-        parse=steps_or_auto,
-        field="snapshot_every",
-    ),
-    Option(
-        ("--snapshot-dir",),
-        "Snapshots are stored in this directory of shared memory; what does not fit is stored "
-        "in the temporary directory (TMPDIR).",
-        "/dev/shm",
-        metavar="DIR",
-    ),
-    Option(
-        ("--verify-replicas",),
-        "The ranks verify every N steps that their parameters, optimizer state and "
-        "tracked objects are equal; 0 never does, auto does as often as 0.03 percent of the "
-        "training time allows.",
-        "auto",
-        metavar="N",
-        parse=steps_or_auto,
-        field="verify_every",
-    ),
+    *TRAINING_OPTIONS,
     Option(
         ("--spares",),
         "At most N nodes beyond MAX wait to replace a lost node. (default: all that come)",

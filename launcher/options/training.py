@@ -1,0 +1,85 @@
+"""Defines the rows of the options' table that concern training: strategy, checkpoints,
+snapshots, and what is verified.
+
+`table.py` says what a row is.
+"""
+
+from __future__ import annotations
+
+from elasticzero.launcher.options.option import Option
+from elasticzero.launcher.options.values import at_least_zero, steps_or_auto, whole_number
+from elasticzero.spans import STRATEGIES
+
+TRAINING_OPTIONS = (
+    Option(
+        ("--strategy",),
+        "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
+        "zero2 the gradients too, zero3 the parameters too.",
+        "ddp",
+        choices=STRATEGIES,
+        field="policy.strategy",
+    ),
+    Option(
+        ("--checkpoint-dir",),
+        "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
+        metavar="DIR",
+    ),
+    Option(
+        ("--checkpoint-every",),
+        "A checkpoint is saved every N steps; 0 saves one at the end only.",
+        0,
+        int,
+        metavar="N",
+        parse=at_least_zero("0 or more steps are expected"),
+        field="checkpoint_every",
+    ),
+    Option(
+        ("--save-timeout",),
+        "A failed save of the last state is retried for S seconds; then the job ends without it.",
+        600.0,
+        float,
+        metavar="S",
+        parse=at_least_zero("0 or more seconds are expected", finite=True),
+        field="policy.save_timeout_s",
+    ),
+    Option(
+        ("--keep",),
+        "Only the newest N good checkpoints are kept. (default: all)",
+        metavar="N",
+        parse=whole_number("a whole number, 1 or more, is expected"),
+        field="keep.last",
+    ),
+    Option(
+        ("--keep-every",),
+        "With --keep, checkpoints whose step is a multiple of K are never removed.",
+        metavar="K",
+        parse=whole_number("a whole number, 1 or more, is expected"),
+        field="keep.every",
+    ),
+    Option(
+        ("--snapshot-every",),
+        "A snapshot is taken into the nodes' memory every N steps; 0 takes none, auto takes "
+        "them as often as half a percent of the training time allows.",
+        "auto",
+        metavar="N",
+        parse=steps_or_auto,
+        field="snapshot_every",
+    ),
+    Option(
+        ("--snapshot-dir",),
+        "Snapshots are stored in this directory of shared memory; what does not fit is stored "
+        "in the temporary directory (TMPDIR).",
+        "/dev/shm",
+        metavar="DIR",
+    ),
+    Option(
+        ("--verify-replicas",),
+        "The ranks verify every N steps that their parameters, optimizer state and "
+        "tracked objects are equal; 0 never does, auto does as often as 0.03 percent of the "
+        "training time allows.",
+        "auto",
+        metavar="N",
+        parse=steps_or_auto,
+        field="verify_every",
+    ),
+)
