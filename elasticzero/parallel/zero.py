@@ -99,10 +99,11 @@ class FlatBuckets:
 
     def rank_state(self) -> RankState:
         share = RankState()
-        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        # Nothing here asks a bucket's parameter, whose every use waits while it is gathered: what
+        # this rank writes is up to date already, and a peer that is gone would fail the wait.
+        share.frozen = {MODEL + name for name in self._frozen}
         for bucket in self._buckets:
             names = tuple(MODEL + name for name in bucket.names)
-            # Not the parameters, whose use waits: what this rank writes is up to date already.
             for name, view in zip(names, bucket.views(bucket.flat_E), strict=True):
                 share.specs[name] = spec_of(view)
                 share.held[name] = LocalTensor(view)

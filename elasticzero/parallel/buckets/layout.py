@@ -5,6 +5,7 @@ Shapes: E elements of a bucket with its padding, C elements of one chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ class FlatBucket:
     rank: int
     world_size: int
     flat_E: Tensor = field(init=False)
+    shapes: list[tuple[int, ...]] = field(init=False)
+    """Of the parameters; to ask one itself would wait while it is gathered."""
     offsets: list[int] = field(default_factory=list)
     """The first element of each parameter."""
     numel: int = field(init=False)
@@ -36,6 +39,7 @@ class FlatBucket:
 
     def __post_init__(self) -> None:
         first, total = self.parameters[0], 0
+        self.shapes = [tuple(parameter.shape) for parameter in self.parameters]
         for parameter in self.parameters:
             self.offsets.append(total)
             total += parameter.numel()
@@ -56,8 +60,8 @@ class FlatBucket:
     def views(self, flat_E: Tensor) -> list[Tensor]:
         """Returns the parameters' places in `flat_E`, in their shapes."""
         return [
-            flat_E[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.offsets, self.parameters, strict=True)
+            flat_E[offset : offset + math.prod(shape)].view(shape)
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
     def part(self, flat_E: Tensor, rank: int) -> Tensor:
@@ -72,15 +76,15 @@ class FlatBucket:
         """Yields this rank's pieces, which share memory with its chunk or its masters."""
         mine = Span(self.rank * self.chunk, (self.rank + 1) * self.chunk)
         own_C, master_C = self.mine(self.flat_E), self.master_C
-        for name, parameter, offset in zip(self.names, self.parameters, self.offsets, strict=True):
-            part = intersect(mine, Span(offset, offset + parameter.numel()))
+        for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
+            part = intersect(mine, Span(offset, offset + math.prod(shape)))
             if part:
                 inside = slice(part.start - mine.start, part.stop - mine.start)
                 yield ParameterPiece(
                     name,
                     part.start - offset,
                     nn.Parameter((own_C if master_C is None else master_C)[inside]),
-                    tuple(parameter.shape),
+                    shape,
                     values=None if master_C is None else own_C[inside],
                 )
 

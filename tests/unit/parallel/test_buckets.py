@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from elasticzero.parallel import Setting, create
 from elasticzero.parallel.buckets import gather, layout
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import BufferPool
+from elasticzero.state.model import NamedModel
 
 
 @given(
@@ -171,3 +173,27 @@ def test_nothing_stays_pending_once_something_is_compiled(
     found.leave_pending()
     assert works[1].waits == 1
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_a_capture_does_not_wait_for_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(gather, "begin_all_gather", lambda flat_E, rank: [Lost()])
+    model = nn.Linear(3, 2)
+    setting = Setting(
+        model=model,
+        named=NamedModel(model),
+        factory=torch.optim.AdamW,
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=2,
+    )
+    strategy = create("zero2", setting)
+    strategy.apply()
+    share = strategy.rank_state()
+    assert {type(p) for p in model.parameters()} == {PendingParameter}
+    assert share.held["model/weight"].tensor.shape == (2, 3)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        strategy.settle()
