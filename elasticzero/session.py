@@ -18,6 +18,7 @@ from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
 from elasticzero.parallel import OptimizerFactory
+from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.state.auxiliary import Stateful
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
@@ -294,6 +295,20 @@ class Session:
             )
         )
         return True
+
+    def on_gradients(self, function: GradientFunction) -> GradientHook:
+        """Calls `function(name, elements)` with each parameter's gradient, before it is stepped.
+
+        The gradient is complete, and not clipped yet; what the function changes in place counts.
+        function: takes a parameter's name and, as a 1-D tensor, the elements of its gradient that
+        this rank steps: all of them under ddp. It may return a number; `sums` of what this returns
+        has their sum over all ranks, by name. Raises `UserError` for a second function.
+        """
+        strategy = self._prepared("on_gradients").strategy
+        if strategy.gradient_hook is not None:
+            raise UserError("session.on_gradients was called twice: give it one function")
+        strategy.gradient_hook = hook = GradientHook(function, lambda: self.step_count)
+        return hook
 
     def evaluate(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
+from elasticzero.parallel.gradients import GradientHook
 from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.model import NamedModel, RankState, Spec
 
@@ -53,6 +54,8 @@ class Strategy(Protocol):
     """The parameters of each optimizer group, by name."""
     replicated: bool
     """Whether each rank alone holds the whole training state."""
+    gradient_hook: GradientHook | None
+    """`finish` calls it with the gradients, before their norm is taken."""
 
     def expect(self, *, last: bool) -> None:
         """Announces a micro-batch. last: it is the last of its global batch."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget, Setting
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
+from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import (
     MASTER,
     as_tensor,
@@ -40,6 +41,7 @@ class Replicated:
         self._last = True
         self._losses = LossCheck()
         self._reducer = Reducer(self._parameters) if setting.world_size > 1 else None
+        self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""
         self.model: nn.Module = setting.model
@@ -61,9 +63,12 @@ class Replicated:
             parameter.grad = None
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
-        gradients = [_values(p) for p in self._optimized().values() if p.grad is not None]
+        given = {n: _values(p) for n, p in self._optimized().items() if p.grad is not None}
+        gradients = list(given.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
+        if (hook := self.gradient_hook) is not None:
+            hook.sums = hook.call({name: (0, gradient) for name, gradient in given.items()})
         norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
+from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
@@ -91,6 +92,14 @@ class FullyPartitioned:
             else:
                 piece.parameter.grad = _local(gradient).reshape(-1).to(piece.parameter.dtype)
         return self._pieced.complete(self._uses.names, factor, max_norm, blocks=self._uses.blocks)
+
+    @property
+    def gradient_hook(self) -> GradientHook | None:
+        return self._pieced.gradient_hook
+
+    @gradient_hook.setter
+    def gradient_hook(self, hook: GradientHook | None) -> None:
+        self._pieced.gradient_hook = hook
 
     def suspects(self) -> Suspects:
         return self._pieced.suspects()

@@ -1,4 +1,5 @@
-"""Hides gradients that are partitioned from the script until its step.
+"""Hides gradients that are partitioned from the script until its step, and gives the script's own
+function what it may change of them.
 
 Between `session.backward` and `session.step` a parameter's own gradient is that of one rank, or is
 gone already. What a script does to it there (`clip_grad_norm_`, `clip_grad_value_`) would have no
@@ -7,7 +8,9 @@ effect, or a wrong one on each rank. So another tensor stands in its place, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +20,42 @@ from elasticzero.errors import UserError
 
 REFUSED = (
     "the script uses parameters' gradients between session.backward and session.step, where the "
-    "strategies zero1, zero2 and zero3 have them in parts: leave it to the session, which clips "
-    "them by their norm with session.step(max_grad_norm=…); what else is to be done to them needs "
-    "strategy ddp"
+    "strategies zero1, zero2 and zero3 have them in parts: give session.on_gradients a function, "
+    "which looks at them or changes them in every strategy; the session clips them by their norm "
+    "with session.step(max_grad_norm=…)"
 )
+
+GradientFunction = Callable[[str, Tensor], Tensor | float | None]
+"""Takes a parameter's name and the elements of its gradient that are stepped here."""
+
+
+@dataclass(slots=True)
+class GradientHook:
+    """Calls the script's function with the gradients of a step; `session.on_gradients` makes it."""
+
+    function: GradientFunction
+    step: Callable[[], int]
+    """Returns the number of steps applied so far."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """What the function has returned in the newest step, summed over all ranks, by parameter."""
+
+    def call(self, gradients: Mapping[str, tuple[int, Tensor]]) -> dict[str, float]:
+        """Calls the function with each gradient, which it may change, and returns its results.
+
+        gradients: this rank's elements, and the number of the first of them, by parameter. Random
+        numbers that the function draws from torch are the same on all ranks that have the same
+        elements, and those of the script itself are not disturbed.
+        """
+        gpus = {g.device for _, g in gradients.values() if g.device.type == "cuda"}
+        found: dict[str, Tensor | float | None] = {}
+        with torch.random.fork_rng(devices=list(gpus)), torch.no_grad():
+            for name, (start, gradient) in gradients.items():
+                torch.manual_seed(zlib.crc32(f"{name}/{start}".encode()) << 31 | self.step())
+                elements = gradient.reshape(-1)
+                found[name] = self.function(name, elements)
+                if not gradient.is_contiguous():  # `elements` is a copy then
+                    gradient.copy_(elements.view(gradient.shape))
+        return {name: 0.0 if value is None else float(value) for name, value in found.items()}
 
 
 class Refusing(Tensor):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
+from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import (
     MASTER,
     UserOptimizer,
@@ -77,6 +78,7 @@ class PartitionedOptimizer:
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self._ranks = world_size
+        self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         self.has_state = False
         self.used: set[str] = set()
@@ -102,43 +104,70 @@ class PartitionedOptimizer:
         blocks: a number below 2**20 that stands for what has run here; where it is not the same on
         all ranks the norm is NaN, and `suspects` raises `UserError`.
         """
-        gradients = {
-            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
-        }
+        gradients = self._gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        counted = [g for n, g in gradients.items() if self.pieces[n].counts]
-        names = list(self.schemas)
-        uses = [float(name in used) for name in names]
-        said = torch.tensor([0, blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
-        said[0] = squared_norm(counted, device)
-        if self.losses.value is not None:
-            said[0] += self.losses.value
-        if self._ranks > 1:
-            dist.all_reduce(said)
-        total, squares, *uses = said[1:].tolist()
-        self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
-        self.used = {n for n, count in zip(names, uses, strict=True) if count}
-        for name in gradients.keys() - self.used:
-            self.pieces[name].parameter.grad = None
-        norm = said[0].sqrt() if not self._differ else said[0] * math.nan
-        self._norm = norm
-        left = [g for n, g in gradients.items() if n in self.used]
+        uses = [float(name in used) for name in self.schemas]
+        said = torch.tensor([blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
+        if self.gradient_hook is None:
+            said = self._sum_over_ranks(torch.cat([self._square(gradients, device), said]))
+            self._drop_unused(said[1:].tolist(), blocks)
+        else:
+            self._drop_unused(self._sum_over_ranks(said).tolist(), blocks)
+            results = self._call_hook(self.gradient_hook).to(device)
+            square = self._square(self._gradients(), device)
+            said = self._sum_over_ranks(torch.cat([square, results]))
+            sums = zip(self.schemas, said[1:].tolist(), strict=True)
+            self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
+        self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
+        left = list(self._gradients().values())
         if max_norm is not None and left:
-            torch._foreach_mul_(left, clipping(norm, max_norm).to(left[0].dtype))
-        return norm
+            torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0].dtype))
+        return self._norm
+
+    def _gradients(self) -> dict[str, Tensor]:
+        grads = ((name, piece.parameter.grad) for name, piece in self.pieces.items())
+        return {name: grad for name, grad in grads if grad is not None}
+
+    def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        if self._ranks > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def _square(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Returns the square of the norm of this rank's gradients as one element; NaN where a loss
+        is not finite."""
+        square = squared_norm([g for n, g in gradients.items() if self.pieces[n].counts], device)
+        if self.losses.value is not None:
+            square = square + self.losses.value
+        return square.reshape(1)
+
+    def _drop_unused(self, said: Sequence[float], blocks: int) -> None:
+        """Drops the gradients of parameters that no rank has used.
+
+        said: the sums over ranks of `blocks`, its square, and the uses of each parameter.
+        """
+        total, squares, *uses = said
+        self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
+        self.used = {n for n, count in zip(self.schemas, uses, strict=True) if count}
+        for name, piece in self.pieces.items():
+            if name not in self.used:
+                piece.parameter.grad = None
+
+    def _call_hook(self, hook: GradientHook) -> Tensor:
+        """Returns what the script's function has found in this rank's pieces, by parameter."""
+        gradients = {n: (self.pieces[n].start, g) for n, g in self._gradients().items()}
+        found = {n: v for n, v in hook.call(gradients).items() if self.pieces[n].counts}
+        return torch.tensor([found.get(name, 0.0) for name in self.schemas], dtype=torch.float64)
 
     def suspects(self) -> Suspects:
         """Returns what is not finite of this rank's pieces and losses."""
         if self._differ:
             raise UserError(BLOCKS_DIFFER)
-        gradients = {
-            n: p.parameter.grad for n, p in self.pieces.items() if p.parameter.grad is not None
-        }
-        return Suspects(loss=self.losses.bad, gradients=not_finite(gradients))
+        return Suspects(loss=self.losses.bad, gradients=not_finite(self._gradients()))
 
     def norm(self) -> dict[str, Tensor]:
         """Returns the norm of the last gradient, by its name."""

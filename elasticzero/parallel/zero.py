@@ -21,6 +21,7 @@ from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import GradientScatter
 from elasticzero.parallel.finite import Suspects
+from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import open_optimizer
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
@@ -72,6 +73,14 @@ class FlatBuckets:
         for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True):
             self._give_gradients(bucket, reduced_C)
         return self._pieced.complete(self._scatter.used, factor, max_norm)
+
+    @property
+    def gradient_hook(self) -> GradientHook | None:
+        return self._pieced.gradient_hook
+
+    @gradient_hook.setter
+    def gradient_hook(self, hook: GradientHook | None) -> None:
+        self._pieced.gradient_hook = hook
 
     def suspects(self) -> Suspects:
         return self._pieced.suspects()

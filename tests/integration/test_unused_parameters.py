@@ -22,6 +22,7 @@ from tests.integration.training_unused import (
     Model,
     Samples,
     add_to_averages,
+    clamp,
     optimizer_of,
     squares,
 )
@@ -40,9 +41,11 @@ def plain(
     steps: int,
     after_step: Callable[[Model], None] = lambda model: None,
     norms: list[float] | None = None,
+    sums: list[dict[str, float]] | None = None,
 ) -> dict[str, Tensor]:
     """The weights and optimizer state of one process that takes each global batch whole; `norms`
-    receives the norm of each gradient that is clipped."""
+    receives the norm of each gradient that is clipped, and `sums` what `clamp` returns for each
+    gradient, if they are given."""
     norms = [] if norms is None else norms
     torch.manual_seed(1)
     model = Model(told).double()
@@ -53,6 +56,10 @@ def plain(
         batch, position = found
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
         squares(model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
+        if sums is not None:
+            used = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+            found_sums = {name: clamp(name, gradient.view(-1)) for name, gradient in used}
+            sums.append({n: 0.0 if v is None else float(v) for n, v in found_sums.items()})
         if told.get("clip"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
             norms.append(float(norm))
@@ -157,6 +164,33 @@ def test_the_norm_of_each_whole_gradient(pool: Pool, tmp_path: Path, strategy: s
         none_yet, *found = json.loads((tmp_path / f"norms-{rank}").read_text())
         assert none_yet is None
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_hook_on_gradients_means_the_same_everywhere(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """It clips by value before the norm is taken, and sums what it returns over the ranks."""
+    told = {"strategy": strategy, "micro": 1, "clip": 0.3, "hook": "clamp", "bucket_bytes": 200}
+    told |= {"norms": str(tmp_path / "norms"), "sums": str(tmp_path / "sums")}
+    run(pool, tmp_path / "checkpoints", told, {3: 7})
+    norms: list[float] = []
+    sums: list[dict[str, float]] = []
+    assert_close(tmp_path / "checkpoints", plain(told, 7, norms=norms, sums=sums))
+    for rank in range(3):
+        assert json.loads((tmp_path / f"norms-{rank}").read_text())[1:] == pytest.approx(norms)
+        found = json.loads((tmp_path / f"sums-{rank}").read_text())
+        assert [each.keys() for each in found] == [each.keys() for each in sums]
+        assert all(f == pytest.approx(s, rel=1e-9) for f, s in zip(found, sums, strict=True))
+
+
+def test_noise_on_gradients_is_the_same_on_all_ranks_of_ddp(pool: Pool, tmp_path: Path) -> None:
+    """Each rank has random numbers of its own; with them the copies would differ, which the end of
+    training refuses."""
+    told = {"strategy": "ddp", "hook": "noise"}
+    run(pool, tmp_path, told, {2: 3})
+    without = plain(told, 3)["model/last.weight"]
+    assert not torch.equal(ez_checkpoint.load(tmp_path)["model/last.weight"], without)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 Argument: JSON with strategy and steps, and at will micro, clip, blocks (the experts are a list),
 reentrant (of checkpointing), twice (the first layer runs twice), compile, wrong (its mistake),
 bucket_bytes (of zero1 and zero2), averages (a file for an average of the weights of each step),
-norms (a file for the norm of each step's gradient).
+norms (a file for the norm of each step's gradient), hook (what is done to gradients), sums (a file
+for what that has returned).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ def add_to_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
         )
 
 
+def clamp(name: str, elements: Tensor) -> Tensor | None:
+    """A function for `session.on_gradients`: elementwise clipping, and the square of the norm."""
+    square = elements.square().sum()
+    elements.clamp_(-0.02, 0.02)
+    return None if name == "scale" else square
+
+
+def add_noise(name: str, elements: Tensor) -> None:
+    elements.add_(torch.randn_like(elements), alpha=0.01)
+
+
+HOOKS: dict[str, Callable[[str, Tensor], Tensor | None]] = {"clamp": clamp, "noise": add_noise}
+
+
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     layout.BUCKET_BYTES = told.get("bucket_bytes", layout.BUCKET_BYTES)
     averages: dict[str, Tensor] = {}
@@ -118,6 +133,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     plain = Model(told).double()
     plain.first.bias.requires_grad_(told.get("wrong") != "thaw")
     model, _ = session.prepare(plain, optimizer_of, strategy=told["strategy"])
+    hook = session.on_gradients(HOOKS[told["hook"]]) if told.get("hook") else None
+    sums: list[dict[str, float]] = []
     session.restore()
     if told.get("compile"):
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
@@ -129,10 +146,13 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             squares(model, batch).backward()
         if session.step(max_grad_norm=told.get("clip")):
             norms.append(session.gradient_norm)
+            sums.append(hook.sums if hook is not None else {})
             if told.get("averages"):
                 add_to_averages(averages, plain)
     if told.get("norms"):
         Path(f"{told['norms']}-{session.rank}").write_text(json.dumps(norms))
+    if told.get("sums"):
+        Path(f"{told['sums']}-{session.rank}").write_text(json.dumps(sums))
     if told.get("averages"):
         found = {name: tensor.tolist() for name, tensor in averages.items()}
         Path(f"{told['averages']}-{session.rank}").write_text(json.dumps(found))
