@@ -23,6 +23,7 @@ from elasticzero.state.auxiliary import Stateful
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.evaluation import Result, evaluate, evaluating
+from elasticzero.training.precision import Compute
 from elasticzero.training.preparation import Place, prepare_training
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
@@ -111,14 +112,22 @@ class Session:
         training.stop_reason = " ".join(reason.split())
 
     def prepare(
-        self, model: nn.Module, optimizer: OptimizerFactory, *, strategy: str | None = None
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        *,
+        strategy: str | None = None,
+        precision: str = "fp32",
+        compile: bool | str = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
         Use the model that this returns, and no longer the one that was given. model: an `nn.Module`
         on any device. optimizer: a function that takes the parameters and returns a torch optimizer
-        for them. strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`. Raises
-        `UserError` for another model or optimizer, and if called twice.
+        for them. strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`. precision:
+        fp32, or bf16 for a forward in 16 bits, whose results have 32. compile: whether
+        `torch.compile` is applied to the model, or with which mode. Raises `UserError` for another
+        model or optimizer, and if called twice.
         """
         generation, link = self._generation, self._link
         if generation.training is not None:
@@ -132,7 +141,10 @@ class Session:
             save=link.save if isinstance(link, LocalLink) else None,
         )
         name = strategy or self._assignment.strategy
-        prepared = prepare_training(place, model, optimizer, name, lambda: generation.training)
+        compute = Compute(precision=precision, compiled=compile)
+        prepared = prepare_training(
+            place, model, optimizer, name, compute, lambda: generation.training
+        )
         generation.training, self._state = prepared.training, prepared.state_dict
         return prepared.training.strategy.model, prepared.training.strategy.optimizer
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from elasticzero.data.sampling import (
@@ -76,17 +77,22 @@ def _die_with_parent(_: int) -> None:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with every tensor inside on `device`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else _same_mapping_type(batch, moved)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        items = [to_device(value, device) for value in batch]
-        return tuple(items) if isinstance(batch, tuple) else items
-    return batch
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Returns `value` with `function` applied to each tensor in its mappings and sequences."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = {key: map_tensors(function, entry) for key, entry in value.items()}
+        return mapped if type(value) is dict else _same_mapping_type(value, mapped)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, entry) for entry in value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        items = [map_tensors(function, entry) for entry in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
 
 
 def _same_mapping_type(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:

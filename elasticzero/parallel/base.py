@@ -42,6 +42,8 @@ class Setting:
     device: torch.device
     rank: int
     world_size: int
+    gathered_dtype: torch.dtype | None = None
+    """Format in which partitioned parameters are gathered for the forward; None: their own."""
 
 
 class Strategy(Protocol):

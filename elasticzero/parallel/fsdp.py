@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticzero.parallel.base import LoadTarget, Setting
@@ -193,6 +193,10 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
     options: dict[str, Any] = {"mesh": mesh}
     if scalars:
         options["ignored_params"] = scalars
+    if setting.gathered_dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=setting.gathered_dtype, reduce_dtype=torch.float32
+        )
     blocks = list(_blocks(setting.model))
     for block in blocks:
         fully_shard(block, **options)

@@ -21,6 +21,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import gather_state_dict
+from elasticzero.training.precision import Compute
 from elasticzero.training.training_state import TrainingState
 
 
@@ -52,19 +53,22 @@ def prepare_training(
     model: nn.Module,
     optimizer: OptimizerFactory,
     strategy: str,
+    compute: Compute,
     training: Callable[[], TrainingState | None],
 ) -> Prepared:
     """Lays the model and its optimizer over the ranks; all ranks call this together.
 
     training: returns what this has made, once the session has it. Raises `UserError` for a model or
-    an optimizer that the strategy cannot train, and where ranks give different ones.
+    an optimizer that cannot be trained so, and where ranks give different ones.
     """
     argument_checks.check_model(model)
     factory = argument_checks.check_factory(optimizer)
     model.to(place.device)
     named = NamedModel(model)
     assignment, groups = place.link.assignment, place.groups
-    place.comparison.require_equal(Call.PREPARE, of_model(named, strategy))
+    described = {**of_model(named, strategy), **compute.described()}
+    place.comparison.require_equal(Call.PREPARE, described)
+    compute.check(named.parameters)
     place.comparison.warn_of_versions()
     if groups is not None and assignment.resume.tier == "fresh":
         every = {**named.parameters, **dict(model.named_buffers())}
@@ -77,9 +81,11 @@ def prepare_training(
         device=place.device,
         rank=assignment.rank,
         world_size=assignment.world_size,
+        gathered_dtype=compute.dtype,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
+    compute.apply(laid.model, place.device, strategy)
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
     argument_checks.take_over_optimizer(laid.optimizer, training)
     stager = StateStager(
