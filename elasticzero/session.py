@@ -197,6 +197,7 @@ class Session:
         epochs: int | None = None,
         steps: int | None = None,
         micro_batch: int | None = None,
+        virtual_batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -214,7 +215,10 @@ class Session:
         dataset: has a length and is indexed by number. global_batch: samples in a step over all
         ranks. epochs: passes over the dataset, after which the loop ends. steps: global batches,
         after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at once on
-        one rank, by default its whole part of the global batch. shuffle: whether each epoch has an
+        one rank, by default its whole part of the global batch. virtual_batch: cuts each global
+        batch into slices of so many samples, which are the micro-batches, on whatever ranks; each
+        has random states and buffers of its own, so that dropout and the like do not depend on the
+        world; `global_batch` must be a multiple. shuffle: whether each epoch has an
         order of its own. seed: chooses the orders; an epoch's depends on the seed and the epoch
         only. collate_fn: makes a batch of a list of samples, by default as a `DataLoader` does.
         num_workers: processes that load data, as of a `DataLoader`. drop_last: leaves out the
@@ -225,8 +229,6 @@ class Session:
         argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
-        if micro_batch is not None and micro_batch < 1:
-            raise UserError(f"micro_batch is {micro_batch}; it must be at least 1")
         order = SampleOrder(samples=argument_checks.length_of(dataset), seed=seed, shuffle=shuffle)
         plan = BatchPlan(
             order=order,
@@ -235,16 +237,19 @@ class Session:
             steps=steps,
             drop_last=drop_last,
         )
-        if global_batch < self.world_size:
-            raise UserError(
-                f"global_batch is {global_batch}, smaller than the world of {self.world_size} "
-                "ranks: raise it, or run on fewer"
-            )
         reader = BatchReader(
-            dataset=dataset, device=self.device, collate_fn=collate_fn, num_workers=num_workers
+            dataset=dataset,
+            device=self.device,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            seeded=virtual_batch is not None,
         )
         schedule = RankSchedule(
-            plan=plan, rank=self.rank, world_size=self.world_size, micro_batch=micro_batch
+            plan=plan,
+            rank=self.rank,
+            world_size=self.world_size,
+            micro_batch=micro_batch,
+            virtual_batch=virtual_batch,
         )
         return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)
 
@@ -286,7 +291,7 @@ class Session:
         batch, part = progress.current("step")
         if not progress.backward:
             raise UserError("session.backward(loss) was not called before session.step()")
-        progress.stepped = True
+        self._loops.end_part(batch, part)
         if not part.last:
             return False
         self._link.check()

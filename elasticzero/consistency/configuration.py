@@ -73,6 +73,7 @@ def of_loop(schedule: RankSchedule, loop: int) -> Description:
         "samples": plan.order.samples,
         "global_batch": plan.global_batch,
         "micro_batch": None if size is None or size >= whole else size,
+        "virtual_batch": schedule.virtual_batch,
         "epochs": plan.epochs,
         "steps": plan.steps,
         "seed": plan.order.seed,

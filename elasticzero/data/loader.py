@@ -23,8 +23,14 @@ from elasticzero.data.sampling import (
     SampleOrder,
     micro_batches,
 )
+from elasticzero.data.seeding import SeededRequest, SeededSamples
+from elasticzero.data.slices import slice_seed, slices_of
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
+from elasticzero.spans import Span
+
+Request = list[int] | SeededRequest
+"""Names the samples of one batch: their indices in the dataset, and the seed if there is one."""
 
 _AHEAD_SAMPLES, _AHEAD = 4096, 64
 """Number of samples whose indices are computed at once, and of micro-batches; one batch may exceed
@@ -39,12 +45,15 @@ class BatchReader:
     device: torch.device
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
+    seeded: bool = False
+    """Batches are named by `SeededRequest` instead of lists of dataset indices."""
 
-    def batches(self, indices: Iterator[list[int]]) -> Iterator[Any]:
-        """Yields one batch on the device for each list of dataset indices."""
+    def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Yields one batch on the device for each request."""
+        dataset: Any = SeededSamples(self.dataset) if self.seeded else self.dataset
         loader: DataLoader[Any] = DataLoader(
-            self.dataset,
-            batch_sampler=_OneShotSampler(indices),
+            dataset,
+            batch_sampler=_OneShotSampler(requests),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
@@ -56,13 +65,13 @@ class BatchReader:
 
 
 class _OneShotSampler:
-    """Presents an iterator of index lists as a batch sampler, which can be iterated once."""
+    """Presents an iterator of requests as a batch sampler, which can be iterated once."""
 
-    def __init__(self, indices: Iterator[list[int]]) -> None:
-        self._indices = indices
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices
+    def __iter__(self) -> Iterator[Any]:
+        return self._requests
 
 
 def _die_with_parent(_: int) -> None:
@@ -111,7 +120,28 @@ class RankSchedule:
     plan: BatchPlan
     rank: int
     world_size: int
-    micro_batch: int | None
+    micro_batch: int | None = None
+    virtual_batch: int | None = None
+    """Number of samples in a slice; None: what one rank computes at once depends on the world."""
+
+    def __post_init__(self) -> None:
+        size, total = self.virtual_batch, self.plan.global_batch
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError(f"micro_batch is {self.micro_batch}; it must be at least 1")
+        if size is None and total < self.world_size:
+            raise UserError(
+                f"global_batch is {total}, smaller than the world of {self.world_size} "
+                "ranks: raise it, or run on fewer"
+            )
+        if size is not None and self.micro_batch is not None:
+            raise UserError(
+                "session.batches was given both micro_batch= and virtual_batch=; a slice of "
+                "virtual_batch samples is the micro-batch: leave out micro_batch="
+            )
+        if size is not None and (size < 1 or total % size):
+            raise UserError(
+                f"virtual_batch is {size}; global_batch, which is {total}, must be a multiple of it"
+            )
 
     def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
         """Yields each global batch and the position after it."""
@@ -121,10 +151,12 @@ class RankSchedule:
 
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one global batch."""
+        if self.virtual_batch is not None:
+            return list(slices_of(batch, self.rank, self.world_size, self.virtual_batch))
         return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
 
-    def indices(self, position: DataPosition) -> Iterator[list[int]]:
-        """Yields the dataset indices of every micro-batch from `position` to the end."""
+    def requests(self, position: DataPosition) -> Iterator[Request]:
+        """Yields the samples of every micro-batch from `position` to the end."""
         order: SampleOrder = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             spans = (part.positions for batch, _ in batches for part in self.parts(batch))
@@ -134,8 +166,14 @@ class RankSchedule:
                 each_P = [np.arange(span.start, span.stop, dtype=np.uint64) for span in some]
                 indices_P = order.at(epoch, np.concatenate(each_P))
                 ends = np.cumsum([len(positions_P) for positions_P in each_P])
-                for part_P in np.split(indices_P, ends[:-1]):
-                    yield part_P.tolist()
+                for span, part_P in zip(some, np.split(indices_P, ends[:-1]), strict=True):
+                    yield self._request(position.dataset, epoch, span, part_P.tolist())
+
+    def _request(self, dataset: int, epoch: int, positions: Span, indices: list[int]) -> Request:
+        if self.virtual_batch is None:
+            return indices
+        seed = slice_seed(self.plan.order.seed, dataset, epoch, positions.start, "read")
+        return SeededRequest(seed, indices)
 
 
 class StepProgress:
@@ -148,8 +186,9 @@ class StepProgress:
         self.backward = False
         self.stepped = False
         """True once `backward` and `step` were called for the micro-batch."""
-        self.weights: float | None = None
-        """Sum of the script's weights for the global batch; None: it gave none."""
+        self.weights: dict[int, float] | None = None
+        """Sums of the script's weights for the global batch by slice, or all under 0; None: it gave
+        none."""
         self._weighed = False
         """True once a micro-batch of the global batch has got a weight, of the script or by
         default."""
@@ -182,7 +221,9 @@ class StepProgress:
             )
         self._weighed = True
         if weight is not None:
-            self.weights = (self.weights or 0.0) + weight
+            index = 0 if self.part is None else self.part.slice or 0
+            self.weights = self.weights or {}
+            self.weights[index] = self.weights.get(index, 0.0) + weight
 
     def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:
         """Returns the micro-batch that `session.<call>` is about; raises `UserError` out of

@@ -153,6 +153,10 @@ class MicroBatch:
     """Number of samples that count; 0 for a filler, which only keeps ranks in step."""
     last: bool
     """True for the last micro-batch of its global batch."""
+    slice: int | None = None
+    """Number of the slice in its global batch, from 0; None: it is a filler, or no slice."""
+    slices: int = 0
+    """Number of slices in the global batch; 0: it is not cut into slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

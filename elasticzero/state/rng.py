@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elasticzero.data.seeding import seed_generators
 from elasticzero.hashing import mix64
 
 
@@ -76,10 +77,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 def seed_all(seed: int, rank: int, step: int) -> None:
     """Seeds every generator for a rank that has no state of its own to resume from."""
-    value = mix64(mix64(mix64(seed) + rank) + step)
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
+    seed_generators(mix64(mix64(mix64(seed) + rank) + step))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import weakref
@@ -30,10 +31,12 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
+from elasticzero.data.sampling import GlobalBatch, MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited
 from elasticzero.ipc.thread_location import place_of
+from elasticzero.training.slices import SliceStates
 from elasticzero.training.training_state import EpochEnd, TrainingState
 
 AGAIN_NEW = (
@@ -91,6 +94,8 @@ class Loops:
         self._epoch: int | None = None
         self._open: object | None = None
         """Identifies the loop that runs; None: no loop runs."""
+        self._slices: SliceStates | None = None
+        """The state of the slices of the loop that runs; None: it has none."""
 
     @property
     def epoch(self) -> int:
@@ -150,7 +155,12 @@ class Loops:
         mine: object,
     ) -> Iterator[Any]:
         progress = self.progress = StepProgress(schedule.plan)
-        data = reader.batches(schedule.indices(training.position))
+        data = reader.batches(schedule.requests(training.position))
+        if schedule.virtual_batch is not None:
+            seed, dataset = schedule.plan.order.seed, training.position.dataset
+            self._slices = SliceStates(seed, dataset, training.auxiliary.buffers)
+        else:
+            self._slices = None
         plan, training.in_loop = schedule.plan, True
         try:
             for batch, after in schedule.steps(training.position):
@@ -168,6 +178,8 @@ class Loops:
                     samples = next(data)
                     progress.present(part, time.monotonic() - began_s)
                     training.strategy.expect(last=part.last)
+                    if self._slices is not None:
+                        self._slices.begin(batch, part, training.boundary_copy().buffers)
                     yield samples
                     self._check_part(mine)
             else:
@@ -196,13 +208,23 @@ class Loops:
                 "where step() returns False"
             )
 
+    def end_part(self, batch: GlobalBatch, part: MicroBatch) -> None:
+        """Ends a micro-batch, of which the forward and the backward are over."""
+        self.progress.stepped = True
+        if self._slices is not None:
+            self._slices.end(batch, part)
+
     def weight_factor(self, samples: int, groups: ProcessGroups | None) -> float:
         """Returns the factor from a mean over samples to a mean over the script's weights."""
-        total = self.progress.weights
-        if total is None:
+        weights, part = self.progress.weights, self.progress.part
+        if weights is None or part is None:
             return 1.0
+        table = torch.zeros(max(1, part.slices), dtype=torch.float64)
+        for index, weight in weights.items():
+            table[index] = weight
         if groups is not None:
-            total = float(groups.sum(torch.tensor([total], dtype=torch.float64)))
+            table = groups.sum(table)
+        total = math.fsum(table.tolist())
         if total <= 0:
             raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
         return samples / total

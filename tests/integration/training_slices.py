@@ -1,0 +1,131 @@
+"""A model with dropout, batch statistics and random samples, trained in slices.
+
+Argument: JSON with strategy, steps and dtype, and at will batch, virtual, clip, weighted, workers,
+optimizer, die ([rank, step]), log (a file for the losses of slices) and out (one for the result).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import elasticzero as ez
+
+SAMPLES = 47
+
+
+class Model(nn.Module):
+    """Dropout, batch statistics, odd sizes, a layer that only some slices use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 37, bias=False)
+        self.norm = nn.BatchNorm1d(37)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(37, 11)
+        self.sometimes = nn.Linear(11, 11)
+        self.out = nn.Linear(11, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(torch.tanh(self.norm(self.first(x))))
+        x = torch.relu(self.second(x))
+        if not self.training or random.random() < 0.4:
+            x = x + self.sometimes(x)
+        noise = 1.0 + 0.1 * float(np.random.standard_normal()) * self.training
+        output: Tensor = self.out(x) * self.scale * noise
+        return output
+
+
+class Samples:
+    """Draws noise for each sample that is read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(7, generator=generator, dtype=torch.float64)
+        y = torch.randn(3, generator=generator, dtype=torch.float64)
+        x = (x + 0.1 * torch.randn(7, dtype=torch.float64)).to(self.dtype)
+        return {"x": x, "y": y.to(self.dtype), "tokens": torch.tensor(1 + index % 5)}
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.002),
+}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor], weighted: bool) -> tuple[Tensor, float]:
+    """The mean loss of a slice, and its weight."""
+    squared = ((model(batch["x"]) - batch["y"]) ** 2).mean(1)
+    if not weighted:
+        return squared.mean(), float(len(squared))
+    tokens = batch["tokens"].to(squared.dtype) / 3
+    return (squared * tokens).sum() / tokens.sum(), float(tokens.sum())
+
+
+def train(session: ez.Session, options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    dtype = getattr(torch, options["dtype"])
+    weighted = options.get("weighted", False)
+    model, optimizer = session.prepare(
+        Model().to(dtype),
+        OPTIMIZERS[options.get("optimizer", "adamw")],
+        strategy=options["strategy"],
+    )
+    scheduler = session.track(
+        "scheduler", torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+    )
+    session.restore()
+    samples, losses = Samples(dtype), list[float]()
+    for batch in session.batches(
+        samples,  # type: ignore[arg-type]  # it is no `Dataset`, as a script's may be
+        global_batch=options.get("batch", 12),
+        virtual_batch=options.get("virtual", 3),
+        steps=options["steps"],
+        seed=5,
+        num_workers=options.get("workers", 0),
+    ):
+        loss, weight = loss_of(model, batch, weighted)
+        losses.append(loss.item())
+        session.backward(loss, weight=weight if weighted else None)
+        if session.step(max_grad_norm=options.get("clip")):
+            scheduler.step()
+            if "log" in options:
+                entry = [session.world_size, session.rank, session.step_count, losses]
+                with open(options["log"], "a") as log:
+                    log.write(json.dumps(entry) + "\n")
+            losses = []
+            if [session.rank, session.step_count] == options.get("die"):
+                os.kill(os.getpid(), 9)
+    if "out" in options:
+        value = session.evaluate(
+            samples,  # type: ignore[arg-type]
+            lambda b: loss_of(model, b, weighted=False)[0],
+            batch_size=5,
+        )
+        state = session.state_dict()
+        if session.rank == 0:
+            bits = {name: t.contiguous().numpy().tobytes().hex() for name, t in state.items()}
+            Path(options["out"]).write_text(json.dumps({"loss": value, "state": bits}))
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))
