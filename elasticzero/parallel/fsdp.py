@@ -74,7 +74,7 @@ class FullyPartitioned:
         return cast(FSDPModule, self.model)
 
     def expect(self, *, last: bool) -> None:
-        self._root.set_requires_gradient_sync(last)
+        """Does nothing: each micro-batch is reduced, for else a rank would hold whole gradients."""
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         # FSDP2 divides by the number of ranks

@@ -20,7 +20,7 @@ from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from elasticzero.training import argument_checks
-from elasticzero.training.full_state_dict import gather_state_dict
+from elasticzero.training.full_state_dict import StateNames, gather_state_dict
 from elasticzero.training.precision import Compute
 from elasticzero.training.training_state import TrainingState
 
@@ -73,7 +73,7 @@ def prepare_training(
     if groups is not None and assignment.resume.tier == "fresh":
         every = {**named.parameters, **dict(model.named_buffers())}
         groups.broadcast({key: tensor.data for key, tensor in every.items()})
-    names = list(model.state_dict())
+    names = StateNames.of(model, named)
     setting = Setting(
         model=model,
         named=named,
@@ -100,9 +100,7 @@ def prepare_training(
     state = TrainingState(place.link, groups, laid, auxiliary, stager)
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())
-    return Prepared(
-        training=state, state_dict=lambda: gather_state_dict(names, named, laid, groups)
-    )
+    return Prepared(training=state, state_dict=lambda: gather_state_dict(names, laid, groups))
 
 
 def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
