@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -71,6 +72,15 @@ def size_text(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
+
+
+def bytes_of(text: str) -> int:
+    """Returns the bytes of a size such as `500MB` or `2GiB`; raises `ValueError` for other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", text.strip(), re.IGNORECASE)
+    if not match or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is not a size such as 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** (" KMGT".index(match[2].upper() or " ")))
 
 
 def duration_text(seconds: float) -> str:

@@ -19,7 +19,7 @@ from tools.markdown import code, marked, sentence, table
 def configuration() -> str:
     parsers = _parsers(build_parser())
     parts = [prose.CONFIGURATION]
-    for name in ("run", "local", "status", "drain", "scale", "stop"):
+    for name in ("run", "local", "status", "drain", "scale", "stop", "plan"):
         parts.append(f"## elasticzero {name}\n\n{sentence(COMMANDS[name])}")
         parts += COMMAND_PAGES.get(name, _options_of)(parsers[name])
     parts.append("## elasticzero checkpoint\n\n" + prose.CHECKPOINT_COMMANDS)

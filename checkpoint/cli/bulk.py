@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import sys
 import threading
@@ -24,11 +23,9 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES
-from elasticzero.text import count_text, print_error, print_result, shown, size_text
+from elasticzero.text import bytes_of, count_text, print_error, print_result, shown, size_text
 
 _T = TypeVar("_T")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DIFFERENT = 1
 """Exit code of `diff` where the checkpoints differ; POSIX `diff` has the same one."""
 _MAX_LINES = 20
@@ -374,11 +371,10 @@ def _alias(text: str) -> tuple[str, str]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    unit = match[2].upper() if match else ""
-    if not match or (match[3] and not unit):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
-    value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[unit])
+    try:
+        value = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least one byte")
     return value

@@ -13,6 +13,7 @@ from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import MemoryShort
+from elasticzero.memory_estimate import node_snapshot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +26,6 @@ class Sizes:
     """Size of the complete state if each rank has all of it; else 0."""
 
 
-def node_bytes(sizes: Sizes, *, workers: int, captures: bool, replicas: bool) -> int:
-    """Returns the memory in bytes that a node with this many workers needs for its snapshots.
-
-    These are two slots per rank if captures are taken during training, two for each replica, and
-    the memory of a capture at a stop.
-    """
-    while_training = 2 * sizes.shard * workers * (captures + replicas)
-    return while_training + (sizes.whole or sizes.shard * workers)
-
-
 def memory_shortage(
     assignment: Assignment, sizes: Sizes, *, captures: bool, replicas: bool
 ) -> MemoryShort | None:
@@ -42,8 +33,12 @@ def memory_shortage(
 
     Returns None if it is large enough, or if its size cannot be read.
     """
-    needed = node_bytes(
-        sizes, workers=assignment.local_world_size, captures=captures, replicas=replicas
+    needed = node_snapshot_bytes(
+        sizes.shard,
+        sizes.whole,
+        workers=assignment.local_world_size,
+        captures=captures,
+        replicas=replicas,
     )
     root = Path(assignment.snapshot_root)
     with suppress(OSError):

@@ -74,6 +74,12 @@ def _add_control_options(parser: Parser) -> None:
     parser.set_defaults(run_command=_control)
 
 
+def _add_plan(parser: Parser) -> None:
+    from elasticzero.launcher.cli.plan import add_plan_options
+
+    add_plan_options(parser)
+
+
 ADD: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
@@ -81,6 +87,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
+    "plan": _add_plan,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code."""

@@ -1,4 +1,4 @@
-"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | checkpoint …`.
+"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | plan | …`.
 
 Each command imports only the modules that it needs, because some commands run for milliseconds.
 """
@@ -22,6 +22,7 @@ COMMANDS = {
     "drain": "Has a node leave its job at the next step.",
     "scale": "Changes the minimum and maximum number of nodes of a job.",
     "stop": "Ends a job at the next step and saves its state.",
+    "plan": "Computes the memory that each strategy needs for a model on a cluster.",
     "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
 }
 

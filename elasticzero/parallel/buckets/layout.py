@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
 from elasticzero.parallel.optimizers import Schema, working_dtype
 from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup
 from elasticzero.spans import Span, intersect
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = FLAT_BUCKET_BYTES
 
 
 @dataclass(slots=True, eq=False)

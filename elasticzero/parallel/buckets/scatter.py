@@ -35,11 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elasticzero.memory_estimate import POOL_BUCKETS
 from elasticzero.parallel.buckets.exchange import begin_reduce_scatter, is_direct
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.reducer import sparse, too_late
-
-POOL_BUCKETS = 3
 
 
 class BufferPool:

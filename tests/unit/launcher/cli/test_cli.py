@@ -217,7 +217,7 @@ def test_help_can_be_shown(parser: argparse.ArgumentParser) -> None:
 
 def test_all_commands_are_there() -> None:
     named = {parser.prog for parser in every_command(build_parser())}
-    wanted = ("run", "local", "status", "drain", "scale", "stop", "checkpoint")
+    wanted = ("run", "local", "status", "drain", "scale", "stop", "plan", "checkpoint")
     assert {f"elasticzero {name}" for name in wanted} < named
     assert "elasticzero checkpoint verify" in named
 

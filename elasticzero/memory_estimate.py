@@ -1,0 +1,199 @@
+"""Computes the memory that a rank and a node need under each strategy. Pure.
+
+What a strategy allocates is stated in docs/design/memory.md; a test holds this against measured
+use. Symbols: P elements of the trained parameters, b bytes of one of them, w bytes of the number
+that the optimizer works on (4 where b is 2, else b), s numbers that it keeps for each element, N
+ranks over which state is partitioned, C = ceil(P / N).
+
+| | weights | masters (b = 2) | gradients | optimizer |
+|---|---|---|---|---|
+| ddp | P b | 0 | P b | P s b |
+| zero1 | P b | C w | P b | C s w |
+| zero2 | P b | C w | C b | C s w |
+| zero3 | C b | C w | C b | C s w |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elasticzero.spans import STRATEGIES
+
+FLAT_BUCKET_BYTES = 16 << 20
+"""Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
+POOL_BUCKETS = 3
+"""Maximum number of the largest buckets whose memory the pool of zero1 and zero2 lends."""
+GATHERED_MODULES = 2
+"""Number of wrapped modules whose whole weights and gradients zero3 holds at a time."""
+ACTIVATIONS_SHARE = 0.2
+"""Part of a device's memory that is left for activations, where their size is not given."""
+CUDA_BYTES = 1 << 30
+"""Memory of a GPU that a context, a communicator and fragmentation take, roughly."""
+
+STATE_VALUES: Mapping[str, int] = {
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "adadelta": 2,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+}
+"""Numbers that torch's optimizers keep for each element, with their default options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Describes a model's trained parameters."""
+
+    elements: int
+    element_bytes: int
+    largest: int
+    """Elements of the largest parameter, which is never split between buckets."""
+    layer: int
+    """Elements of the largest module that zero3 gathers by itself."""
+    outer: int = 0
+    """Elements outside of such modules, which zero3 gathers for the whole step."""
+    frozen_bytes: int = 0
+    """Bytes of parameters that are not trained."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Returns the bytes of a number that a partitioned optimizer works on."""
+        return 4 if self.element_bytes == 2 else self.element_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Holds the memory that one rank needs for training state, in bytes."""
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    """Buckets on their way, gathered modules, and gradients in another precision."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineUp:
+    """Describes the ranks."""
+
+    nodes: int
+    ranks_per_node: int
+    direct: bool = False
+    """Whether ranks exchange gradients by direct messages, which need room: on the CPU they do."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> RankMemory:
+    """Returns what one rank holds at the peak of a step, without activations.
+
+    values: numbers that the optimizer keeps for each element. Raises `ValueError` for an unknown
+    strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
+    ranks, b, w = line_up.ranks, model.element_bytes, model.working_bytes
+    whole, chunk = model.elements, -(-model.elements // ranks)
+    if strategy == "ddp":
+        return RankMemory(
+            weights=whole * b + model.frozen_bytes,
+            masters=0,
+            gradients=whole * b,
+            optimizer=whole * values * b,
+            buffers=model.largest * b if ranks > 1 else 0,
+        )
+    rounded = chunk * w if w != b else 0
+    divided = strategy == "zero3"
+    frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
+    buffers = _gathered(model) if divided else _pool(strategy, model, line_up)
+    return RankMemory(
+        weights=(chunk if divided else whole) * b + frozen,
+        masters=rounded,
+        gradients=(whole if strategy == "zero1" else chunk) * b,
+        optimizer=chunk * values * w,
+        buffers=buffers + max(rounded, 0 if divided else model.largest * b),
+    )
+
+
+def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
+    """Returns the bytes that the pool of zero1 and zero2 lends at most."""
+    ranks, b = line_up.ranks, model.element_bytes
+    if ranks == 1:
+        return 0
+    all_bytes = model.elements * b
+    needed = all_bytes if strategy == "zero2" else 0
+    if line_up.direct:
+        needed += all_bytes * (ranks - 1) // ranks
+    bucket = min(all_bytes, max(FLAT_BUCKET_BYTES, model.largest * b))
+    return min(needed, POOL_BUCKETS * bucket)
+
+
+def _gathered(model: ModelSize) -> int:
+    """Returns the bytes of whole weights and gradients that zero3 holds at a time."""
+    modules = 2 * GATHERED_MODULES * model.layer
+    return min(modules + 2 * model.outer, 2 * model.elements) * model.element_bytes
+
+
+def state_bytes(strategy: str, model: ModelSize, values: int) -> int:
+    """Returns the bytes of a checkpoint: weights, masters and optimizer state, each once."""
+    b, w = model.element_bytes, model.working_bytes
+    stored = b if strategy == "ddp" else w
+    masters = w if w != b and strategy != "ddp" else 0
+    return model.elements * (b + masters + values * stored) + model.frozen_bytes
+
+
+def snapshot_bytes(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> int:
+    """Returns the RAM that a node needs for its snapshots while checkpoints are saved."""
+    state = state_bytes(strategy, model, values)
+    replicated = strategy == "ddp" or line_up.ranks == 1
+    return node_snapshot_bytes(
+        -(-state // line_up.ranks),
+        state if replicated else 0,
+        workers=line_up.ranks_per_node,
+        captures=True,
+        replicas=not replicated and line_up.nodes > 1,
+    )
+
+
+def node_snapshot_bytes(
+    shard: int, whole: int, *, workers: int, captures: bool, replicas: bool
+) -> int:
+    """Returns the bytes of shared memory that a node with this many workers needs for snapshots.
+
+    These are two slots per rank if captures are taken during training, two for each replica, and
+    the memory of a capture at a stop. shard: bytes of one rank's shard. whole: bytes of the
+    complete state if each rank has all of it; else 0.
+    """
+    while_training = 2 * shard * workers * (captures + replicas)
+    return while_training + (whole or shard * workers)
+
+
+def first_that_fits(needs: Mapping[str, int], room: int) -> str | None:
+    """Returns the first strategy, in the order of `STRATEGIES`, that needs no more than `room`."""
+    return next((name for name in _ordered(needs) if needs[name] <= room), None)
+
+
+def _ordered(names: Mapping[str, int]) -> Sequence[str]:
+    return [name for name in STRATEGIES if name in names]
+
+
+def room_for_state(device_bytes: int, activations_bytes: int | None, *, cuda: bool) -> int:
+    """Returns the memory of a device that training state may take.
+
+    activations_bytes: memory of a step's activations; None: `ACTIVATIONS_SHARE` of the device.
+    """
+    if activations_bytes is None:
+        activations_bytes = int(device_bytes * ACTIVATIONS_SHARE)
+    return device_bytes - activations_bytes - (CUDA_BYTES if cuda else 0)

@@ -1,0 +1,196 @@
+"""Computes what each strategy needs for a model on a cluster: `elasticzero plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.options.parser import Parser
+from elasticzero.memory_estimate import (
+    STATE_VALUES,
+    LineUp,
+    ModelSize,
+    first_that_fits,
+    rank_memory,
+    room_for_state,
+    snapshot_bytes,
+    state_bytes,
+)
+from elasticzero.spans import STRATEGIES
+from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DEFAULT_LAYERS = 32
+"""Layers of a model whose largest layer is not given."""
+COLUMNS = ("weights", "masters", "gradients", "optimizer", "buffers")
+
+
+def add_plan_options(parser: Parser) -> None:
+    """Adds the options of `plan`, and sets its `run_command`."""
+    add = parser.add_argument
+    add(
+        "--params",
+        required=True,
+        type=_count,
+        metavar="N",
+        help="The model has N parameters, such as 7e9 or 7B.",
+    )
+    add("--nodes", type=_at_least_one, default=1, metavar="N", help="The job has N nodes.")
+    add("--gpus", type=_at_least_one, default=1, metavar="N", help="A node has N GPUs.")
+    add(
+        "--dtype",
+        choices=sorted(ELEMENT_BYTES),
+        default="bf16",
+        help="The parameters have this dtype; 16-bit ones get 32-bit masters, but not with ddp.",
+    )
+    add(
+        "--optimizer",
+        choices=sorted(STATE_VALUES),
+        default="adamw",
+        help="The optimizer keeps its state for each parameter.",
+    )
+    add(
+        "--gpu-memory",
+        type=_bytes,
+        default="80GiB",
+        metavar="SIZE",
+        help="A GPU has SIZE bytes of memory, such as 80GiB.",
+    )
+    add(
+        "--activations",
+        type=_bytes,
+        metavar="SIZE",
+        help="A step's activations take SIZE bytes on a GPU. (default: a fifth of its memory)",
+    )
+    add(
+        "--layer-params",
+        type=_count,
+        metavar="N",
+        help="The largest layer has N parameters; zero3 gathers one layer at a time. (default: "
+        f"1/{DEFAULT_LAYERS} of the model)",
+    )
+    add(
+        "--outer-params",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="N parameters lie outside of the layers (embedding and head); zero3 gathers them for "
+        "the whole step. (default: 0)",
+    )
+    add(
+        "--frozen-params",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="N of the parameters are not trained. (default: 0)",
+    )
+    add("--json", action="store_true", help="The result is printed as JSON, for scripts.")
+    parser.set_defaults(run_command=_plan)
+
+
+def _count(text: str) -> int:
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    try:
+        value = float(text if scale is None else text[:-1]) * (scale or 1)
+        if not 0 <= value <= 1e18:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 7e9 or 7B") from None
+    return round(value)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _plan(args: argparse.Namespace) -> int:
+    found = compute_plan(args)
+    print_result(json.dumps(found, indent=2) if args.json else plan_text(found), end="")
+    return int(ExitCode.DONE)
+
+
+def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what every strategy needs, in bytes."""
+    element_bytes = ELEMENT_BYTES[args.dtype]
+    trained = max(args.params - args.frozen_params, 0)
+    layer = min(args.params, args.layer_params or -(-args.params // DEFAULT_LAYERS))
+    model = ModelSize(
+        elements=trained,
+        element_bytes=element_bytes,
+        largest=min(trained, max(layer // 3, args.outer_params // 2)),
+        layer=layer,
+        outer=args.outer_params,
+        frozen_bytes=(args.params - trained) * element_bytes,
+    )
+    line_up = LineUp(nodes=args.nodes, ranks_per_node=args.gpus)
+    values = STATE_VALUES[args.optimizer]
+    room = room_for_state(args.gpu_memory, args.activations, cuda=True)
+    rows = []
+    for strategy in STRATEGIES:
+        memory = rank_memory(strategy, model, values, line_up)
+        rows.append(
+            {
+                "strategy": strategy,
+                **asdict(memory),
+                "total": memory.total,
+                "left": args.gpu_memory - memory.total,
+                "fits": memory.total <= room,
+                "node_snapshots": snapshot_bytes(strategy, model, values, line_up),
+                "checkpoint": state_bytes(strategy, model, values),
+            }
+        )
+    return {
+        "params": args.params,
+        "dtype": args.dtype,
+        "optimizer": args.optimizer,
+        "nodes": args.nodes,
+        "gpus": args.gpus,
+        "gpu_memory": args.gpu_memory,
+        "room_for_state": room,
+        "layer_params": layer,
+        "strategies": rows,
+        "first_that_fits": first_that_fits({row["strategy"]: row["total"] for row in rows}, room),
+    }
+
+
+def plan_text(found: dict[str, Any]) -> str:
+    """Returns the plan as a table, with a line that names the first strategy that fits."""
+    ranks = found["nodes"] * found["gpus"]
+    rows = [
+        [
+            row["strategy"],
+            *(size_text(row[column]) for column in COLUMNS),
+            size_text(row["total"]),
+            "yes" if row["fits"] else "no",
+            size_text(row["node_snapshots"]),
+            size_text(row["checkpoint"]),
+        ]
+        for row in found["strategies"]
+    ]
+    heads = ("strategy", *COLUMNS, "each rank", "fits", "snapshots in a node's RAM", "checkpoint")
+    first = found["first_that_fits"]
+    verdict = (
+        f"{first} is the first that fits."
+        if first
+        else "None fits: take more or larger GPUs, or a smaller model."
+    )
+    return (
+        f"{found['params']:.4g} parameters in {found['dtype']} with {found['optimizer']}, on "
+        f"{count_text(found['nodes'], 'node')} of {count_text(found['gpus'], 'GPU')} with "
+        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
+        f"{table_text(heads, rows)}\n"
+        f"{verdict} Training state may take {size_text(found['room_for_state'])} of a GPU; the "
+        "rest is for activations and CUDA.\n"
+    )

@@ -1,0 +1,93 @@
+"""Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
+
+Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file). The count is that of the
+storages of all living tensors after each operation, from the second step on; the model is built
+while they are counted. `choose` writes the strategy that `auto` has chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+
+import elasticzero as ez
+from elasticzero.parallel import reducer
+from elasticzero.parallel.buckets import layout
+
+LAYERS, WIDTH, STEPS = 24, 256, 3
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages of all tensors that operations have returned and that still
+    exist; a storage may be resized meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) in (Tensor, nn.Parameter):
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(storage._cdata, self._reference(storage))
+        self.peak = max(self.peak, self.count())
+        return result
+
+    def _reference(self, storage: Any) -> weakref.ref[Any]:
+        key = storage._cdata
+        return weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+    def count(self) -> int:
+        storages = [reference() for reference in list(self._storages.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+class Inputs(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((WIDTH,), index / 64)
+
+
+def build(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def train(session: ez.Session) -> None:
+    dtype, live = getattr(torch, told["dtype"]), LiveBytes()
+    with live:
+        model, _ = session.prepare(
+            build(dtype),
+            lambda params: torch.optim.AdamW(params, lr=0.001, fused=True),
+            strategy=told["strategy"],
+        )
+        session.restore()
+        batches = session.batches(
+            Inputs(), global_batch=4, micro_batch=told["micro"], steps=STEPS, shuffle=False
+        )
+        for batch in batches:
+            if session.step_count == 1:
+                live.peak = 0
+            session.backward(model(batch.to(dtype)).float().square().mean())
+            session.step(max_grad_norm=1.0)
+    Path(f"{told['out']}-{session.rank}").write_text(json.dumps(live.peak))
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    layout.BUCKET_BYTES = reducer.BUCKET_BYTES = told["bucket_bytes"]
+    ez.run(train)

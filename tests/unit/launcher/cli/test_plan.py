@@ -1,0 +1,47 @@
+"""The command `plan`: its table, its JSON, and its errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elasticzero.launcher.cli.main import main
+
+
+def test_the_table_names_the_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "7e9", "--nodes", "8", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "64 ranks" in out
+    assert [line.split()[0] for line in out.splitlines()[3:7]] == ["ddp", "zero1", "zero2", "zero3"]
+    assert "ddp is the first that fits" in out
+
+
+def test_json_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "7B", "--gpus", "8", "--gpu-memory", "40GB", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_that_fits"] == "zero2"
+    ddp = found["strategies"][0]
+    assert (ddp["weights"], ddp["checkpoint"]) == (14 * 10**9, 42 * 10**9)
+
+
+def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "1e12"]) == 0
+    assert "None fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--params", "many"],
+        ["--params", "nan"],
+        ["--params", "7B", "--nodes", "0"],
+        ["--params", "7B", "--gpu-memory", "80 lakes"],
+    ],
+)
+def test_bad_numbers_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    assert ended.value.code == 64
+    assert words[-1] in capsys.readouterr().err

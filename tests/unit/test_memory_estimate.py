@@ -1,0 +1,98 @@
+"""The arithmetic of the memory that a rank needs, on the numbers of the ZeRO paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.memory_estimate import (
+    LineUp,
+    ModelSize,
+    first_that_fits,
+    node_snapshot_bytes,
+    rank_memory,
+    room_for_state,
+    snapshot_bytes,
+    state_bytes,
+)
+from elasticzero.spans import STRATEGIES
+
+MODEL = ModelSize(elements=7_500_000_000, element_bytes=2, largest=10**8, layer=2 * 10**8)
+RANKS = LineUp(nodes=8, ranks_per_node=8)
+GB = 10**9
+
+
+def without_buffers(strategy: str) -> float:
+    memory = rank_memory(strategy, MODEL, 2, RANKS)
+    return (memory.total - memory.buffers) / GB
+
+
+def test_the_state_is_that_of_the_paper() -> None:
+    """Table 1 of "ZeRO" (2020), 7.5 B parameters on 64 GPUs: 31.4, 16.6 and 1.9 GB."""
+    assert without_buffers("zero1") == pytest.approx(31.4, abs=0.05)
+    assert without_buffers("zero2") == pytest.approx(16.6, abs=0.05)
+    assert without_buffers("zero3") == pytest.approx(1.88, abs=0.05)
+
+
+def test_ddp_keeps_all_in_the_dtype_of_the_parameters() -> None:
+    assert without_buffers("ddp") == 7.5 * (2 + 2 + 4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_holds_the_whole_state(strategy: str) -> None:
+    memory = rank_memory(
+        strategy,
+        ModelSize(elements=1000, element_bytes=4, largest=100, layer=100),
+        2,
+        LineUp(nodes=1, ranks_per_node=1),
+    )
+    assert memory.total - memory.buffers == 16 * 1000
+
+
+def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
+    small = ModelSize(elements=1000, element_bytes=4, largest=10, layer=10)
+    line_up = LineUp(nodes=2, ranks_per_node=1, direct=True)
+    transient = 40
+    assert rank_memory("zero1", small, 2, line_up).buffers == 2000 + transient
+    assert rank_memory("zero2", small, 2, line_up).buffers == 6000 + transient
+
+
+def test_frozen_parameters_have_weights_only() -> None:
+    frozen = ModelSize(elements=0, element_bytes=2, largest=0, layer=0, frozen_bytes=640)
+    for strategy in ("ddp", "zero1", "zero2"):
+        assert rank_memory(strategy, frozen, 2, RANKS).total == 640
+    assert rank_memory("zero3", frozen, 2, RANKS).total == 10
+    assert state_bytes("zero1", frozen, 2) == 640
+
+
+def test_a_checkpoint_holds_each_number_once() -> None:
+    assert state_bytes("ddp", MODEL, 2) == 7_500_000_000 * 6
+    assert state_bytes("zero3", MODEL, 2) == 7_500_000_000 * 14
+
+
+def test_replicas_double_what_a_node_keeps_while_training() -> None:
+    assert node_snapshot_bytes(10, 0, workers=8, captures=True, replicas=False) == 240
+    assert node_snapshot_bytes(10, 0, workers=8, captures=True, replicas=True) == 400
+    assert node_snapshot_bytes(10, 80, workers=8, captures=False, replicas=False) == 80
+    alone = LineUp(nodes=1, ranks_per_node=8)
+    assert snapshot_bytes("zero1", MODEL, 2, alone) == 3 * state_bytes("zero1", MODEL, 2)
+
+
+def test_the_first_strategy_that_fits_is_taken() -> None:
+    needs = {"zero2": 20, "ddp": 40, "zero1": 30, "zero3": 10}
+    assert [first_that_fits(needs, room) for room in (50, 30, 10, 9)] == [
+        "ddp",
+        "zero1",
+        "zero3",
+        None,
+    ]
+
+
+def test_room_is_left_for_activations() -> None:
+    assert room_for_state(100, None, cuda=False) == 80
+    assert room_for_state(100, 30, cuda=False) == 70
+    assert room_for_state(10 << 30, 0, cuda=True) == 9 << 30
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="zero9"):
+        rank_memory("zero9", MODEL, 2, RANKS)
