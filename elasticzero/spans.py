@@ -15,6 +15,13 @@ from typing import Literal
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 """Names of the ways to distribute training state; `parallel` implements them."""
 
+ShardOver = Literal["world", "node"]
+"""Names the ranks among which a strategy divides state.
+
+world: all ranks, of which each holds a shard of its own.
+node: the ranks of one node; every node holds all shards.
+"""
+
 Rule = Literal["even", "fsdp_rows", "whole"]
 """Names the rule that distributes a group of tensors over `world_size` ranks.
 
@@ -53,16 +60,40 @@ def intersect(a: Span, b: Span) -> Span:
     return Span(start, stop) if start < stop else EMPTY
 
 
-def chunk(total: int, world_size: int, rank: int) -> Span:
-    """Returns rank `rank`'s part of `total` items, cut in chunks of ceil(total / world_size)."""
+def chunk(total: int, world_size: int, rank: int, replicas: int = 1) -> Span:
+    """Returns rank `rank`'s part of `total` items, cut in chunks of ceil(total / world_size).
+
+    replicas: number of rows of world_size / replicas ranks each. The items are cut in one chunk for
+    each place in a row, and each chunk is cut once more, among the ranks of all rows at that place.
+    """
+    if replicas > 1:
+        row, place = divmod(rank, world_size // replicas)
+        outer = chunk(total, world_size // replicas, place)
+        inner = chunk(len(outer), replicas, row)
+        return Span(outer.start + inner.start, outer.start + inner.stop)
     size = -(-total // world_size)
     return Span(min(rank * size, total), min((rank + 1) * size, total))
 
 
-def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[int, Span]]:
+def chunks_within(
+    total: int, world_size: int, replicas: int, within: Span
+) -> Iterator[tuple[int, Span]]:
+    """Returns (rank, its chunk) of every rank whose chunk of `total` items has one of `within`."""
+    shards = world_size // replicas
+    size = -(-total // shards)
+    for place in range(within.start // size, (within.stop - 1) // size + 1) if within else ():
+        for row in range(replicas):
+            mine = chunk(total, world_size, row * shards + place, replicas)
+            if intersect(mine, within):
+                yield row * shards + place, mine
+
+
+def even(
+    numels: Sequence[int], world_size: int, rank: int, replicas: int = 1
+) -> Iterator[tuple[int, Span]]:
     """Applies the rule `even`: returns (index of the tensor in the group, its span) for each tensor
     of which `rank` holds elements."""
-    mine = chunk(sum(numels), world_size, rank)
+    mine = chunk(sum(numels), world_size, rank, replicas)
     offset = 0
     for index, numel in enumerate(numels):
         held = intersect(mine, Span(offset, offset + numel))
@@ -73,11 +104,11 @@ def even(numels: Sequence[int], world_size: int, rank: int) -> Iterator[tuple[in
             return
 
 
-def fsdp_rows(shape: Sequence[int], world_size: int, rank: int) -> Span:
+def fsdp_rows(shape: Sequence[int], world_size: int, rank: int, replicas: int = 1) -> Span:
     """Applies the rule `fsdp_rows` to one tensor; a 0-dim tensor lies with rank 0."""
     if not shape:
         return Span(0, 1) if rank == 0 else EMPTY
-    rows = chunk(shape[0], world_size, rank)
+    rows = chunk(shape[0], world_size, rank, replicas)
     width = math.prod(shape[1:])
     return Span(rows.start * width, rows.stop * width) if rows and width else EMPTY
 

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (  # noqa: TID251 - the one place
 )
 
 __all__ = [
+    "OWN_GROUP",
     "HashStore",
     "PrefixStore",
     "Store",
@@ -44,10 +45,14 @@ __all__ = [
 ]
 
 
+OWN_GROUP = "elasticzero"
+"""Description of the process groups that are not the script's."""
+
+
 def script_groups() -> int:
-    """Returns the number of process groups that the script has made besides the default one."""
+    """Returns the number of process groups that the script has made."""
     known = dist.distributed_c10d._world.pg_map
-    return sum(group is not dist.group.WORLD for group in known)
+    return sum(g is not dist.group.WORLD and g.group_desc != OWN_GROUP for g in known)
 
 
 def collectives_begun() -> tuple[int, int] | None:

@@ -132,6 +132,10 @@ class Layout:
     tensors: Mapping[str, TensorSpec]
     groups: tuple[Group, ...]
     """The groups; every tensor is in exactly one."""
+    replicas: int = 1
+    """Number of nodes that each held the whole state and have written a part of it. The rules cut
+    tensors in S = world_size / replicas chunks then, each chunk is cut alike in `replicas` parts,
+    and rank r has part r // S of chunk r % S."""
     _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
     _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _known: dict[str, Any] = field(init=False, repr=False, compare=False)
@@ -140,6 +144,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world size {self.world_size} is not positive")
+        if self.replicas < 1 or self.world_size % self.replicas:
+            raise ValueError(f"{self.world_size} ranks cannot be {self.replicas} replicas")
         places: dict[str, _Place] = {}
         totals = []
         check_tensor_names(self.tensors)
@@ -171,13 +177,17 @@ class Layout:
     def _digest(self) -> str:
         tensors = [(name, spec.dtype, spec.shape) for name, spec in self.tensors.items()]
         groups = [(group.rule, group.tensors, group.ranks) for group in self.groups]
-        text = json.dumps([self.world_size, sorted(tensors), groups])
+        more = [self.replicas] if self.replicas > 1 else []
+        text = json.dumps([self.world_size, sorted(tensors), groups, *more])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def json(self) -> Any:
         """Returns the layout's part of a manifest's JSON."""
         if "json" not in self._known:
-            self._known["json"] = encode(self)
+            value = encode(self)
+            if self.replicas == 1:
+                del value["replicas"]
+            self._known["json"] = value
         return self._known["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:
@@ -194,9 +204,10 @@ class Layout:
             specs = [self.tensors[name] for name in group.tensors]
             if group.rule == "even":
                 numels = [spec.numel for spec in specs]
-                parts = dict(spans.even(numels, self.world_size, rank))
+                parts = dict(spans.even(numels, self.world_size, rank, self.replicas))
             elif group.rule == "fsdp_rows":
-                rows = (spans.fsdp_rows(spec.shape, self.world_size, rank) for spec in specs)
+                world = (self.world_size, rank, self.replicas)
+                rows = (spans.fsdp_rows(spec.shape, *world) for spec in specs)
                 parts = {index: span for index, span in enumerate(rows) if span}
             else:
                 parts = {i: Span(0, specs[i].numel) for i, r in enumerate(group.ranks) if r == rank}
@@ -221,15 +232,19 @@ class Layout:
         if not asked:
             return []
         if group.rule == "fsdp_rows":
-            rows = -(-(spec.shape[0] if spec.shape else 1) // self.world_size)
-            size = rows * math.prod(spec.shape[1:])
-            ranks = range(asked.start // size, (asked.stop - 1) // size + 1)
-            return [(r, spans.fsdp_rows(spec.shape, self.world_size, r)) for r in ranks]
-        size = -(-self._totals[place.group] // self.world_size)
-        first, last = place.offset + asked.start, place.offset + asked.stop - 1
+            if not spec.shape:
+                return [(0, whole)]
+            width = math.prod(spec.shape[1:])
+            rows = Span(asked.start // width, -(-asked.stop // width))
+            held = spans.chunks_within(spec.shape[0], self.world_size, self.replicas, rows)
+            return sorted((r, Span(part.start * width, part.stop * width)) for r, part in held)
         tensor = Span(place.offset, place.offset + spec.numel)
-        return [
-            (r, Span(part.start - place.offset, part.stop - place.offset))
-            for r in range(first // size, last // size + 1)
-            if (part := spans.intersect(tensor, Span(r * size, (r + 1) * size)))
-        ]
+        within = Span(place.offset + asked.start, place.offset + asked.stop)
+        total = self._totals[place.group]
+        parts = (
+            (r, spans.intersect(tensor, part))
+            for r, part in spans.chunks_within(total, self.world_size, self.replicas, within)
+        )
+        return sorted(
+            (r, Span(part.start - place.offset, part.stop - place.offset)) for r, part in parts
+        )

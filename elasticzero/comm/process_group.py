@@ -29,7 +29,7 @@ from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import OperatorError
 from elasticzero.hashing import mix64
-from elasticzero.torch_internals import PrefixStore, TCPStore, collectives_begun
+from elasticzero.torch_internals import OWN_GROUP, PrefixStore, TCPStore, collectives_begun
 
 DESTROY_TIMEOUT_S = 0.5
 """Time in seconds after which the destruction of a group counts as hanging."""
@@ -60,6 +60,8 @@ class ProcessGroups:
         self.rank_info = info
         self.control_tree = tree
         self._sockets = sockets
+        self._rows: list[dist.ProcessGroup] = []
+        """The groups that `divide` has made."""
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
@@ -97,6 +99,35 @@ class ProcessGroups:
                 abort = threading.Thread(target=nccl.abort, name="elasticzero-abort", daemon=True)
                 abort.start()
                 self._aborting = abort
+
+    def divide(self, row: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Sets up the groups of a world of rows of `row` ranks; all ranks call this together.
+
+        Returns the group of this rank's row, and that of the ranks at its place in all rows. They
+        are shut with the default group. The loss of a peer raises an error of torch.
+        """
+        info, before = self.rank_info, {name for name, _ in socket_fds()}
+        first, place = info.rank - info.rank % row, info.rank % row
+        own_row, same_place = (
+            dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=info.collective_timeout_s),
+                use_local_synchronization=True,
+                group_desc=OWN_GROUP,
+            )
+            for ranks in (range(first, first + row), range(place, info.world_size, row))
+        )
+        self._rows = [own_row, same_place]
+        for group in self._rows:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        new = frozenset(_own_sockets(before, info.master_port))
+        with self._shut_lock:
+            self._sockets |= new
+            late = self._shut.is_set()
+        for name, fd in socket_fds() if late else ():
+            if name in new:
+                _shut_down(fd)
+        return own_row, same_place
 
     def _poll_nccl(self) -> None:
         """Shuts the groups when NCCL reports an error, which a wait for the GPU does not notice."""
@@ -203,6 +234,13 @@ class ProcessGroups:
         self.verify_collectives()
         return summed.cpu()
 
+    def sum_of_row(self, table: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the tensors of this rank's row, on the CPU, where `divide` was
+        called; all ranks of the row call this together."""
+        summed = table.to(self._device)
+        dist.all_reduce(summed, group=self._rows[0])
+        return summed.cpu()
+
     def exchange(self, own: bytes) -> list[bytes]:
         """Returns the value of each rank, by rank; all ranks call this together.
 
@@ -248,6 +286,11 @@ class ProcessGroups:
                 for tensor, part in zip(same, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
+    def take_rows(self) -> list[dist.ProcessGroup]:
+        """Returns the groups that `divide` has made, and keeps no reference to them."""
+        rows, self._rows = self._rows, []
+        return rows
+
     def release(self) -> None:
         """Ends all work on the groups: when this returns, none runs any more."""
         with self._shut_lock:
@@ -262,7 +305,7 @@ class ProcessGroups:
         self.release()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
-            _closed_groups.append(dist.group.WORLD)
+            _closed_groups.extend([dist.group.WORLD, *self._rows])
             destroy_process_group()
 
 
@@ -273,7 +316,7 @@ def destroy_groups(groups: ProcessGroups) -> bool:
     these may hang for good (seen with torch 2.13: a send that a closed connection has swallowed).
     So a separate thread drops the last reference, and the destructor releases Python's lock.
     """
-    last = [dist.group.WORLD]
+    last = [dist.group.WORLD, *groups.take_rows()]
     groups.release()
     destroy_process_group()
     gc.collect()

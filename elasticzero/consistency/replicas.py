@@ -1,7 +1,8 @@
 """Verifies that the state that must be equal on all ranks is equal.
 
 What must be: the strategy's replicas (parameters, optimizer state, the gradient's norm), the
-optimizer's options, tracked objects, and the position in the data.
+optimizer's options, tracked objects, and the position in the data. Where every node holds all
+shards of the state (`--shard node`), each shard must be equal on all nodes.
 
 Rules:
  C1  A rank takes the digest of each of these at a boundary. The digest of all of them travels in
@@ -15,6 +16,8 @@ Rules:
      verifying takes SHARE of the time.
  C4  Where the digests differ the ranks exchange those of each tensor. A rank that differs from what
      more than half of the ranks have is quarantined. Where there is no such majority, all go back.
+ C5  The ranks of a node give each other the digests of their shards, so that each has those of all
+     shards. A rank whose shard differs thus makes its whole node differ.
 Invariant: a snapshot is replaced only by one that was captured after the former was verified.
 """
 
@@ -39,6 +42,7 @@ from elasticzero.consistency.differences import by_majority, difference, split
 from elasticzero.consistency.digests import combined, digests, of_value
 from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.serialization import encode
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.state.model import TRACKED
@@ -94,11 +98,14 @@ class ReplicaVerifier:
         groups: ProcessGroups | None,
         assignment: Assignment,
         replicas: Callable[[], Mapping[str, Tensor]],
+        shards: Callable[[], tuple[Mesh, Mapping[str, Tensor]]],
     ) -> None:
-        """Takes the tensors that every rank has whole now as `replicas`."""
+        """replicas: returns the tensors that every rank has whole now. shards: returns the rows of
+        ranks, and the tensors that the replicas of this rank's shard have too."""
         self._groups = groups
         self._assignment = assignment
         self._replicas = replicas
+        self._shards = shards
         self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
         self._every = assignment.verify_every
         self._interval = SigningInterval()
@@ -201,10 +208,22 @@ class ReplicaVerifier:
             torch.cuda.synchronize()
         began_s = time.monotonic()
         table = {**digests(self._replicas()), **digests(copy.tensors), **_values(copy)}
+        table |= self._shard_digests()
         state_digest = StateDigest(copy.step, table, combined(table))
         self._interval.digested(copy.step, began_s, time.monotonic())
         self._digested = copy.step
         return state_digest
+
+    def _shard_digests(self) -> dict[str, int]:
+        """Follows C5; returns nothing where there is one row of ranks."""
+        mesh, tensors = self._shards()
+        if mesh.replicas == 1 or self._groups is None:
+            return {}
+        row = torch.zeros(mesh.shards, dtype=torch.int64)
+        row[mesh.shard] = combined(digests(tensors))
+        if mesh.shards > 1:
+            row = self._groups.sum_of_row(row)
+        return {f"shard {index}": number for index, number in enumerate(row.tolist())}
 
 
 def _values(copy: BoundaryCopy) -> dict[str, int]:

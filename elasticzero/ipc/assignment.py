@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elasticzero.spans import ShardOver
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -31,8 +33,8 @@ class Resume:
     """RAM tier: the generation that wrote the snapshot."""
     sources: tuple[Source, ...] = ()
     """RAM tier: one source for each rank of the snapshot's world; several for one rank are
-    alternatives, not ordered by distance. A complete snapshot has world size 1 and only sources of
-    rank 0."""
+    alternatives, not ordered by distance. Where every node holds the whole state, the snapshot's
+    world is that of one node, or one rank: "ddp" has only sources of rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +116,16 @@ class Assignment:
     """Errors of generations that made no progress, newest last."""
     nodes: int = 1
     """Number of members of the generation's world."""
+    shard: ShardOver = "world"
+    """Ranks among which a strategy divides state."""
     error_file: str = ""
     """File for the error that ends the script, which torch's `record` names."""
     settings: WorkerSettings = field(default_factory=WorkerSettings)
+
+    @property
+    def row(self) -> int:
+        """Returns the number of ranks among which state is divided."""
+        return self.local_world_size if self.shard == "node" else self.world_size
 
     @property
     def visible_local_rank(self) -> int:

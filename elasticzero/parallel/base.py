@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.model import NamedModel, RankState, Spec
 
@@ -32,6 +33,24 @@ class LoadTarget:
     """As many elements as the span, of the stored dtype, in any shape."""
 
 
+class Agreement(Protocol):
+    """Makes the result of a step's last collective that of all ranks of a node, or of none."""
+
+    def begin(self) -> None:
+        """Begins another global batch."""
+
+    def offer(self, values: Tensor) -> None:
+        """Takes the values that this rank has received."""
+
+    def learn(self) -> Tensor | None:
+        """Returns the values that another rank of the node has committed, on the CPU, after this
+        rank's own collective has failed; None: none has, and none will."""
+
+    def commit(self) -> None:
+        """Binds all ranks of the node to the values that were offered; raises the error of a lost
+        peer where another rank was told first that there are none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Holds what a strategy is built from."""
@@ -44,6 +63,14 @@ class Setting:
     world_size: int
     gathered_dtype: torch.dtype | None = None
     """Format in which partitioned parameters are gathered for the forward; None: their own."""
+    mesh: Mesh | None = None
+    """The rows that hold the whole state each; None: all ranks are one row."""
+    agreement: Agreement | None = None
+    """What the ranks of a row agree by on a step; None: they need not."""
+
+    @property
+    def place(self) -> Mesh:
+        return self.mesh or Mesh.of_world(self.rank, self.world_size)
 
 
 class Strategy(Protocol):
@@ -54,10 +81,10 @@ class Strategy(Protocol):
     optimizer: torch.optim.Optimizer
     group_names: list[list[str]]
     """The parameters of each optimizer group, by name."""
-    replicated: bool
-    """Whether each rank alone holds the whole training state."""
     gradient_hook: GradientHook | None
     """`finish` calls it with the gradients, before their norm is taken."""
+    shards: int
+    """Number of ranks that hold the whole training state together: those of one row."""
 
     def expect(self, *, last: bool) -> None:
         """Announces a micro-batch. last: it is the last of its global batch."""

@@ -28,7 +28,7 @@ from elasticzero.state.model import MODEL, OPTIMIZER, RankState, Spec
 class Replicated:
     """Implements `Strategy`; the model is left as it is."""
 
-    replicated = True
+    shards = 1
 
     def __init__(self, setting: Setting) -> None:
         user_optimizer = open_optimizer(setting.factory, setting.named, pieces=False)

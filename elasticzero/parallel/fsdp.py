@@ -22,6 +22,7 @@ from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.gradients import GradientHook
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
@@ -35,10 +36,13 @@ class FullyPartitioned:
 
     def __init__(self, setting: Setting) -> None:
         self._rank, self._ranks = setting.rank, setting.world_size
-        self.replicated = setting.world_size == 1
+        self._mesh = setting.place
+        self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PartitionedOptimizer(user_optimizer, self._specs, setting.world_size)
+        self._pieced = PartitionedOptimizer(
+            user_optimizer, self._specs, self._mesh, setting.agreement
+        )
         self.optimizer = user_optimizer.optimizer
         self.group_names = user_optimizer.group_names
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
@@ -65,7 +69,7 @@ class FullyPartitioned:
             self._first(name),
             nn.Parameter(rows.to(dtype)),
             shape,
-            counts=bool(shape) or self._rank == 0,
+            counts=bool(shape) or self._mesh.shard == 0,
             values=None if dtype == rows.dtype else rows,
         )
 
@@ -165,7 +169,7 @@ class FullyPartitioned:
         if not shape:
             return 0
         width = self._specs[name].numel // shape[0] if shape[0] else 0
-        return chunk(shape[0], self._ranks, self._rank).start * width
+        return chunk(shape[0], self._mesh.shards, self._mesh.shard).start * width
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
@@ -188,9 +192,7 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
     """Applies `fully_shard` to the blocks of the model and to its root; returns the blocks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, setting.device.type)
-    options: dict[str, Any] = {"mesh": mesh}
+    options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
     if scalars:
         options["ignored_params"] = scalars
     if setting.gathered_dtype is not None:
@@ -202,6 +204,20 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
         fully_shard(block, **options)
     fully_shard(setting.model, **options)
     return blocks
+
+
+def _device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
+    """Returns torch's mesh: rows of ranks that FSDP2 divides tensors over, where there are several,
+    and the replicas."""
+    if mesh.replicas == 1:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device)
+    return DeviceMesh.from_group(
+        [mesh.replica_group, mesh.shard_group],
+        device,
+        mesh=torch.tensor(mesh.rows()),
+        mesh_dim_names=("replicas", "shards"),
+    )
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

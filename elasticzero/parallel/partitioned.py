@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
-from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget
+from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
 from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
 from elasticzero.parallel.gradients import GradientHook
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers import (
     MASTER,
     UserOptimizer,
@@ -24,6 +25,7 @@ from elasticzero.parallel.optimizers import (
     put_state,
     working_dtype,
 )
+from elasticzero.peer_errors import is_peer_error
 from elasticzero.spans import Rule, Span
 from elasticzero.state.model import OPTIMIZER, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks
@@ -70,15 +72,22 @@ class PartitionedOptimizer:
     """Runs the user's optimizer on this rank's pieces instead of whole parameters."""
 
     def __init__(
-        self, user_optimizer: UserOptimizer, specs: Mapping[str, Spec], world_size: int
+        self,
+        user_optimizer: UserOptimizer,
+        specs: Mapping[str, Spec],
+        mesh: Mesh,
+        agreement: Agreement | None = None,
     ) -> None:
         self.optimizer = user_optimizer.optimizer
         self.group_names = user_optimizer.group_names
         self.schemas = user_optimizer.schema_of()
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
-        self._ranks = world_size
         self.gradient_hook: GradientHook | None = None
+        self._ranks = mesh.world_size
+        self._first_row = mesh.replica == 0
+        """Whether sums over the ranks count this rank's pieces: other rows have the same."""
+        self._agreement = agreement
         self._norm: Tensor | None = None
         self.has_state = False
         self.used: set[str] = set()
@@ -91,6 +100,8 @@ class PartitionedOptimizer:
     def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
         """Gives the optimizer these pieces, each in its parameter's group."""
         self.pieces = dict(pieces)
+        for piece in self.pieces.values():
+            piece.counts = piece.counts and self._first_row
         for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
             group["params"] = [pieces[name].parameter for name in names if name in pieces]
 
@@ -104,6 +115,8 @@ class PartitionedOptimizer:
         blocks: a number below 2**20 that stands for what has run here; where it is not the same on
         all ranks the norm is NaN, and `suspects` raises `UserError`.
         """
+        if self._agreement is not None:
+            self._agreement.begin()
         gradients = self._gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -133,8 +146,20 @@ class PartitionedOptimizer:
         return {name: grad for name, grad in grads if grad is not None}
 
     def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        if self._ranks > 1:
+        """Sums over all ranks. Ranks that agree on steps learn from each other what a lost peer
+        has kept from one of them."""
+        if self._ranks == 1:
+            return numbers
+        agreement = self._agreement
+        try:
             dist.all_reduce(numbers)
+        except RuntimeError as error:
+            found = agreement.learn() if agreement is not None and is_peer_error(error) else None
+            if found is None:
+                raise
+            return found
+        if agreement is not None:
+            agreement.offer(numbers)
         return numbers
 
     def _square(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -34,11 +34,12 @@ class FlatBuckets:
 
     def __init__(self, setting: Setting, stage: int) -> None:
         self.model = setting.model
-        self.replicated = setting.world_size == 1
+        mesh = setting.place
+        self.shards = mesh.shards
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PartitionedOptimizer(user_optimizer, specs, setting.world_size)
+        self._pieced = PartitionedOptimizer(user_optimizer, specs, mesh, setting.agreement)
         self.optimizer = user_optimizer.optimizer
         self.group_names = user_optimizer.group_names
         optimized = {name for names in self.group_names for name in names}
@@ -48,15 +49,15 @@ class FlatBuckets:
             if name in optimized and parameter.requires_grad and parameter.numel()
         }
         self._buckets = [
-            FlatBucket(list(names), [trained[n] for n in names], setting.rank, setting.world_size)
+            FlatBucket(list(names), [trained[n] for n in names], mesh.shard, mesh.shards)
             for names in deal(trained, self._pieced.schemas)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._scatter = GradientScatter(self._buckets, stage)
-        self._gather = ParameterGather(setting.model, self._buckets)
+        self._scatter = GradientScatter(self._buckets, stage, mesh)
+        self._gather = ParameterGather(setting.model, self._buckets, mesh)
         self._last = True
 
     def expect(self, *, last: bool) -> None:

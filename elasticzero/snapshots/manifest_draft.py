@@ -25,16 +25,23 @@ class WriterInfo:
     generation: int
     token: str
     strategy: str
+    replicas: int = 1
+    """Number of rows of ranks that hold the whole state each, and divide the writing."""
 
     @classmethod
-    def of(cls, assignment: Assignment, strategy: str, *, complete: bool) -> WriterInfo:
-        """Returns the writer of an assignment; complete: this rank writes the state of all."""
+    def of(
+        cls, assignment: Assignment, strategy: str, shards: int, *, complete: bool
+    ) -> WriterInfo:
+        """Returns the writer of an assignment. shards: number of ranks that hold the whole state
+        together. complete: these alone write it, and not all ranks a part."""
+        world_size = assignment.world_size
         return cls(
-            rank=0 if complete else assignment.rank,
-            world_size=1 if complete else assignment.world_size,
+            rank=assignment.rank % shards if complete else assignment.rank,
+            world_size=shards if complete else world_size,
             generation=assignment.generation,
             token=assignment.token,
             strategy=strategy,
+            replicas=1 if complete or shards == 1 else world_size // shards,
         )
 
 
@@ -63,6 +70,7 @@ def draft(
             Group(p.rule, p.names, tuple(min(r, world_size - 1) for r in p.ranks))
             for p in share.partitions
         ),
+        replicas=writer.replicas,
     )
     if before == layout:
         layout = before

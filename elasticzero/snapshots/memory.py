@@ -23,7 +23,7 @@ class Sizes:
     shard: int
     """Size of one rank's shard."""
     whole: int = 0
-    """Size of the complete state if each rank has all of it; else 0."""
+    """Size of the complete state if the node has all of it; else 0."""
 
 
 def memory_shortage(

@@ -52,24 +52,24 @@ class StateStager:
         strategy: str,
         share: Callable[[], RankState],
         *,
-        replicated: bool,
+        shards: int,
         saving: bool,
         save: Callable[[Manifest, list[TensorPiece]], None] | None = None,
     ) -> None:
-        """replicated: each rank holds the whole state. saving: checkpoints are written. save:
-        without an agent, it writes a checkpoint at once; it raises `ElasticZeroError`."""
+        """shards: number of ranks with the whole state. saving: checkpoints are written. save:
+        without an agent, it writes one at once; it raises `ElasticZeroError`."""
         self._save = save
         self._link = link
         self._assignment = a = link.assignment
         self.strategy = strategy
-        self._share = share
-        self._replicated = replicated
+        self._share, self._shards = share, shards
+        self.replicated = shards == 1 or shards < a.world_size
+        """True if this rank or node holds the whole state."""
         self._saving = saving and a.checkpoint_dir is not None
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
-        self._takes_snapshots = (
-            not link.standalone and a.snapshot_every != 0 and (not replicated or a.world_size == 1)
-        )
+        held_once = shards == a.world_size and not link.standalone
+        self._takes_snapshots = held_once and a.snapshot_every != 0
         self._schedule = CaptureSchedule(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()
@@ -119,9 +119,9 @@ class StateStager:
         manifest, _ = self._draft(copy, self._writer_info(complete=False))
         shard = shard_header(manifest, a.rank)[1]
         whole = 0
-        if self._replicated:
+        if self.replicated:
             manifest, _ = draft(self._share(), copy, self._writer_info(complete=True))
-            whole = shard_header(manifest, 0)[1]
+            whole = self._shards * shard_header(manifest, a.rank % self._shards)[1]
         short = memory_shortage(
             a,
             Sizes(shard=shard, whole=whole),
@@ -358,12 +358,12 @@ class StateStager:
 
         After peers were lost, a divided state does not replace a snapshot in flight.
         """
-        return self._agreed or self._replicated or not self._schedule.copying
+        return self._agreed or self.replicated or not self._schedule.copying
 
     def capture_at_stop(self, copy: BoundaryCopy) -> Captured:
-        """Captures the snapshot of the stop protocol: the complete state if this rank has it."""
+        """Captures the snapshot of the stop protocol: this rank's shard of the whole state."""
         began_s = time.monotonic()
-        writer = self._writer_info(complete=self._replicated)
+        writer = self._writer_info(complete=True)
         self._reservation.wait()
         manifest, pieces = self._draft(copy, writer)
         keep = self._states_to_keep()
@@ -397,4 +397,4 @@ class StateStager:
         print(text, file=sys.stderr, flush=True)
 
     def _writer_info(self, *, complete: bool) -> WriterInfo:
-        return WriterInfo.of(self._assignment, self.strategy, complete=complete)
+        return WriterInfo.of(self._assignment, self.strategy, self._shards, complete=complete)

@@ -56,7 +56,8 @@ def gather_state_dict(
         if groups is not None and groups.rank_info.world_size > 1 and full in by_rows:
             spec, held = share.specs[full], share.held[full]
             whole = torch.zeros(spec.numel, dtype=spec.dtype, device=held.tensor.device)
-            whole[held.start : held.start + held.tensor.numel()] = held.tensor.reshape(-1)
+            if groups.rank_info.rank < strategy.shards:  # other rows hold the same
+                whole[held.start : held.start + held.tensor.numel()] = held.tensor.reshape(-1)
             value = groups.sum(whole.view(torch.uint8)).view(spec.dtype).view(spec.shape)
         else:
             value = share.held[full].tensor.view(share.specs[full].shape)

@@ -22,6 +22,7 @@ from elasticzero.state.model import NamedModel
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
 from elasticzero.training.precision import Compute
+from elasticzero.training.rows import Rows
 from elasticzero.training.training_state import TrainingState
 
 
@@ -74,6 +75,7 @@ def prepare_training(
         every = {**named.parameters, **dict(model.named_buffers())}
         groups.broadcast({key: tensor.data for key, tensor in every.items()})
     names = StateNames.of(model, named)
+    rows = Rows.arrange(assignment, groups, strategy)
     setting = Setting(
         model=model,
         named=named,
@@ -82,6 +84,8 @@ def prepare_training(
         rank=assignment.rank,
         world_size=assignment.world_size,
         gathered_dtype=compute.dtype,
+        mesh=rows.mesh,
+        agreement=rows.agreement,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
@@ -92,12 +96,13 @@ def prepare_training(
         place.link,
         strategy,
         laid.rank_state,
-        replicated=laid.replicated,
+        shards=laid.shards,
         saving=place.saving,
         save=place.save,
     )
     auxiliary = _auxiliary_state(named, laid, place.device)
     state = TrainingState(place.link, groups, laid, auxiliary, stager)
+    state.rows = rows
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())
     return Prepared(training=state, state_dict=lambda: gather_state_dict(names, laid, groups))

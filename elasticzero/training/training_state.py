@@ -24,11 +24,13 @@ from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.peer_errors import is_peer_error
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.state.model import MODEL
+from elasticzero.training.rows import Rows
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
@@ -78,6 +80,8 @@ class TrainingState:
         """True while the script is in a loop over batches."""
         self.left_at = ""
         """The place where the script left its last loop early; empty: it did not."""
+        self.rows = Rows(Mesh.of_world(link.assignment.rank, link.assignment.world_size))
+        """The rows of ranks that hold the whole state each."""
         self.gradients = HiddenGradients(())
         """The gradients of parameters that are partitioned."""
         self.applying = False
@@ -91,7 +95,12 @@ class TrainingState:
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
-        self._verifier = ReplicaVerifier(groups, link.assignment, lambda: self.strategy.replicas())
+        self._verifier = ReplicaVerifier(
+            groups,
+            link.assignment,
+            lambda: self.strategy.replicas(),
+            lambda: (self.rows.mesh, self.rows.own_shard(self.strategy)),
+        )
 
     def restore(self) -> int:
         """Loads the state that the assignment names; returns the bytes read."""
@@ -185,7 +194,7 @@ class TrainingState:
         norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
         not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
         """
-        self._verify_collectives()  # the gradients
+        self.rows.verify_gradients(self._verify_collectives)
         value = float(norm)
         if not math.isfinite(value):
             raise self._not_finite()
@@ -292,7 +301,7 @@ class TrainingState:
         applied, self._applied = self._applied, False
         lost = None
         if applied:
-            if self.auxiliary.tracked or not self.strategy.replicated:
+            if self.auxiliary.tracked or self.strategy.shards > 1:
                 lost = self._verify_unless_no_collective()
             self.position = self.next_position
             lost = lost or self._sync_buffers()
@@ -342,11 +351,16 @@ class TrainingState:
         try:
             self._verifier.raise_difference()
         except PeerSetAside:
-            self.clean = self.strategy.replicated
+            self.clean = self.stager.replicated
             raise
         except UserError:
             self.clean = True
             raise
+
+    def close(self) -> None:
+        """Releases what the generation holds besides its objects."""
+        self.stager.close()
+        self.rows.close()
 
     def snapshot(self) -> Captured:
         """Captures the state of the last boundary for the stop protocol."""

@@ -75,7 +75,7 @@ class Generation:
         code = run_stop_protocol(self.link, error, self._stop_state())
         traceback.clear_frames(error.__traceback__)  # they refer to the script's objects
         if self.training is not None:
-            self.training.stager.close()
+            self.training.close()
         return EndedGeneration(code, self.groups)
 
     def _abort(self, groups: ProcessGroups) -> None:
@@ -94,7 +94,7 @@ class Generation:
         return StopState(
             step=training.step,
             clean=clean,
-            complete=training.strategy.replicated,
+            complete=training.strategy.shards == 1,
             results_suspect=self.groups is not None and self.groups.results_suspect,
             save=training.snapshot if clean else None,
             shut=shut,

@@ -52,6 +52,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             host=member.host,
             store_fd=None,
             strategy=world.strategy,
+            shard=world.shard,
             resume=world.resume,
             trained=index < world.trained,
             snapshot_root=str(options.snapshot_dir),

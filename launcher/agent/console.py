@@ -72,12 +72,12 @@ class AgentConsole:
 
     def world(self, world: World, *, session: bool) -> None:
         """Prints a new generation."""
-        mine = self._options.policy.strategy
-        if mine != world.strategy:
-            text = (
-                f"this job trains with --strategy {world.strategy}; {mine}, given here, is ignored"
-            )
-            self.log_line(text)
+        for name in ("strategy", "shard"):
+            mine, its = getattr(self._options.policy, name), getattr(world, name)
+            if mine != its:
+                self.log_line(
+                    f"this job trains with --{name} {its}; {mine}, given here, is ignored"
+                )
         resume = world.resume
         origin = {
             "fresh": fresh_start(world.generation, session=session),

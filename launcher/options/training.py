@@ -6,9 +6,11 @@ snapshots, and what is verified.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.values import at_least_zero, steps_or_auto, whole_number
-from elasticzero.spans import STRATEGIES
+from elasticzero.spans import STRATEGIES, ShardOver
 
 TRAINING_OPTIONS = (
     Option(
@@ -18,6 +20,14 @@ TRAINING_OPTIONS = (
         "ddp",
         choices=STRATEGIES,
         field="policy.strategy",
+    ),
+    Option(
+        ("--shard",),
+        "A strategy divides state over all ranks of the world, or over those of each node, so that "
+        "every node holds the whole state. ddp divides nothing.",
+        "world",
+        choices=get_args(ShardOver),
+        field="policy.shard",
     ),
     Option(
         ("--checkpoint-dir",),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.serialization import decode, decode_rows, encode
+from elasticzero.spans import ShardOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,8 @@ class World:
     skipped: SkippedCheckpoint | None = None
     """Damaged checkpoint that `reason` mentions; None: it mentions none, or a version without this
     field wrote this document."""
+    shard: ShardOver = "world"
+    """Ranks among which the strategy divides state."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -246,17 +249,21 @@ class Done:
     without this field wrote this document."""
 
 
-NOT_WRITTEN_EMPTY: tuple[tuple[type, str], ...] = ((World, "skipped"), (Done, "end_reason"))
-"""Fields that are left out where they are empty, so that the bytes are those of versions without
-them."""
+LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
+    (World, "skipped", None),
+    (World, "shard", "world"),
+    (Done, "end_reason", ""),
+)
+"""Fields that are left out where they have this value, so that the bytes are those of versions
+without them."""
 
 
 def to_bytes(document: Any) -> bytes:
     """Returns the stored form of a document; a world's members and sources are rows, not
     objects."""
     value = encode(document)
-    for kind, name in NOT_WRITTEN_EMPTY:
-        if isinstance(document, kind) and not getattr(document, name):
+    for kind, name, usual in LEFT_OUT:
+        if isinstance(document, kind) and getattr(document, name) == usual:
             del value[name]
     if isinstance(document, World):
         value["members"] = [list(encode(member).values()) for member in document.members]

@@ -23,6 +23,7 @@ the oldest registration. Its rules:
  L9  While the store is away, request nothing of the workers: no agent could write the world, or the
      end, for which they would stop (L6 and L7; A11 for a node that leaves).
  L10 A drained registration is taken into no world, even if its node may not know of it yet.
+ L11 With --shard node all nodes of a world have as many workers; others wait.
 Rules of liveness, for L3; a lapsed lease is only a suspicion:
  V1  It counts only while the agent's own lease is confirmed, and the store has been well for a TTL.
  V2  It does not count while steps prove that the member is alive: a step was finished with it after
@@ -56,7 +57,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     still_quarantined,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlock
-from elasticzero.launcher.protocol.placement import order_members
+from elasticzero.launcher.protocol.placement import alike, order_members
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.protocol.termination import (
@@ -116,6 +117,20 @@ def candidates_of(view: View) -> list[Member]:
     return [member for member in members if not view.control.drains(member)]
 
 
+def unlike(odd: Member, member: Member) -> str:
+    """Returns why two nodes cannot be in one world."""
+    return (
+        f"{odd.node} has {count_text(odd.nproc, 'worker')}, and {member.node} has {member.nproc}; "
+        "--shard node needs the same --nproc-per-node on all nodes"
+    )
+
+
+def joiners_of(view: View, world: World) -> list[Member]:
+    """Returns the nodes that wait for a place and that the world may take: L11."""
+    found = alike(candidates_of(view), world.shard, world.members[0].nproc)
+    return [member for member in found if not world.names(member)]
+
+
 def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if view.leaving:
         return Decision((ExitAgent(ExitCode.LEFT),), "leaving before the job began")
@@ -132,10 +147,13 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         return stop_from_storage(view)
     if view.remnants:
         return wait(REMNANTS)
-    candidates = candidates_of(view)
+    registered = candidates_of(view)
+    candidates = alike(registered, policy.shard)
     here = len(candidates)
     if here < policy.min_nodes:
-        return wait(f"{here} of at least {policy.min_nodes} nodes are here")
+        odd = [member for member in registered if member not in candidates]
+        why = f"; {unlike(odd[0], candidates[0])}" if odd else ""
+        return wait(f"{here} of at least {policy.min_nodes} nodes are here{why}")
     settling_s = view.last_join_s + policy.settle_s - now_s
     if here < policy.max_nodes and settling_s > 0:
         return wait(f"{here} nodes are here; waiting {policy.settle_s:g} s for more")
@@ -151,6 +169,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         token=view.token,
         members=members,
         strategy=policy.strategy,
+        shard=policy.shard,
         resume=resume,
         reason=cause + skipped_checkpoint_note(view, resume),
         bad_steps=view.bad_steps,
@@ -172,6 +191,8 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         if view.me.node in aside:
             why = quarantine_reason(world.strikes, view.me.node)
             return wait(f"set aside, for a place in {after} later: {why}")
+        if not alike([view.me], world.shard, world.members[0].nproc):
+            return wait(f"set aside: {unlike(view.me, world.members[0])}")
         return wait(f"waiting for a place in {after}")
     if now_s - max(view.missing_since_s.values()) < policy.lease_ttl_s:
         return wait(
@@ -181,7 +202,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         return stop_from_storage(view)
     if view.remnants:
         return wait(REMNANTS)
-    candidates = candidates_of(view)
+    candidates = alike(candidates_of(view), world.shard)
     waiting = still_quarantined(
         aside, world.strikes, {m.node for m in candidates}, policy.min_nodes
     )
@@ -201,6 +222,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         token=view.token,
         members=members,
         strategy=world.strategy,
+        shard=world.shard,
         resume=resume,
         reason=cause + skipped_checkpoint_note(view, resume),
         skipped=skipped_checkpoint(view, resume, cause),
@@ -246,7 +268,7 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
             view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(policy.max_nodes, 'node')}"
         )
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
-    waiting = [m.node for m in candidates_of(view) if not world.names(m)]
+    waiting = [m.node for m in joiners_of(view, world)]
     spare = [node for node in waiting if node not in aside]
     settled = now_s - view.last_join_s >= policy.grow_settle_s
     if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):

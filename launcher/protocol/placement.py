@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.spans import ShardOver
 
 
 def replica_source_index(index: int, count: int) -> int | None:
@@ -21,6 +22,15 @@ def replica_source_index(index: int, count: int) -> int | None:
         return None
     ring = count - 3 if count % 2 else count
     return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
+
+
+def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = None) -> list[Member]:
+    """Returns the members that one world may have: where each node divides the whole state among
+    its workers, those with `workers` workers; None: with as many as the first has."""
+    if shard == "world" or not members:
+        return list(members)
+    wanted = members[0].nproc if workers is None else workers
+    return [member for member in members if member.nproc == wanted]
 
 
 def order_members(

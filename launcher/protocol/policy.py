@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from elasticzero.launcher.protocol.documents import (
     Control,
 )
+from elasticzero.spans import ShardOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class JobPolicy:
     spares: int | None = None
     """Maximum number of nodes that may wait beyond `max_nodes`; None: no limit."""
     strategy: str = "ddp"
+    shard: ShardOver = "world"
     max_restarts: int = 3
     """Number of failures in a row without progress after which the job has failed."""
     join_timeout_s: float = 600.0

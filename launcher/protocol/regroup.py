@@ -28,7 +28,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     trained,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
-from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, candidates_of
+from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, joiners_of
 from elasticzero.launcher.protocol.placement import order_members
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
@@ -126,7 +126,7 @@ def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> 
     """Returns the nodes that the next world could have: members that stay, and waiting nodes that
     are not set aside."""
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
-    waiting = {m.node for m in candidates_of(view) if not world.names(m)}
+    waiting = {m.node for m in joiners_of(view, world)}
     return (waiting - aside.keys()) | {member.node for member in staying}
 
 
@@ -159,6 +159,7 @@ def _judged(
         token=view.token,
         members=(),
         strategy=world.strategy,
+        shard=world.shard,
         resume=resume,
         reason="",
         fruitless=count,
@@ -180,8 +181,8 @@ def _next_world(
     world, cause = view.world, found.cause
     assert world is not None
     stay = {m.node for m in found.staying}
-    registered = [] if view.remnants else candidates_of(view)
-    joiners = [m for m in registered if m.node not in stay and not world.names(m)]
+    registered = [] if view.remnants else joiners_of(view, world)
+    joiners = [m for m in registered if m.node not in stay]
     here = {m.node for m in (*joiners, *found.staying)}
     waiting = still_quarantined(found.aside, following.strikes, here, policy.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))

@@ -10,8 +10,9 @@ Pure. Rules (`choose_resume`):
 4. If no state exists anywhere, the job starts fresh.
 5. Where ranks were found to differ, no state counts that is newer than the last step at which they
    were equal: a snapshot of this generation, or a checkpoint. If there is none, the whole state
-   counts that a rank of a majority has handed over, else the state that this generation itself
-   started from. A checkpoint is always of a step at which the ranks were equal.
+   counts that a rank of a majority (or a node, where state is divided within nodes) has handed
+   over, else the state that this generation itself started from. A checkpoint is always of a step
+   at which the ranks were equal.
 """
 
 from __future__ import annotations
@@ -58,13 +59,17 @@ def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> lis
     whole = [
         resume
         for resume in candidates
-        if resume.tier == "ram"
-        and resume.step > verified
-        and {source.rank for source in resume.sources} == {0}
+        if resume.tier == "ram" and resume.step > verified and _of_one_node(world, resume)
     ]
     if verified == 0:
         return fresh
     return equal if newer else (whole or equal or fresh)
+
+
+def _of_one_node(world: World, resume: Resume) -> bool:
+    """Returns whether a snapshot is of one rank or node that held the whole state."""
+    size = len({source.rank for source in resume.sources})
+    return size == 1 or size < world.world_size
 
 
 def _as_held(origin: Resume, found: Resume) -> Resume:

@@ -104,6 +104,32 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", drawn("zero1"))
+def test_nodes_that_hold_everything_die_come_and_leave_without_a_lost_step(
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """`--shard node`, two workers a node: no snapshot is taken while training, none is missed."""
+    checkpoints = tmp_path / "checkpoints"
+    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    words += ["--nproc-per-node", "2", "--shard", "node", str(REGRESSION), "--pause", "0.04"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(10)
+        told.cluster.kill_node(told.node(0))
+        told.wait_for_first_step(2)
+        told.cluster.start_node()
+        told.wait_for_first_step(3)
+        told.cluster.drain(told.node(1))
+        codes = told.wait_for_end()
+    assert codes == {"node-0": -9, "node-1": 75, "node-2": 0}
+    assert told.lineage.recomputed == 0
+    worlds = {event["generation"]: event for event in told.of("world")}
+    assert [worlds[n]["tier"] for n in (2, 3, 4)] == ["ram"] * 3
+    assert [worlds[n]["world_size"] for n in (1, 2, 3, 4)] == [4, 2, 4, 2]
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
 @pytest.mark.timeout(120)
 def test_a_killed_worker_costs_at_most_a_step_under_ddp(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

@@ -91,6 +91,59 @@ def test_weights_are_those_of_one_plain_process(
     assert losses[0] != losses[1] != losses[2]
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_state_divided_within_nodes_gives_the_same_weights(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Nodes times workers 3 x 2, 2 x 1 and 1 x 2 over the world, each from the former's file."""
+    told: dict[str, Any] = {"strategy": strategy, "micro": 1, "clip": 0.5, "weighted": True}
+    told["state"] = str(tmp_path / "state")
+    resume = Resume(tier="fresh")
+    worlds = ((6, 2, "node"), (2, 1, "node"), (2, 2, "world"), (4, 2, "node"))
+    steps = (9, 15, 20, 31)
+    for generation, (last, (ranks, row, shard)) in enumerate(zip(steps, worlds, strict=True), 1):
+        running = pool.start(
+            HERE / "training_exact.py",
+            [json.dumps(told | {"steps": last})],
+            ranks,
+            row=row,
+            shard=shard,
+            generation=generation,
+            resume=resume,
+            checkpoint_dir=str(tmp_path / "checkpoints"),
+        )
+        assert running.finish() == last
+        resume = Resume(tier="storage", step=last)
+    expected = plain(steps[-1], weighted=True)
+    assert_close(tmp_path / "checkpoints", expected)
+    gathered = json.loads((tmp_path / "state").read_text())
+    for name, value in gathered.items():
+        if f"model/{name}" in expected:
+            wanted = expected[f"model/{name}"]
+            assert (torch.tensor(value, dtype=wanted.dtype) - wanted).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize(("first", "reached"), [(0, 8), (1, 7)])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.chaos)])
+def test_the_ranks_of_a_node_stay_at_one_step_when_another_dies(
+    pool: Pool, tmp_path: Path, strategy: str, first: int, reached: int
+) -> None:
+    """Of two nodes one dies in the last collective of step 8, which only rank 0 of the other has.
+    If rank 0 goes on first, both its ranks apply the step; if rank 1 does, neither."""
+    told: dict[str, Any] = {"strategy": strategy, "micro": 1, "clip": 0.5, "weighted": False}
+    told["lose"] = {"step": 7, "ranks": [2, 3], "without": 1, "first": first}
+    given: dict[str, Any] = {"row": 2, "shard": "node", "checkpoint_dir": str(tmp_path / "c")}
+    script, words = HERE / "training_rows.py", [json.dumps(told | {"steps": STEPS[0]})]
+    running = pool.start(script, words, 4, generation=1, **given)
+    running.until(running.ended)
+    resume = running.resume()
+    assert {(source.rank, source.node) for source in resume.sources} == {(0, "node0"), (1, "node0")}
+    assert resume.step == reached, running.logs()
+    again = pool.start(script, words, 2, generation=2, resume=resume, **given)
+    assert again.finish() == STEPS[0]
+    assert_close(tmp_path / "c", plain(STEPS[0], weighted=False))
+
+
 @pytest.mark.parametrize(("dtype", "worlds"), [("float64", [1, 2, 3]), ("bfloat16", [1, 3])])
 def test_any_checkpoint_loads_into_any_strategy_at_any_world_size(
     pool: Pool, tmp_path: Path, dtype: str, worlds: list[int]

@@ -101,10 +101,10 @@ class Pool:
     def start(
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
     ) -> Running:
-        """The first `world_size` workers of a world of `of` (all of it), one a node; `given` goes
-        into each assignment, and `odd` changes those of single ranks. Nodes hold no snapshots of
-        worlds before it, unless it goes on from them."""
-        of = given.pop("of", world_size)
+        """The first `world_size` workers of a world of `of` (all of it), one a node, or `row` a
+        node; `given` goes into each assignment, and `odd` changes those of single ranks. Nodes hold
+        no snapshots of worlds before it, unless it goes on from them."""
+        of, row = given.pop("of", world_size), given.pop("row", 1)
         odd = given.pop("odd", {})
         self._started += 1
         self._memories += given.get("resume", Resume(tier="fresh")).tier != "ram"
@@ -124,20 +124,21 @@ class Pool:
         for rank in range(world_size):
             assignment = Assignment(
                 job="test",
-                node=f"node{rank}",
+                node=f"node{rank // row}",
                 generation=given.get("generation", self._started),
                 token=token,
                 rank=rank,
-                local_rank=rank,
+                local_rank=rank if row == 1 else rank % row,
                 world_size=of,
-                local_world_size=1,
-                group_rank=rank,
+                local_world_size=row,
+                group_rank=rank // row,
+                nodes=of // row,
                 master_address="127.0.0.1",
                 master_port=store.getsockname()[1],
                 store_fd=None,
                 strategy="ddp",
                 resume=Resume(tier="fresh"),
-                snapshot_root=str(self.folder / f"snapshots-{self._memories}" / f"node{rank}"),
+                snapshot_root=str(self._memory_of(rank // row)),
             )
             assignment = replace(assignment, **given)
             assignment = odd.get(rank, lambda same: same)(assignment)
@@ -146,6 +147,12 @@ class Pool:
         store.close()
         self._worlds.append(Running(self, workers, assignments))
         return self._worlds[-1]
+
+    def _memory_of(self, node: int) -> Path:
+        """The directory that the node's agent would own."""
+        root = self.folder / f"snapshots-{self._memories}" / f"node{node}"
+        root.mkdir(parents=True, exist_ok=True)
+        return root
 
     def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
         log = self.folder / f"{self._started}-{assignment.rank}.log"

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.spans import EMPTY, Span, chunk, covering, even, fsdp_rows, intersect
+from elasticzero.spans import (
+    EMPTY,
+    Span,
+    chunk,
+    chunks_within,
+    covering,
+    even,
+    fsdp_rows,
+    intersect,
+)
 
 spans = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: Span(min(p), max(p)))
 worlds = st.integers(1, 9)
@@ -36,6 +45,22 @@ def test_chunks_are_ceil_sized_and_in_order(total: int, world: int) -> None:
     size = -(-total // world)
     assert [i for c in chunks for i in range(c.start, c.stop)] == list(range(total))
     assert all(len(c) == size for c in chunks if c and c.stop < total)
+
+
+@given(st.integers(0, 50), worlds, worlds, spans)
+def test_the_ranks_at_one_place_of_all_rows_divide_its_chunk(
+    total: int, row: int, replicas: int, within: Span
+) -> None:
+    world = row * replicas
+    parts = {rank: chunk(total, world, rank, replicas) for rank in range(world)}
+    for place in range(row):
+        whole = chunk(total, row, place)
+        pieces = [parts[rank] for rank in range(place, world, row)]
+        found = [i for part in pieces for i in range(part.start, part.stop)]
+        assert found == list(range(whole.start, whole.stop))
+    within = intersect(within, Span(0, total))
+    wanted = {rank: part for rank, part in parts.items() if intersect(part, within)}
+    assert dict(chunks_within(total, world, replicas, within)) == wanted
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), worlds)

@@ -2,6 +2,7 @@
 
 On the CPU both are direct messages between each two ranks, which take less time than gloo's own
 collectives (`docs/decisions/0026-direct-exchanges.md`). Elsewhere they are the backend's.
+The ranks are those of one row of the mesh.
 Shapes: E elements of a tensor, C = E / ranks elements of one rank's chunk.
 """
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from elasticzero.parallel.mesh import Mesh
 
 TAG = 0x657A
 """Keeps these messages apart from those that a script sends by itself."""
@@ -24,33 +27,40 @@ def is_direct(flat_E: Tensor) -> bool:
     return flat_E.device.type == "cpu"
 
 
-def begin_reduce_scatter(flat_E: Tensor, received: Tensor | None, rank: int) -> list[Any]:
+def begin_reduce_scatter(flat_E: Tensor, received: Tensor | None, mesh: Mesh) -> list[Any]:
     """Begins to sum the ranks' tensors; returns what must be waited for.
 
     received: room for the chunks of the other ranks, of shape (ranks - 1, C), which the caller adds
     to its own chunk after the wait; None: this rank's chunk of `flat_E` becomes the sum.
     """
-    ranks = dist.get_world_size()
+    ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
     chunks = flat_E.view(ranks, -1)
     if received is None:
-        return [_reduce_scatter(chunks[rank], flat_E, async_op=True)]
+        return [_reduce_scatter(chunks[own], flat_E, group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
-        source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        works.append(dist.irecv(received[distance - 1], source, tag=TAG))
-        works.append(dist.isend(chunks[target], target, tag=TAG))
+        source, target = (own - distance) % ranks, (own + distance) % ranks
+        works.append(dist.irecv(received[distance - 1], mesh.rank_of(source), group, TAG))
+        works.append(dist.isend(chunks[target], mesh.rank_of(target), group, TAG))
     return works
 
 
-def begin_all_gather(flat_E: Tensor, rank: int) -> list[Any]:
+def begin_all_gather(flat_E: Tensor, mesh: Mesh) -> list[Any]:
     """Begins to fill in the chunks of the other ranks; returns what must be waited for."""
-    ranks = dist.get_world_size()
+    ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
     chunks = flat_E.view(ranks, -1)
     if not is_direct(flat_E):
-        return [_all_gather(flat_E, chunks[rank], async_op=True)]
+        return [_all_gather(flat_E, chunks[own], group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
-        source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        works.append(dist.irecv(chunks[source], source, tag=TAG))
-        works.append(dist.isend(chunks[rank], target, tag=TAG))
+        source, target = (own - distance) % ranks, (own + distance) % ranks
+        works.append(dist.irecv(chunks[source], mesh.rank_of(source), group, TAG))
+        works.append(dist.isend(chunks[own], mesh.rank_of(target), group, TAG))
     return works
+
+
+def begin_replica_sum(reduced_C: Tensor, mesh: Mesh) -> list[Any]:
+    """Begins to sum the chunks of one place in all rows; returns what must be waited for."""
+    if mesh.replicas == 1:
+        return []
+    return [dist.all_reduce(reduced_C, group=mesh.replica_group, async_op=True)]

@@ -18,6 +18,7 @@ from torch import nn
 
 from elasticzero.parallel.buckets.exchange import begin_all_gather
 from elasticzero.parallel.buckets.layout import FlatBucket
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.torch_internals import call_before_compiling
 
 _WAIT = "_elasticzero_wait"
@@ -51,11 +52,22 @@ def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     parameter.__class__ = kind
 
 
-class ParameterGather:
-    """Brings the parameters of flat buckets up to date on all ranks."""
+class _NotBegun:
+    """Stands for a gather that could not begin, since a peer is gone."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+class ParameterGather:
+    """Brings the parameters of flat buckets up to date on all ranks of a row."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket], mesh: Mesh) -> None:
         self.buckets = buckets
+        self._mesh = mesh
         self._works: dict[FlatBucket, list[Any]] = {}
         """The gathers that are under way."""
         self._awaits_compiler = True
@@ -72,10 +84,16 @@ class ParameterGather:
                 module.register_forward_pre_hook(self._hook(list(needed)), prepend=True)
 
     def begin(self, bucket: FlatBucket) -> None:
-        """Begins to gather a bucket, of which this rank's chunk is up to date."""
+        """Begins to gather a bucket, of which this rank's chunk is up to date.
+
+        The wait for it raises the error of a lost peer: a step that has begun is taken to its end.
+        """
         if bucket.world_size == 1:
             return
-        self._works[bucket] = begin_all_gather(bucket.flat_E, bucket.rank)
+        try:
+            self._works[bucket] = begin_all_gather(bucket.flat_E, self._mesh)
+        except RuntimeError as error:
+            self._works[bucket] = [_NotBegun(error)]
         self._awaits_compiler = self._awaits_compiler and not call_before_compiling(self._compiling)
 
     def leave_pending(self) -> None:

@@ -27,7 +27,9 @@ class FlatBucket:
     names: list[str]
     parameters: list[nn.Parameter]
     rank: int
+    """This rank's place in its row of the mesh."""
     world_size: int
+    """Number of ranks in a row."""
     flat_E: Tensor = field(init=False)
     shapes: list[tuple[int, ...]] = field(init=False)
     """Of the parameters; to ask one itself would wait while it is gathered."""

@@ -21,6 +21,8 @@ Rules:
      once more.
  F5  A pool lends memory for at most POOL_BUCKETS of the largest buckets. Where it is used up, the
      oldest exchange is waited for; where none is under way, it lends more for this time.
+ F6  Where state is divided within nodes, a chunk that is complete is summed over its replicas too,
+     once in a global batch, in the order of the buckets.
 Shapes: E elements of a bucket with its padding, N of its parameters.
 """
 
@@ -36,8 +38,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.memory_estimate import POOL_BUCKETS
-from elasticzero.parallel.buckets.exchange import begin_reduce_scatter, is_direct
+from elasticzero.parallel.buckets.exchange import (
+    begin_reduce_scatter,
+    begin_replica_sum,
+    is_direct,
+)
 from elasticzero.parallel.buckets.layout import FlatBucket
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.reducer import sparse, too_late
 
 
@@ -105,6 +112,8 @@ class _Gradient:
     late: bool = False
     """It is exchanged at the end of a backward: F4."""
     works: list[Any] = field(default_factory=list)
+    replica_works: list[Any] | None = None
+    """The sum over the replicas of the chunk; None: it has not begun."""
     received: Tensor | None = None
     lent: list[Tensor] = field(default_factory=list)
 
@@ -128,15 +137,16 @@ class _Gradient:
         for parameter in self.bucket.parameters:
             parameter.grad = None
         self.filled_N = [False] * len(self.filled_N)
-        self.summed = False
+        self.summed, self.replica_works = False, None
         self.new_backward()
 
 
 class GradientScatter:
     """Sums the gradients of flat buckets over all ranks, and leaves this rank its chunks."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], stage: int) -> None:
-        self._world_size = buckets[0].world_size if buckets else 1
+    def __init__(self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._world_size = mesh.shards
         self._keeps = stage == 1 or self._world_size == 1
         pools: dict[Any, BufferPool] = {}
         largest: dict[Any, int] = {}
@@ -156,6 +166,8 @@ class GradientScatter:
         """The first bucket whose exchange has not begun in this backward."""
         self._inside = self._sums = self._counts = False
         """A backward of the session's runs; it is summed; its weight is not 0."""
+        self._last = False
+        """The backward is the last of its global batch."""
         self._over = False
         """The global batch's gradients are summed."""
         self._learnt = False
@@ -171,7 +183,7 @@ class GradientScatter:
         """
         self._finish_all()  # what the micro-batch before has begun
         self._inside, self._counts = True, fraction != 0
-        self._sums, self._next = last or not self._keeps, 0
+        self._sums, self._next, self._last = last or not self._keeps, 0, last
         for gradient in self._gradients:
             gradient.new_backward()
         try:
@@ -185,6 +197,11 @@ class GradientScatter:
     def reduced(self) -> list[Tensor]:
         """Returns this rank's chunk of each bucket's gradient, once its sums are complete."""
         self._finish_all()
+        for gradient in self._gradients:
+            self._begin_replicas(gradient)
+        for gradient in self._gradients:
+            for work in gradient.replica_works or ():
+                work.wait()
         return [gradient.reduced_C for gradient in self._gradients]
 
     def clear(self) -> None:
@@ -263,7 +280,7 @@ class GradientScatter:
                 room = (self._world_size - 1) * bucket.chunk
                 received = self._borrow(gradient, room)[:room]
                 gradient.received = received.view(self._world_size - 1, bucket.chunk)
-            gradient.works = begin_reduce_scatter(flat_E, gradient.received, bucket.rank)
+            gradient.works = begin_reduce_scatter(flat_E, gradient.received, self._mesh)
         self._under_way.append(gradient)
 
     def _borrow(self, gradient: _Gradient, numel: int) -> Tensor:
@@ -300,6 +317,13 @@ class GradientScatter:
         for buffer in gradient.lent:
             gradient.pool.give(buffer)
         gradient.lent = []
+        if self._last and (self._keeps or self._learnt):  # nothing is exchanged once more
+            self._begin_replicas(gradient)
+
+    def _begin_replicas(self, gradient: _Gradient) -> None:
+        """Follows F6."""
+        if gradient.replica_works is None:
+            gradient.replica_works = begin_replica_sum(gradient.reduced_C, self._mesh)
 
     def _complete(self) -> None:
         """Follows F3 and F4."""

@@ -45,7 +45,8 @@ def layouts(draw: st.DrawFn, tensors: Mapping[str, TensorSpec] | None = None) ->
         ranks = st.lists(st.integers(0, world_size - 1), min_size=count, max_size=count)
         names, rest = tuple(rest[:count]), rest[count:]
         groups.append(Group(rule, names, tuple(draw(ranks)) if rule == "whole" else ()))
-    return Layout(world_size=world_size, tensors=tensors, groups=tuple(groups))
+    replicas = draw(st.sampled_from([n for n in range(1, 8) if world_size % n == 0]))
+    return Layout(world_size=world_size, tensors=tensors, groups=tuple(groups), replicas=replicas)
 
 
 def elements(tensors: Mapping[str, TensorSpec], seed: int = 0) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ from elasticzero.parallel.buckets import gather, layout
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import BufferPool
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.state.model import NamedModel
 
 
@@ -109,14 +110,14 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, list[Work], Par
     """A model whose bucket is being gathered, in a world of two."""
     works: list[Work] = []
 
-    def begin(flat_E: Tensor, rank: int) -> list[Work]:
+    def begin(flat_E: Tensor, mesh: Mesh) -> list[Work]:
         works.append(Work(flat_E))
         return [works[-1]]
 
     monkeypatch.setattr(gather, "begin_all_gather", begin)
     model = nn.Linear(3, 2)
     bucket = FlatBucket(["weight", "bias"], list(model.parameters()), 0, 2)
-    found = ParameterGather(model, [bucket])
+    found = ParameterGather(model, [bucket], Mesh.of_world(0, 2))
     found.begin(bucket)
     found.leave_pending()
     return model, works, found

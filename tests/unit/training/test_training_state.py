@@ -42,24 +42,24 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    ("replicated", "tracks", "untouched", "error", "clean"),
+    ("shards", "tracks", "untouched", "error", "clean"),
     [
-        pytest.param(True, True, True, GONE, True, id="nothing was begun since"),
-        pytest.param(True, True, False, GONE, False, id="the tracked may be of an aborted one"),
-        pytest.param(False, False, False, GONE, False, id="parameters were gathered"),
-        pytest.param(True, True, True, CUDA, False, id="the GPU fails"),
+        pytest.param(1, True, True, GONE, True, id="nothing was begun since"),
+        pytest.param(1, True, False, GONE, False, id="the tracked may be of an aborted one"),
+        pytest.param(2, False, False, GONE, False, id="parameters were gathered"),
+        pytest.param(1, True, True, CUDA, False, id="the GPU fails"),
     ],
 )
 def test_a_peer_that_does_not_confirm(
-    replicated: bool, tracks: bool, untouched: bool, error: Exception, clean: bool
+    shards: int, tracks: bool, untouched: bool, error: Exception, clean: bool
 ) -> None:
     link, ranks, auxiliary = (
         AgentClient(None, STANDALONE),
         Ranks(),
         AuxiliaryState(torch.device("cpu")),
     )
-    strategy: Any = SimpleNamespace(replicated=replicated, apply=lambda: None)
-    stager = StateStager(link, "ddp", lambda: None, replicated=replicated, saving=False)  # type: ignore[arg-type, return-value]
+    strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None)
+    stager = StateStager(link, "ddp", lambda: None, shards=shards, saving=False)  # type: ignore[arg-type, return-value]
     groups: Any = ranks
     training = TrainingState(link, groups, strategy, auxiliary, stager)
     if tracks:

@@ -1,0 +1,54 @@
+"""Loses a node in a step's last collective, whose result not all ranks of the other node receive.
+
+Arguments: JSON as for `training_exact`, with lose: {step, ranks (that are killed once they have the
+result), without (rank that does not receive it), first (which of the two that are left goes on
+first)}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import elasticzero as ez
+from tests.integration.training_exact import train
+
+HEAD_START_S = 0.7
+
+
+def lose(session: ez.Session, told: dict[str, Any]) -> None:
+    """Makes the collective of the norm in this step end as told."""
+    all_reduce: Any = dist.all_reduce
+
+    def wrapped(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        found = all_reduce(tensor, *args, **options)
+        norm = not args and not options and tensor.dim() == 1 and tensor.numel() > 5
+        if not norm or session.step_count != told["step"] or session.generation > 1:
+            return found
+        if session.rank in told["ranks"]:
+            time.sleep(HEAD_START_S / 2)
+            os.kill(os.getpid(), 9)
+        if session.rank != told["first"]:
+            time.sleep(HEAD_START_S)
+        if session.rank == told["without"]:
+            tensor.zero_()
+            raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+        return found
+
+    dist.all_reduce = wrapped
+
+
+def main(session: ez.Session, told: dict[str, Any]) -> None:
+    lose(session, told["lose"])
+    train(session, told)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    ez.run(lambda session: main(session, given))
