@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.base import OptimizerFactory
+from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
 
 Step = Callable[[Tensor, Tensor], None]
@@ -54,7 +56,7 @@ def strategy_step(
     strategy = create(name, setting)
 
     def step(x: Tensor, y: Tensor) -> None:
-        strategy.expect(last=True)
+        strategy.expect(MicroBatch(positions=Span(0, 1), weight=1, last=True))
         strategy.backward(nn.functional.mse_loss(strategy.model(x), y), 1.0 / ranks)
         strategy.finish(1.0, None)
         strategy.apply()

@@ -32,10 +32,12 @@ PLAIN = (bool, int, float, str, type(None))
 PACKAGES = ("torch", "numpy", "elasticzero")
 
 
-def of_model(named: NamedModel, strategy: str) -> Description:
-    """Describes the names, shapes and dtypes of the model's state, and which parameters are
-    trained."""
-    found = {"strategy": strategy}
+def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Description:
+    """Describes the names, shapes and dtypes of the model's state, which parameters are trained,
+    and what the bits of their gradients depend on."""
+    found = {"strategy": strategy, "--deterministic": str(assignment.deterministic)}
+    if assignment.deterministic:
+        found["number of threads"] = str(torch.get_num_threads())
     for name, parameter in named.parameters.items():
         trained = "" if parameter.requires_grad else ", frozen"
         found[f"parameter {name!r}"] = _spec(spec_of(parameter)) + trained

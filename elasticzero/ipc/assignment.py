@@ -88,6 +88,8 @@ class Assignment:
     """Directory on a disk for snapshots that find no room in shared memory; empty: none."""
     host: str = "127.0.0.1"
     """Address at which other nodes reach this one."""
+    deterministic: bool = False
+    """True: gradients are summed slice by slice in one fixed order, by deterministic kernels."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
@@ -63,6 +64,8 @@ class Setting:
     world_size: int
     gathered_dtype: torch.dtype | None = None
     """Format in which partitioned parameters are gathered for the forward; None: their own."""
+    deterministic: bool = False
+    """Gradients of slices are summed in one fixed order, whatever the world."""
     mesh: Mesh | None = None
     """The rows that hold the whole state each; None: all ranks are one row."""
     agreement: Agreement | None = None
@@ -86,8 +89,8 @@ class Strategy(Protocol):
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
 
-    def expect(self, *, last: bool) -> None:
-        """Announces a micro-batch. last: it is the last of its global batch."""
+    def expect(self, part: MicroBatch) -> None:
+        """Announces the micro-batch of the next backward."""
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         """Adds the gradient of `fraction * loss`, to be summed over ranks and micro-batches.
@@ -136,6 +139,20 @@ def create(name: str, setting: Setting) -> Strategy:
         from elasticzero.parallel.ddp import Replicated
 
         return Replicated(setting)
+    if setting.deterministic and name in ("zero1", "zero2"):
+        if setting.place.replicas > 1:
+            raise UserError(
+                "--deterministic cannot be had with --shard node: its zero1 and zero2 deal whole "
+                "parameters to all ranks of the world; leave out one of the two"
+            )
+        from elasticzero.parallel.fixed_order.zero import WholeParameters
+
+        return WholeParameters(setting)
+    if setting.deterministic and name == "zero3":
+        raise UserError(
+            "--deterministic cannot be had with strategy zero3, for torch's FSDP2 sums gradients "
+            "in an order that depends on the world: use ddp, zero1 or zero2"
+        )
     if name in ("zero1", "zero2"):
         from elasticzero.parallel.zero import FlatBuckets
 

@@ -9,8 +9,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget, Setting
-from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
+from elasticzero.parallel.finite import (
+    LossCheck,
+    Suspects,
+    clipping,
+    fixed_order_sum,
+    not_finite,
+    squared_norm,
+    squares_of,
+)
+from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer, Ranks
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import (
     MASTER,
@@ -38,20 +48,27 @@ class Replicated:
         self._parameters = setting.named.parameters
         self._ranks = setting.world_size
         self._device = setting.device
-        self._last = True
+        self._part: MicroBatch | None = None
         self._losses = LossCheck()
-        self._reducer = Reducer(self._parameters) if setting.world_size > 1 else None
+        self._fixed_order = setting.deterministic
+        self._reducer: Reducer | FixedOrderReducer | None = None
+        if setting.deterministic:
+            ranks = Ranks(setting.rank, setting.world_size)
+            self._reducer = FixedOrderReducer(self._parameters, ranks)
+        elif setting.world_size > 1:
+            self._reducer = Reducer(self._parameters)
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""
         self.model: nn.Module = setting.model
 
-    def expect(self, *, last: bool) -> None:
-        self._last = last
+    def expect(self, part: MicroBatch) -> None:
+        self._part = part
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         if self._reducer is not None:
-            self._reducer.backward(loss, fraction, last=self._last)
+            assert self._part is not None
+            self._reducer.backward(loss, fraction, self._part)
             return
         if fraction != 0:
             self._losses.add(loss)
@@ -69,7 +86,10 @@ class Replicated:
             torch._foreach_mul_(gradients, factor)
         if (hook := self.gradient_hook) is not None:
             hook.sums = hook.call({name: (0, gradient) for name, gradient in given.items()})
-        norm = squared_norm(gradients, self._device).sqrt()
+        if self._fixed_order:
+            norm = fixed_order_sum(squares_of(given, self._schemas, self._device)).sqrt()
+        else:
+            norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
         self._norm = norm

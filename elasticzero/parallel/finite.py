@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,31 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         norms = torch._foreach_norm(same, 2, dtype=dtype)  # noqa: SLF001 - as torch.optim does
         square += torch.stack([norm.to(device) for norm in norms]).double().square().sum()
     return square
+
+
+def squares_of(
+    gradients: Mapping[str, Tensor], names: Iterable[str], device: torch.device
+) -> Tensor:
+    """Returns the square of each gradient's own norm, in the order of `names`: 64 bits, 1-D.
+
+    A gradient that is missing has 0.
+    """
+    found: dict[str, float] = {}
+    if gradients:
+        flat = [gradient.reshape(-1) for gradient in gradients.values()]
+        norms = [torch.linalg.vector_norm(each, dtype=_wide(each)) for each in flat]
+        values = torch.stack([norm.double().to(device) for norm in norms]).tolist()
+        found = dict(zip(gradients, values, strict=True))
+    norms_N = [found.get(name, 0.0) for name in names]
+    return torch.tensor(norms_N, dtype=torch.float64, device=device).square()
+
+
+def fixed_order_sum(values: Tensor) -> Tensor:
+    """Returns the sum of a 1-D tensor, added from the first element to the last: 0-dim."""
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return torch.tensor(total, dtype=values.dtype, device=values.device)
 
 
 def clipping(norm: Tensor, max_norm: float) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
@@ -77,7 +78,7 @@ class FullyPartitioned:
     def _root(self) -> FSDPModule:
         return cast(FSDPModule, self.model)
 
-    def expect(self, *, last: bool) -> None:
+    def expect(self, part: MicroBatch) -> None:
         """Does nothing: each micro-batch is reduced, for else a rank would hold whole gradients."""
 
     def backward(self, loss: Tensor, fraction: float) -> None:

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
-from elasticzero.parallel.finite import LossCheck, Suspects, clipping, not_finite, squared_norm
+from elasticzero.parallel.finite import (
+    LossCheck,
+    Suspects,
+    clipping,
+    fixed_order_sum,
+    not_finite,
+    squared_norm,
+    squares_of,
+)
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers import (
@@ -67,6 +75,11 @@ class PartitionedGroup:
     owners: tuple[int, ...]
     """The rank that holds the first element of each."""
 
+    def partition(self, names: tuple[str, ...]) -> Partition:
+        """Returns how tensors shaped like the parameters, with these names, are dealt."""
+        ranks = self.owners if self.rule == "whole" else ()
+        return Partition(rule=self.rule, names=names, ranks=ranks)
+
 
 class PartitionedOptimizer:
     """Runs the user's optimizer on this rank's pieces instead of whole parameters."""
@@ -83,6 +96,9 @@ class PartitionedOptimizer:
         self.schemas = user_optimizer.schema_of()
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
+        self.fixed_order = False
+        """Every parameter is whole on one rank, and its norm counts in an order that no world
+        changes."""
         self.gradient_hook: GradientHook | None = None
         self._ranks = mesh.world_size
         self._first_row = mesh.replica == 0
@@ -165,7 +181,13 @@ class PartitionedOptimizer:
     def _square(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Returns the square of the norm of this rank's gradients as one element; NaN where a loss
         is not finite."""
-        square = squared_norm([g for n, g in gradients.items() if self.pieces[n].counts], device)
+        counted = {n: g for n, g in gradients.items() if self.pieces[n].counts}
+        if self.fixed_order:
+            squares = self._sum_over_ranks(squares_of(counted, self.schemas, device))
+            first = self._ranks == 1 or dist.get_rank() == 0
+            square = fixed_order_sum(squares) * float(first)
+        else:
+            square = squared_norm(list(counted.values()), device)
         if self.losses.value is not None:
             square = square + self.losses.value
         return square.reshape(1)
@@ -246,7 +268,7 @@ class PartitionedOptimizer:
             if scalar:
                 share.partitions.append(Partition(rule="whole", names=names, ranks=group.owners))
             else:
-                share.partitions.append(Partition(rule=group.rule, names=names))
+                share.partitions.append(group.partition(names))
             for name in group.names:
                 if (piece := self.pieces.get(name)) is not None:
                     tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
@@ -262,7 +284,7 @@ class PartitionedOptimizer:
                 if (piece := self.pieces.get(name)) is not None:
                     share.held[full[name]] = LocalTensor(piece.parameter.detach(), piece.start)
         if full:
-            share.partitions.append(Partition(rule=group.rule, names=tuple(full.values())))
+            share.partitions.append(group.partition(tuple(full.values())))
 
     def _state(
         self, piece: ParameterPiece, key: str, dtype: torch.dtype, *, scalar: bool

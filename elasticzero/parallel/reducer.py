@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import LossCheck
 
@@ -121,16 +122,16 @@ class Reducer:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
 
-    def backward(self, loss: Tensor, fraction: float, *, last: bool) -> None:
-        """Adds the gradient of `fraction * loss`. last: all gradients are summed then."""
-        self._inside, self._last, self._counts = True, last, fraction != 0
+    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
+        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
+        self._inside, self._last, self._counts = True, part.last, fraction != 0
         if self._counts:
             self._losses.add(loss)
         try:
             (loss * fraction).backward()
         finally:
             self._inside = False
-        if last:
+        if part.last:
             self._complete()
 
     @property

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
@@ -60,8 +61,8 @@ class FlatBuckets:
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
         self._last = True
 
-    def expect(self, *, last: bool) -> None:
-        self._last = last
+    def expect(self, part: MicroBatch) -> None:
+        self._last = part.last
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         self._gather.finish()  # of what no module has needed

@@ -117,6 +117,11 @@ class Loops:
     ) -> Iterator[Any]:
         """Yields the micro-batches of the next loop, from the present position to the loop's
         end."""
+        if self._link.assignment.deterministic and schedule.virtual_batch is None:
+            raise UserError(
+                "--deterministic sums gradients slice by slice: give session.batches "
+                "virtual_batch=, the number of samples in a slice"
+            )
         self._check_batch_was_whole()
         training.finish_pending_step()
         self._open = mine = object()
@@ -177,7 +182,7 @@ class Loops:
                     began_s = time.monotonic()
                     samples = next(data)
                     progress.present(part, time.monotonic() - began_s)
-                    training.strategy.expect(last=part.last)
+                    training.strategy.expect(part)
                     if self._slices is not None:
                         self._slices.begin(batch, part, training.boundary_copy().buffers)
                     yield samples

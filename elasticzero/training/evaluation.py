@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.data.loader import BatchReader
 from elasticzero.data.sampling import share_of
+from elasticzero.data.seeding import SeededRequest, seed_generators
+from elasticzero.data.slices import slice_seed
 from elasticzero.errors import UserError
 from elasticzero.state.rng import preserve_rng
 from elasticzero.training.argument_checks import length_of
@@ -30,9 +33,9 @@ def evaluate(
 ) -> Result:
     """Returns the mean over all samples of the means that `fn` returns for batches.
 
-    Batches follow from the dataset and `batch_size` alone; each is computed by one rank, and the
-    sums are made in their order in float64. groups: None for one process alone. check: raises when
-    the generation has ended.
+    Batches, and what is drawn at random for each, follow from the dataset and `batch_size` alone;
+    each is computed by one rank, and the sums are made in their order in float64. groups: None for
+    one process alone. check: raises when the generation has ended.
     """
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
@@ -43,12 +46,15 @@ def evaluate(
     count = -(-samples // batch_size)
     share = list(share_of(count, rank, world_size))
     spans = [(i * batch_size, min((i + 1) * batch_size, samples)) for i, _ in share]
-    batches = reader.batches(list(range(*span)) for span in spans)
+    batches = replace(reader, seeded=True).batches(
+        SeededRequest(slice_seed(0, 0, 0, span[0], "read"), list(range(*span))) for span in spans
+    )
     names: list[str] | None = None
     table: Tensor | None = None
     scalar = False
-    for (index, counts), batch in zip(share, batches, strict=True):
+    for (index, counts), span, batch in zip(share, spans, batches, strict=True):
         check()
+        seed_generators(slice_seed(0, 0, 0, span[0], "compute"))
         value = fn(batch)
         scalar = not isinstance(value, Mapping)
         values = {"": value} if scalar else dict(value)

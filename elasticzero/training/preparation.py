@@ -67,7 +67,7 @@ def prepare_training(
     model.to(place.device)
     named = NamedModel(model)
     assignment, groups = place.link.assignment, place.groups
-    described = {**of_model(named, strategy), **compute.described()}
+    described = {**of_model(named, strategy, assignment), **compute.described()}
     place.comparison.require_equal(Call.PREPARE, described)
     compute.check(named.parameters)
     place.comparison.warn_of_versions()
@@ -86,6 +86,7 @@ def prepare_training(
         gathered_dtype=compute.dtype,
         mesh=rows.mesh,
         agreement=rows.agreement,
+        deterministic=assignment.deterministic,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))

@@ -21,6 +21,7 @@ from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Attached, Failed
+from elasticzero.worker.determinism import compute_deterministically
 
 STORAGE_LIMIT_S = 10.0
 """Time limit for storage, in seconds; `_check_shared` does not wait for a slower one."""
@@ -36,12 +37,15 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     """
     a = link.assignment
     info = RankInfo.from_assignment(a)
+    own_threads = "OMP_NUM_THREADS" in os.environ and a.settings.threads is None
+    if a.deterministic:
+        compute_deterministically(fixed_threads=own_threads)
     if link.standalone:
         return device_of(info), None
     os.environ.pop(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
     )  # for scripts that set up process groups themselves
-    if "OMP_NUM_THREADS" not in os.environ or a.settings.threads is not None:
+    if not own_threads and not a.deterministic:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
     _ignore_sigterm()

@@ -52,6 +52,7 @@ class Settings:
     """Holds the options of `elasticzero run` that concern a single process."""
 
     strategy: str = "ddp"
+    deterministic: bool = False
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -81,6 +82,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     strict = one_of("STRICT_CHECKPOINT", _YES + _NO, "no")
     return Settings(
         strategy=one_of("STRATEGY", STRATEGIES, "ddp"),
+        deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
         keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
@@ -149,6 +151,7 @@ class LocalLink(AgentClient):
             STANDALONE,
             token=f"g{STANDALONE.generation:06d}-{secrets.token_hex(8)}",
             strategy=settings.strategy,
+            deterministic=settings.deterministic,
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
             resume=self._newest_good(),

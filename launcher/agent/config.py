@@ -52,6 +52,8 @@ class AgentOptions:
     overflow_dir: Path | None = None
     """Directory on a disk, for snapshots that find no room in shared memory; it belongs to this
     agent alone."""
+    deterministic: bool = False
+    """True: the bits of the result do not depend on the world."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None

@@ -30,6 +30,14 @@ TRAINING_OPTIONS = (
         field="policy.shard",
     ),
     Option(
+        ("--deterministic",),
+        "Gradients are summed slice by slice in one fixed order, so that the result is the same to "
+        "the last bit in every world; session.batches needs virtual_batch=.",
+        False,
+        is_switch=True,
+        field="deterministic",
+    ),
+    Option(
         ("--checkpoint-dir",),
         "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
         metavar="DIR",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
 from elasticzero.data.seeding import seed_generators
 from elasticzero.data.slices import dealt, slice_seed, slices_of
 from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import Failed
+from tests.integration.clusters import elasticzero, events_in
 from tests.integration.training_harness import Pool, Running
 from tests.integration.training_slices import OPTIMIZERS, SAMPLES, Model, Samples, loss_of
 
@@ -122,3 +127,97 @@ def test_losses_with_dropout_are_those_of_one_plain_process(
     for name, tensor in state.items():
         got = torch.frombuffer(bytearray.fromhex(stored[name]), dtype=tensor.dtype)
         assert torch.allclose(got.view(tensor.shape), tensor, rtol=0, atol=1e-9), name
+
+
+def bits(path: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(path.read_text())
+    return found
+
+
+def in_one_process(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> dict[str, str]:
+    """What a world of 1 gives under ddp that nothing disturbs."""
+    alone = told | {"strategy": "ddp", "out": str(folder / "alone"), "workers": 0}
+    assert start(pool, 1, alone, generation=1, **given).finish() == told["steps"]
+    return bits(folder / "alone")
+
+
+@pytest.mark.parametrize(
+    ("strategies", "optimizer"),
+    [(("ddp", "zero1", "ddp"), "fused"), (("zero2", "ddp", "zero1"), "adamw")],
+)
+def test_deterministic_weights_are_the_same_bits_after_a_kill(
+    pool: Pool, tmp_path: Path, strategies: tuple[str, str, str], optimizer: str
+) -> None:
+    """A world of 3 whose rank 1 is killed, then worlds of 2 and 4 with other strategies, from
+    checkpoints; float32, dropout, clipping, slices of which some leave parameters unused."""
+    told: dict[str, Any] = {"dtype": "float32", "clip": 0.5, "optimizer": optimizer}
+    told |= {"batch": 21, "virtual": 3, "weighted": optimizer == "adamw"}
+    expected = in_one_process(pool, tmp_path, told | {"steps": 14}, deterministic=True)
+    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "deterministic": True}
+    given |= {"checkpoint_every": 5}
+    doomed = told | {"strategy": strategies[0], "steps": 30, "die": [1, 7]}
+    first = start(pool, 3, doomed, generation=1, **given)
+    first.until(first.ended)
+    step = 5
+    for generation, (until, world_size) in enumerate([(10, 2), (14, 4)], 2):
+        rest = told | {"strategy": strategies[generation - 1], "steps": until}
+        rest["out"] = str(tmp_path / "out")
+        resume = Resume(tier="storage", step=step)
+        running = start(pool, world_size, rest, generation=generation, resume=resume, **given)
+        assert running.finish() == until
+        step = until
+    assert bits(tmp_path / "out") == expected
+
+
+def test_a_killed_node_changes_no_bit(tmp_path: Path, job: str) -> None:
+    """Agents, etcd and SIGKILL on one side, `python train.py` on the other."""
+    told = {"strategy": "zero1", "dtype": "float32", "clip": 0.5, "batch": 21, "steps": 30}
+    script = str(HERE / "training_slices.py")
+    alone = json.dumps(told | {"strategy": "ddp", "out": str(tmp_path / "alone")})
+    own = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    own["ELASTICZERO_DETERMINISTIC"] = "1"
+    command = [sys.executable, script, alone]
+    subprocess.run(command, env=own, timeout=100, check=True, capture_output=True)
+    words = ["local", "--nodes", "3", "--strategy", "zero1", "--deterministic", "--job", job]
+    words += ["--fault", "kill-node@9", "--log-dir", str(tmp_path / "logs"), script]
+    words.append(json.dumps(told | {"pause": 0.03, "out": str(tmp_path / "out")}))
+    found = subprocess.run(
+        elasticzero(*words), env=own, timeout=150, check=False, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    worlds = [event for event in events_in(tmp_path / "logs" / job) if event["event"] == "world"]
+    assert {event["generation"] for event in worlds} == {1, 2}
+    assert bits(tmp_path / "out") == bits(tmp_path / "alone")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_deterministic_weights_are_the_same_bits_in_every_world(
+    pool: Pool, tmp_path: Path, strategy: str, optimizer: str
+) -> None:
+    told: dict[str, Any] = {"dtype": "float32", "optimizer": optimizer, "steps": 12, "batch": 21}
+    expected = in_one_process(pool, tmp_path, told, deterministic=True)
+    plain_sums = in_one_process(pool, tmp_path, told)
+    assert plain_sums != expected  # the order of additions does make a difference here
+    told |= {"strategy": strategy, "out": str(tmp_path / "out")}
+    for world_size in (1, 2, 3, 4):
+        assert start(pool, world_size, told, deterministic=True).finish() == 12
+        assert bits(tmp_path / "out") == expected, world_size
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"strategy": "zero3"}, "--deterministic cannot be had with strategy zero3"),
+        ({"virtual": None}, "--deterministic sums gradients slice by slice: give session.batches"),
+    ],
+)
+def test_what_deterministic_cannot_do_is_refused(
+    pool: Pool, tmp_path: Path, changed: dict[str, Any], text: str
+) -> None:
+    told: dict[str, Any] = {"strategy": "ddp", "dtype": "float32", "steps": 2} | changed
+    running = start(pool, 1, told, deterministic=True)
+    running.until(running.ended)
+    assert text in running.workers[0].last(Failed).message

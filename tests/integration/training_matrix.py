@@ -25,10 +25,10 @@ from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.comm.process_group import ProcessGroups, connect, device_of
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.sampling import DataPosition, MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft, restore
-from elasticzero.spans import STRATEGIES
+from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from tests.integration.training_exact import Model, Samples, groups, squares
@@ -80,7 +80,7 @@ def train(strategy: Strategy, rank: int, world_size: int) -> None:
     for step in range(STEPS):
         indices = range(step * 6 + rank * 6 // world_size, step * 6 + (rank + 1) * 6 // world_size)
         batch = {k: torch.stack([samples[i][k] for i in indices]) for k in ("x", "y")}
-        strategy.expect(last=True)
+        strategy.expect(MicroBatch(positions=Span(0, 1), weight=1, last=True))
         strategy.backward(squares(strategy.model, batch).mean(), len(indices) / 6)
         strategy.finish(1.0, None)
         strategy.apply()

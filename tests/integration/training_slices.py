@@ -1,7 +1,8 @@
 """A model with dropout, batch statistics and random samples, trained in slices.
 
 Argument: JSON with strategy, steps and dtype, and at will batch, virtual, clip, weighted, workers,
-optimizer, die ([rank, step]), log (a file for the losses of slices) and out (one for the result).
+optimizer, die ([rank, step]), pause (seconds a step), log (a file for the losses of slices) and out
+(one for the result).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,7 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
                 with open(options["log"], "a") as log:
                     log.write(json.dumps(entry) + "\n")
             losses = []
+            time.sleep(options.get("pause", 0.0))
             if [session.rank, session.step_count] == options.get("die"):
                 os.kill(os.getpid(), 9)
     if "out" in options:

@@ -20,11 +20,12 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.sampling import DataPosition, MicroBatch
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft, restore
+from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState, decode_state, encode_state
 from elasticzero.state.model import NamedModel
 from elasticzero.state.rng import RngState, preserve_rng
@@ -71,7 +72,7 @@ def build(
 
 def train(strategy: Strategy, dtype: torch.dtype = torch.float32) -> None:
     for step in range(3):
-        strategy.expect(last=True)
+        strategy.expect(MicroBatch(positions=Span(0, 1), weight=1, last=True))
         strategy.backward(strategy.model(torch.ones(2, 5, dtype=dtype)).square().mean(), 1.0)
         strategy.finish(1.0, None if step else 1.0)
         strategy.apply()

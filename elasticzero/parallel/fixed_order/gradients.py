@@ -1,0 +1,196 @@
+"""Sums the gradients of a global batch's slices by the fixed tree, on the ranks that own them.
+
+Rules:
+ W1  Each slice's gradient is computed by itself, and zeros stand for what a slice does not use. A
+     rank adds those of its slices to the largest nodes of the tree; a filler adds nothing.
+ W2  After the last slice each rank sends the owner of a parameter its nodes' sums, and the owner
+     finishes the tree. Which nodes a rank has follows from the number of slices and of ranks.
+ W3  The additions of two elements are the same in all worlds, and each rounds once, wherever and in
+     whatever tensor it is done. So the sums are the same to the last bit.
+Nothing overlaps with the backward, and a rank holds up to log2(slices) + 1 whole gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.slices import dealt
+from elasticzero.parallel.finite import LossCheck
+from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
+from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
+from elasticzero.parallel.reducer import check_frozen, sparse
+from elasticzero.spans import Span
+
+TAG = 0x657B
+"""Keeps these messages apart from those of `buckets.exchange` and of a script."""
+
+Gradient = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Says which rank of how many this is."""
+
+    rank: int
+    world_size: int
+
+
+class GradientTree:
+    """Sums the gradients of these parameters over the slices of a global batch."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], ranks: Ranks
+    ) -> None:
+        """kinds: as for `deal_whole`."""
+        self.rounds: list[Round] = deal_whole(parameters, kinds, ranks.world_size)
+        self.used: set[str] = set()
+        """Parameters that this rank has used in the global batch."""
+        self.losses = LossCheck()
+        self._parameters = parameters
+        self._ranks = ranks
+        self._sums: PartialSums[Gradient] | None = None
+
+    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
+        """Adds the gradient of `fraction * loss` to the tree (rule W1)."""
+        if self._sums is None:
+            self._sums = PartialSums(part.slices, _add)
+        if part.slice is None:
+            return
+        if fraction != 0:
+            self.losses.add(loss)
+            (loss * fraction).backward()
+        gradient: Gradient = {}
+        for name, parameter in self._parameters.items():
+            given, parameter.grad = parameter.grad, None
+            if given is None:
+                gradient[name] = torch.zeros_like(parameter.data)
+                continue
+            if given.layout is not torch.strided:
+                raise sparse(name)
+            self.used.add(name)
+            gradient[name] = given
+        self._sums.put(Span(part.slice, part.slice + 1), gradient)
+
+    def reduce(self) -> dict[OwnedParameters, Tensor]:
+        """Returns the sums of the gradients that this rank owns, as messages (rule W2).
+
+        All ranks call this together, after the last slice.
+        """
+        sums, self._sums = self._sums, None
+        assert sums is not None
+        found: dict[OwnedParameters, Tensor] = {}
+        for messages in self.rounds:
+            found |= self._exchange(messages, sums)
+        return found
+
+    def clear(self) -> None:
+        """Begins a new global batch."""
+        self.used.clear()
+        self.losses.clear()
+        self._sums = None
+
+    def _exchange(
+        self, messages: Round, sums: PartialSums[Gradient]
+    ) -> dict[OwnedParameters, Tensor]:
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        operations: list[dist.P2POp] = []
+        owned: OwnedParameters | None = None
+        nodes: list[tuple[Span, Tensor]] = []
+        for message in messages:
+            mine = [
+                (node, message.pack([gradient.pop(name) for name in message.names]))
+                for node, gradient in sums.nodes
+            ]
+            if message.owner != rank:
+                operations += [_operation(dist.isend, sum_, message.owner) for _, sum_ in mine]
+                continue
+            owned = message
+            nodes += mine
+            for source in (r for r in range(world_size) if r != rank):
+                run = dealt(sums.slices, source, world_size)
+                theirs = [(node, message.empty()) for node in largest_nodes(run, sums.slices)]
+                operations += [_operation(dist.irecv, room, source) for _, room in theirs]
+                nodes += theirs
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        if owned is None:
+            return {}
+        whole: PartialSums[Tensor] = PartialSums(sums.slices, lambda a, b: a.add_(b))
+        for node, sum_ in sorted(nodes, key=lambda entry: entry[0]):
+            whole.put(node, sum_)
+        return {owned: whole.total()}
+
+
+def _operation(kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, peer, tag=TAG)
+
+
+def _add(left: Gradient, right: Gradient) -> Gradient:
+    torch._foreach_add_(list(left.values()), list(right.values()))
+    return left
+
+
+def spread(messages: Mapping[OwnedParameters, Tensor]) -> None:
+    """Sends each owner's messages to all other ranks; all ranks call this together."""
+    works = [dist.broadcast(flat, m.owner, async_op=True) for m, flat in messages.items()]
+    for work in works:
+        work.wait()
+
+
+class FixedOrderReducer:
+    """Sums gradients for `ddp`, as `reducer.Reducer` does, and leaves all of them on each rank."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+        trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
+        for parameter in trained.values():
+            parameter.data = parameter.data.contiguous()
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+        self._tree = GradientTree(trained, {}, ranks)
+        self._world_size = ranks.world_size
+        self.losses_finite = True
+        """Every loss of the global batch, on all ranks."""
+
+    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
+        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
+        self._tree.backward(loss, fraction, part)
+        if part.last:
+            self._complete()
+
+    @property
+    def own_loss_bad(self) -> bool:
+        """Tells whether a loss of this rank is not finite."""
+        return self._tree.losses.bad
+
+    def clear(self) -> None:
+        """Drops the gradients, which were applied."""
+        self._tree.clear()
+
+    def _complete(self) -> None:
+        check_frozen(self._frozen)
+        owned = self._tree.reduce()
+        names = [n for messages in self._tree.rounds for m in messages for n in m.names]
+        said = torch.tensor([float(n in self._tree.used) for n in names] + [0.0])
+        if self._tree.losses.bad:
+            said[-1] = math.nan
+        flats = {m: owned.get(m) for messages in self._tree.rounds for m in messages}
+        every = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
+        if self._world_size > 1:
+            said = said.to(next(iter(every.values())).device)
+            dist.all_reduce(said)
+            spread(every)
+        *uses, check = said.tolist()
+        self.losses_finite = check == 0
+        used = {name for name, count in zip(names, uses, strict=True) if count}
+        for message, flat in every.items():
+            places = zip(message.names, message.parameters, message.unpack(flat), strict=True)
+            for name, parameter, place in places:
+                parameter.grad = place if name in used else None

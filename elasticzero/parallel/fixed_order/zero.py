@@ -1,0 +1,148 @@
+"""Strategies `zero1` and `zero2` under `--deterministic`: each rank steps whole parameters.
+
+The parameters are whole on all ranks. A rank has the optimizer's state of those that it owns, sums
+their gradients by the fixed tree, steps them, and sends them to the others. Both strategies are the
+same here, because the partial sums of a rank are whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.data.sampling import MicroBatch
+from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.finite import Suspects
+from elasticzero.parallel.fixed_order.gradients import GradientTree, Ranks, spread
+from elasticzero.parallel.fixed_order.layout import OwnedParameters
+from elasticzero.parallel.gradients import GradientHook
+from elasticzero.parallel.optimizers import open_optimizer, working_dtype
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
+from elasticzero.parallel.reducer import check_frozen
+from elasticzero.spans import Span
+from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
+
+
+class WholeParameters:
+    """Implements `Strategy`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.model = setting.model
+        self.shards = setting.world_size
+        self._parameters = setting.named.parameters
+        specs = {name: spec_of(p) for name, p in self._parameters.items()}
+        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
+        self._pieced = PartitionedOptimizer(user_optimizer, specs, setting.place, None)
+        self._pieced.fixed_order = True
+        self.optimizer = user_optimizer.optimizer
+        self.group_names = user_optimizer.group_names
+        optimized = {name for names in self.group_names for name in names}
+        trained = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if name in optimized and parameter.requires_grad and parameter.numel()
+        }
+        for parameter in trained.values():
+            parameter.data = parameter.data.contiguous()
+        kinds = {name: tuple(sorted(self._pieced.schemas[name])) for name in trained}
+        self._rank = setting.rank
+        self._tree = GradientTree(trained, kinds, Ranks(setting.rank, setting.world_size))
+        self._pieced.losses = self._tree.losses
+        self._messages = [m for messages in self._tree.rounds for m in messages]
+        self._owned = [m for m in self._messages if m.owner == setting.rank]
+        self._pieced.place({p.name: p for m in self._owned for p in _pieces(m)})
+        self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
+        self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self._part: MicroBatch | None = None
+
+    def expect(self, part: MicroBatch) -> None:
+        self._part = part
+
+    def backward(self, loss: Tensor, fraction: float) -> None:
+        assert self._part is not None
+        self._tree.backward(loss, fraction, self._part)
+
+    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+        check_frozen(self._frozen)
+        for message, flat in self._tree.reduce().items():
+            for name, place in zip(message.names, message.unpack(flat), strict=True):
+                piece = self._pieced.pieces[name].parameter
+                piece.grad = place.view(-1).to(piece.dtype)
+        return self._pieced.complete(self._tree.used, factor, max_norm)
+
+    @property
+    def gradient_hook(self) -> GradientHook | None:
+        return self._pieced.gradient_hook
+
+    @gradient_hook.setter
+    def gradient_hook(self, hook: GradientHook | None) -> None:
+        self._pieced.gradient_hook = hook
+
+    def suspects(self) -> Suspects:
+        return self._pieced.suspects()
+
+    def apply(self) -> None:
+        self._tree.clear()
+        for parameter in self._rest.values():
+            parameter.grad = None
+        self._pieced.step([message.names for message in self._owned] or [[]])
+        for piece in self._pieced.pieces.values():
+            piece.parameter.grad = None
+        if self.shards > 1:
+            for messages in self._tree.rounds:
+                self._spread(messages)
+
+    def _spread(self, messages: list[OwnedParameters]) -> None:
+        """Gives all ranks the parameters of these messages, as their owners have stepped them."""
+        flats = {m: m.pack(m.parameters) if m.owner == self._rank else m.empty() for m in messages}
+        spread(flats)
+        for message, flat in flats.items():
+            if message.owner != self._rank:
+                data = [parameter.data for parameter in message.parameters]
+                torch._foreach_copy_(data, message.unpack(flat))
+
+    def settle(self) -> None:
+        pass
+
+    def rank_state(self) -> RankState:
+        share = RankState()
+        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        for message in self._messages:
+            names = tuple(MODEL + name for name in message.names)
+            owners = (message.owner,) * len(names)
+            for name, parameter in zip(names, message.parameters, strict=True):
+                share.specs[name] = spec_of(parameter)
+                share.held[name] = LocalTensor(parameter.detach())
+            share.partitions.append(Partition(rule="whole", names=names, ranks=owners))
+            group = PartitionedGroup(rule="whole", names=tuple(message.names), owners=owners)
+            self._pieced.share(share, group)
+        share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
+        return share
+
+    def replicas(self) -> dict[str, Tensor]:
+        whole = {MODEL + name: p.detach() for name, p in self._parameters.items()}
+        return whole | self._pieced.norm()
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+        slots: list[LoadTarget] = []
+        for name, parameter in self._parameters.items():
+            slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
+        with self._pieced.filling(stored) as more:
+            yield [*slots, *more]
+
+
+def _pieces(message: OwnedParameters) -> Iterator[ParameterPiece]:
+    """Yields whole parameters as pieces, which share memory with them or are their masters."""
+    for name, parameter in zip(message.names, message.parameters, strict=True):
+        flat, dtype = parameter.data.view(-1), working_dtype(parameter.dtype)
+        yield ParameterPiece(
+            name,
+            0,
+            nn.Parameter(flat.to(dtype)),
+            tuple(parameter.shape),
+            values=None if dtype == flat.dtype else flat,
+        )
