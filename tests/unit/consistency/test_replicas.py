@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from elasticzero.comm.control import ControlWord, decode_word, encode_word
-from elasticzero.consistency.replicas import LONGEST_EVERY, SHARE, SigningInterval
+from elasticzero.consistency.differences import by_majority
+from elasticzero.consistency.digests import combined, digests
+from elasticzero.consistency.replicas import (
+    LONGEST_EVERY,
+    SHARE,
+    ReplicaVerifier,
+    SigningInterval,
+)
+from elasticzero.data.sampling import DataPosition
+from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, outliers, strikes
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import refuse_unverified_state
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.state.auxiliary import AuxiliaryState
 
 NODES = ("a", "b", "c")
 MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)
@@ -137,3 +151,32 @@ def test_verifying_stays_below_its_share_of_the_time() -> None:
         interval.digested(step, now_s, now_s + 0.001)
         now_s += 0.001
     assert interval.proposed == LONGEST_EVERY
+
+
+class Row:
+    """Stands for the ranks of one row, of which each knows its own number."""
+
+    def __init__(self, shards: list[Tensor]) -> None:
+        self.numbers = [combined(digests({"state": shard})) for shard in shards]
+
+    def sum_of_row(self, given: Tensor) -> Tensor:
+        assert [n for n in given.tolist() if n] in [[own] for own in self.numbers]
+        return torch.tensor(self.numbers)
+
+
+def test_a_shard_that_differs_makes_its_whole_node_differ() -> None:
+    """Three nodes of two ranks each; one element of node 1's second shard is wrong."""
+    tables = []
+    copy = AuxiliaryState(torch.device("cpu")).capture(1, DataPosition())
+    for rank in range(6):
+        node, shard = divmod(rank, 2)
+        shards = list(torch.arange(6.0).view(2, 3).clone())
+        shards[1][0] += 1e-6 if node == 1 else 0.0
+        row: Any = Row(shards)
+        mesh = Mesh(shard=shard, shards=2, replica=node, replicas=3)
+        held = (mesh, {"state": shards[shard]})
+        given = replace(STANDALONE, world_size=6, rank=rank)
+        verifier = ReplicaVerifier(row, given, dict, lambda held=held: held)  # type: ignore[misc]
+        tables.append(verifier._take_digest(copy).table)
+    assert by_majority(tables).odd == (2, 3)
+    assert by_majority(tables).names == ("shard 1",)

@@ -19,7 +19,7 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.failure_policy import root_cause
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.placement import order_members, replica_source_index
+from elasticzero.launcher.protocol.placement import alike, order_members, replica_source_index
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 
 
@@ -242,3 +242,47 @@ def test_a_starting_snapshot_whose_holders_are_lost_is_named() -> None:
     assert describe_incomplete_snapshot(before, reports, Resume(tier="storage", step=50)) == (
         "; no node is left that holds the part of rank 2 of the snapshot of step 57"
     )
+
+
+TWO = [member("a", 2), member("b", 2)]
+ODD = member("c", 3)
+
+
+@pytest.mark.parametrize(
+    ("members", "workers", "found"),
+    [
+        pytest.param([*TWO, ODD], None, TWO, id="as many as the first has"),
+        pytest.param([ODD, *TWO], None, [ODD], id="whoever is first"),
+        pytest.param([ODD, *TWO], 2, TWO, id="as many as the world's"),
+        pytest.param([ODD], 2, [], id="none"),
+        pytest.param([], None, [], id="nobody"),
+    ],
+)
+def test_nodes_that_hold_everything_have_as_many_workers(
+    members: list[Member], workers: int | None, found: list[Member]
+) -> None:
+    assert alike(members, "node", workers) == found
+    assert alike(members, "world", workers) == members
+
+
+def test_shards_of_one_node_are_a_whole_snapshot_from_any_nodes() -> None:
+    of_node = replace(world(*TWO), shard="node")
+    reports = {"a": holds((3, 58, 2, (0, 1)), (3, 59, 2, (0,))), "b": holds((3, 58, 2, (1, 0)))}
+    found = choose_resume(of_node, reports, 50)
+    sources = [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+    assert (found.tier, found.step) == ("ram", 58)
+    assert [(source.rank, source.node) for source in found.sources] == sources
+    reports["b"] = holds((3, 58, 2, (1, 0)), (3, 59, 2, (1,)))
+    assert choose_resume(of_node, reports, 50).step == 59
+    assert world_from_bytes(to_bytes(of_node)) == of_node
+    assert b"shard" not in to_bytes(world(*TWO))
+
+
+def test_a_node_s_own_state_counts_where_ranks_differ_and_nothing_else_does() -> None:
+    lost = Failure(rank=4, blame="environment", message="differs", step=57, verified=50, odd=True)
+    reports = {"a": holds((3, 57, 2, (0, 1))), "b": replace(holds(), failure=lost)}
+    three = replace(world(*TWO, member("d", 2)), shard="node")
+    assert choose_resume(three, reports, None).step == 57
+    assert choose_resume(three, reports, 45).step == 45
+    divided = {**reports, "a": holds((3, 57, 6, (0, 1, 2, 3, 4, 5)))}
+    assert choose_resume(replace(three, shard="world"), divided, None).tier == "fresh"
