@@ -22,6 +22,10 @@ world: all ranks, of which each holds a shard of its own.
 node: the ranks of one node; every node holds all shards.
 """
 
+REDUNDANCIES = ("snapshot", "mirror")
+"""Names of what a lost node's part of divided state is read from: the last snapshot that all nodes
+held, or a copy that another node's worker keeps up to date in each step."""
+
 Rule = Literal["even", "fsdp_rows", "whole"]
 """Names the rule that distributes a group of tensors over `world_size` ranks.
 

@@ -17,6 +17,7 @@ Check after an upgrade of torch:
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "TCPStore",
     "call_before_compiling",
     "collectives_begun",
+    "drop_step_hooks",
     "has_step_hooks",
     "nccl_backends",
     "script_groups",
@@ -96,3 +98,9 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether something is to run at each step of this optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves the optimizer, a copy of another one, none of what is to run at each step of that."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()

@@ -182,6 +182,15 @@ class Slots:
         return moved
 
 
+def release_free_slots(root: Path, prefix: str) -> None:
+    """Frees the memory of those slots in a directory of snapshots whose names begin with `prefix`
+    and that hold nothing; no process may use them any more."""
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(root / SLOTS):
+            if entry.name.startswith(prefix) and os.stat(entry.path).st_nlink <= 1:
+                os.unlink(entry.path)
+
+
 def free_bytes(folder: Path) -> int:
     """Returns the free bytes of a directory's file system."""
     status = os.statvfs(folder)

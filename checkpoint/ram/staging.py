@@ -49,11 +49,13 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
 class SharedMemoryStager:
     """Writes the shards of one worker, each into its own slot; only one thread may use it."""
 
-    def __init__(self, root: Path, local_rank: int, overflow: Path | None = None) -> None:
+    def __init__(
+        self, root: Path, local_rank: int, overflow: Path | None = None, *, name: str = ""
+    ) -> None:
         """Takes the directory of the node's snapshots, and one on a disk for shards that do not fit
-        there."""
+        there. name: what the slots' names begin with, by default that of the worker's own."""
         self._store = SnapshotStore(root, overflow)
-        self._slots = Slots(root, f"worker-{local_rank}", overflow)
+        self._slots = Slots(root, name or f"worker-{local_rank}", overflow)
         self._memory: dict[MemorySlot, torch.Tensor] = {}
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         """The worker's own GPU. Another thread's current device is the machine's first until it
@@ -71,7 +73,7 @@ class SharedMemoryStager:
         draft: Manifest,
         rank: int,
         pieces: Iterable[TensorPiece],
-        keep: Collection[tuple[int, int]],
+        keep: Collection[tuple[int, int]] | None,
         *,
         extra: bool = False,
         trained: Collection[str] = (),
@@ -82,8 +84,9 @@ class SharedMemoryStager:
         The pieces may change once this returns. Raises `StorageError`.
 
         `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots to retain, by
-        generation and step; the slots of all others are freed first. `extra`: allow a third slot.
-        `trained`: names of the tensors that must be finite for the shard to be sealed.
+        generation and step; the slots of all others are freed first. None: retain all. `extra`:
+        allow a third slot. `trained`: names of the tensors that must be finite for the shard to be
+        sealed.
         """
         with as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True):
             return self._write(draft, rank, pieces, keep, _StagingOptions(extra, trained))
@@ -93,11 +96,12 @@ class SharedMemoryStager:
         draft: Manifest,
         rank: int,
         pieces: Iterable[TensorPiece],
-        keep: Collection[tuple[int, int]],
+        keep: Collection[tuple[int, int]] | None,
         options: _StagingOptions,
     ) -> int:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
-        self._store.keep_only({*keep, (draft.generation, draft.step)})
+        if keep is not None:
+            self._store.keep_only({*keep, (draft.generation, draft.step)})
         head, size = shard_header(draft, rank)
         if self._store.has(shard):
             if (self._store.path_of(shard) / draft.file_name(rank)).exists():

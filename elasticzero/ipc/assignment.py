@@ -123,6 +123,10 @@ class Assignment:
     error_file: str = ""
     """File for the error that ends the script, which torch's `record` names."""
     settings: WorkerSettings = field(default_factory=WorkerSettings)
+    mirrors: tuple[int, ...] = ()
+    """Ranks whose part of the state this worker keeps a live copy of."""
+    mirrored_by: int | None = None
+    """Rank that keeps a live copy of this worker's part; None: none does."""
 
     @property
     def row(self) -> int:

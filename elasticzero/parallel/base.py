@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,6 +70,10 @@ class Setting:
     """The rows that hold the whole state each; None: all ranks are one row."""
     agreement: Agreement | None = None
     """What the ranks of a row agree by on a step; None: they need not."""
+    mirrors: Sequence[int] = ()
+    """Ranks of whose part of divided state this one keeps a live copy."""
+    mirrored_by: int | None = None
+    """Rank that keeps a live copy of this one's part; None: none does."""
 
     @property
     def place(self) -> Mesh:
@@ -121,6 +125,10 @@ class Strategy(Protocol):
     def rank_state(self) -> RankState:
         """Returns the parameters and optimizer state, by name, and how ranks write them."""
 
+    def mirrored_states(self) -> Mapping[int, RankState]:
+        """Returns the state of each rank of which this one keeps a live copy, as `rank_state`
+        returns it there. A copy is as new as this rank's own part."""
+
     def replicas(self) -> Mapping[str, Tensor]:
         """Returns what every rank has whole, by name: it must be equal on all ranks between two
         steps."""
@@ -144,6 +152,11 @@ def create(name: str, setting: Setting) -> Strategy:
             raise UserError(
                 "--deterministic cannot be had with --shard node: its zero1 and zero2 deal whole "
                 "parameters to all ranks of the world; leave out one of the two"
+            )
+        if setting.mirrors:
+            raise UserError(
+                "--deterministic cannot be had with --redundancy mirror: its zero1 and zero2 keep "
+                "no live copies of other ranks' parts; leave out one of the two"
             )
         from elasticzero.parallel.fixed_order.zero import WholeParameters
 

@@ -141,6 +141,9 @@ class Replicated:
         share.add_whole(scalars, tuple(i * self._ranks // count for i in range(count)))
         return share
 
+    def mirrored_states(self) -> dict[int, RankState]:
+        return {}
+
     def replicas(self) -> dict[str, Tensor]:
         found = {name: held.tensor for name, held in self.rank_state().held.items()}
         return found if self._norm is None else {**found, GRADIENT_NORM: self._norm}

@@ -24,10 +24,11 @@ from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.optimizers import open_optimizer, working_dtype
+from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
+from elasticzero.parallel.optimizers import UserOptimizer, open_optimizer, working_dtype
 from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
-from elasticzero.spans import Span, chunk
+from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 from elasticzero.torch_internals import HashStore
 
@@ -60,6 +61,9 @@ class FullyPartitioned:
                 if name in optimized and parameter.requires_grad and _local(parameter).numel()
             }
         )
+        ranks = setting.mirrors if setting.world_size > 1 else ()
+        mirrors = [self._mirror(rank, user_optimizer) for rank in ranks]
+        self._mirrors = Mirrors(setting, mirrors)
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
@@ -73,6 +77,39 @@ class FullyPartitioned:
             counts=bool(shape) or self._mesh.shard == 0,
             values=None if dtype == rows.dtype else rows,
         )
+
+    def _spans(self, rank: int) -> dict[str, Span]:
+        """Returns the elements that a rank has of each parameter, where it has any."""
+        spans = {n: fsdp_rows(spec.shape, self._ranks, rank) for n, spec in self._specs.items()}
+        return {name: span for name, span in spans.items() if span}
+
+    def _mirror(self, rank: int, user_optimizer: UserOptimizer) -> Mirror:
+        chunks: list[MirroredChunk] = []
+        rows: dict[str, Tensor] = {}
+        optimized = set(self._optimized())
+        for name, span in self._spans(rank).items():
+            rows[name] = _local(self._parameters[name]).new_empty(len(span))
+            if name in optimized:
+                dtype = working_dtype(rows[name].dtype)
+                same = dtype == rows[name].dtype
+                piece = ParameterPiece(
+                    name,
+                    span.start,
+                    nn.Parameter(rows[name] if same else rows[name].to(dtype)),
+                    self._specs[name].shape,
+                    values=None if same else rows[name],
+                )
+                chunks.append(MirroredChunk([piece], [0], torch.zeros_like(piece.parameter.data)))
+        return Mirror(rank, chunks, user_optimizer, self._specs, self._mesh, rows=rows)
+
+    def _messages(self) -> list[Tensor]:
+        """Returns what the mirror of this rank gets: all elements, then the gradients."""
+        names = self._spans(self._rank)
+        rows = [_local(self._parameters[name]).reshape(-1) for name in names]
+        pieces = [
+            self._pieced.pieces[name].parameter for name in names if name in self._pieced.pieces
+        ]
+        return rows + [p.grad if p.grad is not None else torch.zeros_like(p) for p in pieces]
 
     @property
     def _root(self) -> FSDPModule:
@@ -96,7 +133,15 @@ class FullyPartitioned:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
             else:
                 piece.parameter.grad = _local(gradient).reshape(-1).to(piece.parameter.dtype)
-        return self._pieced.complete(self._uses.names, factor, max_norm, blocks=self._uses.blocks)
+        norm = self._pieced.complete(
+            self._uses.names,
+            factor,
+            max_norm,
+            blocks=self._uses.blocks,
+            exchange=lambda: self._mirrors.exchange(self._messages),
+        )
+        self._mirrors.take(self._pieced.used, norm, max_norm)
+        return norm
 
     @property
     def gradient_hook(self) -> GradientHook | None:
@@ -128,6 +173,7 @@ class FullyPartitioned:
         self._pieced.step([list(self._pieced.pieces)])
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None
+        self._mirrors.step(self.optimizer.param_groups)
         for parameter in self._parameters.values():
             parameter.grad = None
         self._uses.clear()
@@ -136,11 +182,27 @@ class FullyPartitioned:
         pass
 
     def rank_state(self) -> RankState:
+        held = {
+            name: LocalTensor(_local(parameter), self._first(name))
+            for name, parameter in self._parameters.items()
+        }
+        return self._state(held, self._pieced)
+
+    def mirrored_states(self) -> dict[int, RankState]:
+        found = {}
+        for mirror in self._mirrors.kept:
+            if mirror.live:
+                spans = self._spans(mirror.rank)
+                held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
+                found[mirror.rank] = self._state(held, mirror.pieced)
+        return found
+
+    def _state(self, held: Mapping[str, LocalTensor], pieced: PartitionedOptimizer) -> RankState:
+        """Returns the state of the rank that has these elements of parameters, and pieces."""
         share = RankState()
-        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
-        for name, parameter in self._parameters.items():
-            share.specs[MODEL + name] = self._specs[name]
-            share.held[MODEL + name] = LocalTensor(_local(parameter), self._first(name))
+        share.frozen = {MODEL + name for name in self._frozen}
+        share.specs = {MODEL + name: spec for name, spec in self._specs.items()}
+        share.held = {MODEL + name: local for name, local in held.items()}
         names = tuple(MODEL + name for name in self._parameters)
         share.partitions.append(Partition(rule="fsdp_rows", names=names))
         by_keys: dict[tuple[str, ...], list[str]] = {}
@@ -149,7 +211,7 @@ class FullyPartitioned:
         for same in by_keys.values():
             owners = (0,) * len(same)
             group = PartitionedGroup(rule="fsdp_rows", names=tuple(same), owners=owners)
-            self._pieced.share(share, group)
+            pieced.share(share, group)
         return share
 
     def replicas(self) -> dict[str, Tensor]:
@@ -180,8 +242,8 @@ class FullyPartitioned:
             local = _local(parameter)
             span = Span(self._first(name), self._first(name) + local.numel())
             slots.append(LoadTarget(MODEL + name, span, local))
-        with self._pieced.filling(stored) as more:
-            yield [*slots, *more]
+        with self._pieced.filling(stored) as more, self._mirrors.filling(stored) as copies:
+            yield [*slots, *more, *copies]
 
     def _reshard(self) -> None:
         for module in self.model.modules():

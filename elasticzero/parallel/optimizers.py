@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.state.model import OPTIMIZER, NamedModel, Spec
+from elasticzero.torch_internals import drop_step_hooks
 
 PROBE_SHAPE = (2, 3)
 PROBE_CUT = 4
@@ -108,12 +109,21 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _probe(optimizer: torch.optim.Optimizer, *, pieces: bool) -> list[Schema]:
-    """Finds what the optimizer keeps for a parameter of each group, by stepping dummies: one whole
-    and the same cut in two, which must come out equal if pieces are to be allowed."""
+def copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same kind, options and groups, without state, hooks and
+    parameters."""
     clone = object.__new__(type(optimizer))
     clone.__dict__ = dict(optimizer.__dict__)
     clone.state = defaultdict(dict)
+    clone.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    drop_step_hooks(clone)
+    return clone
+
+
+def _probe(optimizer: torch.optim.Optimizer, *, pieces: bool) -> list[Schema]:
+    """Finds what the optimizer keeps for a parameter of each group, by stepping dummies: one whole
+    and the same cut in two, which must come out equal if pieces are to be allowed."""
+    clone = copy_without_state(optimizer)
     clone.param_groups = []
     dummies: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,14 +123,22 @@ class PartitionedOptimizer:
             group["params"] = [pieces[name].parameter for name in names if name in pieces]
 
     def complete(
-        self, used: Collection[str], factor: float, max_norm: float | None, *, blocks: int = 0
+        self,
+        used: Collection[str],
+        factor: float,
+        max_norm: float | None,
+        *,
+        blocks: int = 0,
+        exchange: Callable[[], Sequence[Any]] = tuple,
     ) -> Tensor:
         """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
         over the ranks. All ranks call this together.
 
         used: the parameters that this rank has used; they travel with the norm, in one message.
         blocks: a number below 2**20 that stands for what has run here; where it is not the same on
-        all ranks the norm is NaN, and `suspects` raises `UserError`.
+        all ranks the norm is NaN, and `suspects` raises `UserError`. exchange: called once the
+        gradients are as they are to be stepped, but for clipping; what it returns is waited for
+        before the norm is summed.
         """
         if self._agreement is not None:
             self._agreement.begin()
@@ -142,13 +151,16 @@ class PartitionedOptimizer:
         uses = [float(name in used) for name in self.schemas]
         said = torch.tensor([blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
         if self.gradient_hook is None:
-            said = self._sum_over_ranks(torch.cat([self._square(gradients, device), said]))
+            works = exchange()
+            said = torch.cat([self._square(gradients, device), said])
+            said = self._sum_over_ranks(said, works)
             self._drop_unused(said[1:].tolist(), blocks)
         else:
             self._drop_unused(self._sum_over_ranks(said).tolist(), blocks)
             results = self._call_hook(self.gradient_hook).to(device)
+            works = exchange()
             square = self._square(self._gradients(), device)
-            said = self._sum_over_ranks(torch.cat([square, results]))
+            said = self._sum_over_ranks(torch.cat([square, results]), works)
             sums = zip(self.schemas, said[1:].tolist(), strict=True)
             self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
         self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
@@ -161,9 +173,11 @@ class PartitionedOptimizer:
         grads = ((name, piece.parameter.grad) for name, piece in self.pieces.items())
         return {name: grad for name, grad in grads if grad is not None}
 
-    def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Sums over all ranks. Ranks that agree on steps learn from each other what a lost peer
-        has kept from one of them."""
+    def _sum_over_ranks(self, numbers: Tensor, works: Sequence[Any] = ()) -> Tensor:
+        """Sums over all ranks, after the wait for exchanges under way. Ranks that agree on steps
+        learn from each other what a lost peer has kept from one of them."""
+        for work in works:
+            work.wait()
         if self._ranks == 1:
             return numbers
         agreement = self._agreement

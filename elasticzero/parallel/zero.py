@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from elasticzero.data.sampling import MicroBatch
@@ -23,7 +24,8 @@ from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import GradientScatter
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
-from elasticzero.parallel.optimizers import open_optimizer
+from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
+from elasticzero.parallel.optimizers import open_optimizer, working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
@@ -59,6 +61,18 @@ class FlatBuckets:
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._scatter = GradientScatter(self._buckets, stage, mesh)
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
+        ranks = setting.mirrors if setting.world_size > 1 else ()
+        mirrors = [
+            Mirror(
+                rank,
+                [self._mirrored(bucket, rank) for bucket in self._buckets],
+                user_optimizer,
+                specs,
+                mesh,
+            )
+            for rank in ranks
+        ]
+        self._mirrors = Mirrors(setting, mirrors)
         self._last = True
 
     def expect(self, part: MicroBatch) -> None:
@@ -72,9 +86,18 @@ class FlatBuckets:
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         check_frozen(self._frozen)
-        for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True):
+        reduced = [
             self._give_gradients(bucket, reduced_C)
-        return self._pieced.complete(self._scatter.used, factor, max_norm)
+            for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True)
+        ]
+        norm = self._pieced.complete(
+            self._scatter.used,
+            factor,
+            max_norm,
+            exchange=lambda: self._mirrors.exchange(lambda: reduced),
+        )
+        self._mirrors.take(self._pieced.used, norm, max_norm)
+        return norm
 
     @property
     def gradient_hook(self) -> GradientHook | None:
@@ -87,13 +110,31 @@ class FlatBuckets:
     def suspects(self) -> Suspects:
         return self._pieced.suspects()
 
-    def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> None:
+    def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:
+        """Gives the pieces of a bucket their gradients, which are parts of the returned chunk."""
         start = bucket.rank * bucket.chunk
+        gradient_C = reduced_C.to(working_dtype(reduced_C.dtype))
         for name, offset in zip(bucket.names, bucket.offsets, strict=True):
             if (piece := self._pieced.pieces.get(name)) is not None:
                 first = offset + piece.start - start
-                part = reduced_C[first : first + piece.parameter.numel()]
-                piece.parameter.grad = part.to(piece.parameter.dtype)
+                piece.parameter.grad = gradient_C[first : first + piece.parameter.numel()]
+        return gradient_C
+
+    def _mirrored(self, bucket: FlatBucket, rank: int) -> MirroredChunk:
+        values_C = bucket.part(bucket.flat_E, rank).clone()
+        master_C = None if bucket.master_C is None else values_C.to(bucket.master_C.dtype)
+        pieces = list(bucket.pieces_of(rank, values_C, master_C))
+
+        def renew() -> None:
+            if self._gather.up_to_date(bucket):
+                values_C.copy_(bucket.part(bucket.flat_E, rank))
+
+        return MirroredChunk(
+            pieces=pieces,
+            places=[bucket.place(piece, rank) for piece in pieces],
+            gradient_C=torch.zeros_like(values_C if master_C is None else master_C),
+            renew=renew,
+        )
 
     def apply(self) -> None:
         self._scatter.clear()
@@ -103,12 +144,27 @@ class FlatBuckets:
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None
+        self._mirrors.step(self.optimizer.param_groups)
         self._gather.leave_pending()
 
     def settle(self) -> None:
         self._gather.finish()
 
     def rank_state(self) -> RankState:
+        return self._state(self._pieced)
+
+    def mirrored_states(self) -> dict[int, RankState]:
+        found = {}
+        for mirror in self._mirrors.kept:
+            mirror.renew()
+            found[mirror.rank] = self._state(mirror.pieced)
+            for piece in mirror.pieced.pieces.values():
+                values = piece.parameter.detach() if piece.values is None else piece.values
+                found[mirror.rank].held[MODEL + piece.name] = LocalTensor(values, piece.start)
+        return found
+
+    def _state(self, pieced: PartitionedOptimizer) -> RankState:
+        """Returns the state of the rank that these pieces are of."""
         share = RankState()
         # Nothing here asks a bucket's parameter, whose every use waits while it is gathered: what
         # this rank writes is up to date already, and a peer that is gone would fail the wait.
@@ -119,7 +175,7 @@ class FlatBuckets:
                 share.specs[name] = spec_of(view)
                 share.held[name] = LocalTensor(view)
             share.partitions.append(Partition(rule="even", names=names))
-            self._pieced.share(share, bucket.group())
+            pieced.share(share, bucket.group())
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
 
@@ -134,5 +190,5 @@ class FlatBuckets:
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        with self._pieced.filling(stored) as more:
-            yield [*slots, *more]
+        with self._pieced.filling(stored) as more, self._mirrors.filling(stored) as copies:
+            yield [*slots, *more, *copies]

@@ -40,6 +40,8 @@ def memory_shortage(
         captures=captures,
         replicas=replicas,
     )
+    if assignment.mirrors and not sizes.whole:  # written at a stop
+        needed += sizes.shard * assignment.local_world_size
     root = Path(assignment.snapshot_root)
     with suppress(OSError):
         free = free_bytes(root) + allocated_bytes(root)

@@ -16,6 +16,7 @@ from elasticzero.consistency.configuration import Comparison, of_model, of_optim
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
@@ -87,6 +88,8 @@ def prepare_training(
         mesh=rows.mesh,
         agreement=rows.agreement,
         deterministic=assignment.deterministic,
+        mirrors=assignment.mirrors,
+        mirrored_by=assignment.mirrored_by,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
@@ -102,7 +105,8 @@ def prepare_training(
         save=place.save,
     )
     auxiliary = _auxiliary_state(named, laid, place.device)
-    state = TrainingState(place.link, groups, laid, auxiliary, stager)
+    mirrored = MirroredShards(assignment, strategy, place.device, laid.mirrored_states)
+    state = TrainingState(place.link, groups, laid, auxiliary, stager, mirrored)
     state.rows = rows
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())

@@ -26,6 +26,7 @@ from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.peer_errors import is_peer_error
+from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
@@ -60,10 +61,14 @@ class TrainingState:
         strategy: Strategy,
         auxiliary: AuxiliaryState,
         stager: StateStager,
+        mirrored: MirroredShards,
     ) -> None:
         self.strategy = strategy
         self.auxiliary = auxiliary
         self.stager = stager
+        self._mirrored = mirrored
+        self._mirrors = bool(link.assignment.mirrors) and strategy.shards > 1
+        """Whether this rank keeps live copies of others' parts of the state."""
         self.step = 0
         """Number of optimizer steps applied."""
         self.position = DataPosition()
@@ -322,6 +327,7 @@ class TrainingState:
                 if self._groups is not None:
                     self._groups.drain_sends()
                 self.stager.stop_agreed()
+                self._mirrors = False  # each rank hands over its own part
                 reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
                 raise GenerationEnded(" and ".join(reasons))
         ends = self._epoch_end
@@ -333,6 +339,8 @@ class TrainingState:
         if last or self.stopped is not None:
             self._verify()
         taken = self.stager.capture_if_due(self.copy, self._verify, checkpoint=due)
+        if taken != "nothing":
+            self._mirrored.release()
         self._verifier.digest_if_due(self.copy, captured=taken == "snapshot")
 
     def _verify(self) -> None:
@@ -363,8 +371,15 @@ class TrainingState:
         self.rows.close()
 
     def snapshot(self) -> Captured:
-        """Captures the state of the last boundary for the stop protocol."""
-        return self.stager.capture_at_stop(self.boundary_copy())
+        """Captures the state of the last boundary for the stop protocol, and that of mirrors."""
+        captured = self.stager.capture_at_stop(self.boundary_copy())
+        if self._mirrors:
+            self._mirrored.capture(self.boundary_copy())
+        return captured
+
+    def can_stop_with_state(self) -> bool:
+        """Returns whether memory is free for the state as it is now, and has a use for it."""
+        return self._mirrors or self.stager.can_stop_with_state()
 
     def _sync_buffers(self) -> RuntimeError | None:
         """Takes rank 0's buffers; returns the error of a lost peer.

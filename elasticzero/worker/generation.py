@@ -90,7 +90,7 @@ class Generation:
         if training is None or training.copy is None:
             bad_step = resume.step if resume.tier == "storage" else None
             return StopState(bad_step=bad_step, shut=shut)
-        clean = training.clean and training.stager.can_stop_with_state()
+        clean = training.clean and training.can_stop_with_state()
         return StopState(
             step=training.step,
             clean=clean,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.placement import replica_source_index
+from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_source_index
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.workers.error_file import error_file
@@ -30,6 +30,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
     member = world.members[index]
     first = world.first_rank(index)
     connect_s, start_s = timeouts_s(world.fruitless)
+    keepers = mirroring_ranks(world)
     known = tuple(
         KnownError(message=s.message, node=s.node, generation=s.generation)
         for s in world.setbacks
@@ -71,6 +72,8 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             nodes=len(world.members),
             error_file=str(error_file(options.log_dir, local_rank)),
             settings=options.workers,
+            mirrors=tuple(r for r, keeper in keepers.items() if keeper == first + local_rank),
+            mirrored_by=keepers.get(first + local_rank),
         )
         for local_rank in range(member.nproc)
     ]

@@ -72,7 +72,7 @@ class AgentConsole:
 
     def world(self, world: World, *, session: bool) -> None:
         """Prints a new generation."""
-        for name in ("strategy", "shard"):
+        for name in ("strategy", "shard", "redundancy"):
             mine, its = getattr(self._options.policy, name), getattr(world, name)
             if mine != its:
                 self.log_line(

@@ -10,7 +10,7 @@ from typing import get_args
 
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.values import at_least_zero, steps_or_auto, whole_number
-from elasticzero.spans import STRATEGIES, ShardOver
+from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 
 TRAINING_OPTIONS = (
     Option(
@@ -36,6 +36,15 @@ TRAINING_OPTIONS = (
         False,
         is_switch=True,
         field="deterministic",
+    ),
+    Option(
+        ("--redundancy",),
+        "What a lost node's part of divided state is read from: snapshot is the last snapshot in "
+        "memory; mirror is a copy that another node keeps up to date in each step, so that no "
+        "finished step is lost.",
+        "snapshot",
+        choices=REDUNDANCIES,
+        field="policy.redundancy",
     ),
     Option(
         ("--checkpoint-dir",),

@@ -104,6 +104,8 @@ class World:
     field wrote this document."""
     shard: ShardOver = "world"
     """Ranks among which the strategy divides state."""
+    redundancy: str = "snapshot"
+    """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -252,6 +254,7 @@ class Done:
 LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "skipped", None),
     (World, "shard", "world"),
+    (World, "redundancy", "snapshot"),
     (Done, "end_reason", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions

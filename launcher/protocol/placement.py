@@ -33,6 +33,24 @@ def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = Non
     return [member for member in members if member.nproc == wanted]
 
 
+def mirroring_ranks(world: World) -> dict[int, int]:
+    """Returns, for each rank, the rank that keeps a live copy of its part of the state.
+
+    It is a worker of the node that holds the rank's replicas. Empty: the world has one node, keeps
+    no live copies, or has the whole state on each node.
+    """
+    count = len(world.members)
+    if world.redundancy != "mirror" or world.shard == "node" or count < 2:
+        return {}
+    keepers: dict[int, int] = {}
+    for index in range(count):
+        source = replica_source_index(index, count)
+        assert source is not None
+        own = world.ranks(index)
+        keepers |= {rank: own[n % len(own)] for n, rank in enumerate(world.ranks(source))}
+    return keepers
+
+
 def order_members(
     world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
 ) -> tuple[Member, ...]:

@@ -23,6 +23,8 @@ class JobPolicy:
     """Maximum number of nodes that may wait beyond `max_nodes`; None: no limit."""
     strategy: str = "ddp"
     shard: ShardOver = "world"
+    redundancy: str = "snapshot"
+    """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
     max_restarts: int = 3
     """Number of failures in a row without progress after which the job has failed."""
     join_timeout_s: float = 600.0

@@ -160,6 +160,7 @@ def _judged(
         members=(),
         strategy=world.strategy,
         shard=world.shard,
+        redundancy=world.redundancy,
         resume=resume,
         reason="",
         fruitless=count,

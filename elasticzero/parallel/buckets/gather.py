@@ -53,7 +53,7 @@ def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 
 class _NotBegun:
-    """Stands for a gather that could not begin, since a peer is gone."""
+    """Stands for a gather that could not begin or end, since a peer is gone."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -70,6 +70,8 @@ class ParameterGather:
         self._mesh = mesh
         self._works: dict[FlatBucket, list[Any]] = {}
         """The gathers that are under way."""
+        self._broken: set[FlatBucket] = set()
+        """The buckets whose gather has failed."""
         self._awaits_compiler = True
         self._compiled = False
         """Compiled code depends on the class of parameters, so that each gather is waited for."""
@@ -102,11 +104,18 @@ class ParameterGather:
         for bucket in list(self._works):
             exact = all(type(parameter) is nn.Parameter for parameter in bucket.parameters)
             if not exact or self._compiled:
-                self._finish(bucket)
+                try:
+                    self._finish(bucket)
+                except RuntimeError as error:
+                    self._works[bucket] = [_NotBegun(error)]
                 continue
             for parameter in bucket.parameters:
                 parameter.__dict__[_WAIT] = self._waits[id(bucket)]
                 _become(parameter, PendingParameter)
+
+    def up_to_date(self, bucket: FlatBucket) -> bool:
+        """Returns whether all elements of a bucket are those of the newest step."""
+        return bucket not in self._works and bucket not in self._broken
 
     def finish(self) -> None:
         """Waits for every gather; raises torch's error where a peer is gone."""
@@ -123,8 +132,10 @@ class ParameterGather:
             if type(parameter) is PendingParameter:
                 _become(parameter, nn.Parameter)
                 parameter.__dict__.pop(_WAIT, None)
+        self._broken.add(bucket)
         for work in works:
             work.wait()
+        self._broken.discard(bucket)
 
     def _waiter(self, bucket: FlatBucket) -> Callable[[], None]:
         def wait() -> None:

@@ -77,8 +77,13 @@ class FlatBucket:
 
     def pieces(self) -> Iterator[ParameterPiece]:
         """Yields this rank's pieces, which share memory with its chunk or its masters."""
-        mine = Span(self.rank * self.chunk, (self.rank + 1) * self.chunk)
-        own_C, master_C = self.mine(self.flat_E), self.master_C
+        yield from self.pieces_of(self.rank, self.mine(self.flat_E), self.master_C)
+
+    def pieces_of(
+        self, rank: int, own_C: Tensor, master_C: Tensor | None
+    ) -> Iterator[ParameterPiece]:
+        """Yields the pieces of one rank, which share memory with its chunk or its masters."""
+        mine = Span(rank * self.chunk, (rank + 1) * self.chunk)
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             part = intersect(mine, Span(offset, offset + math.prod(shape)))
             if part:
@@ -90,6 +95,10 @@ class FlatBucket:
                     shape,
                     values=None if master_C is None else own_C[inside],
                 )
+
+    def place(self, piece: ParameterPiece, rank: int) -> int:
+        """Returns where a piece of one rank begins in that rank's chunk."""
+        return self.offsets[self.names.index(piece.name)] + piece.start - rank * self.chunk
 
     def group(self) -> PartitionedGroup:
         """Returns how the optimizer's state of these parameters is dealt."""

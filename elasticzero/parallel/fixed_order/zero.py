@@ -122,6 +122,9 @@ class WholeParameters:
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
 
+    def mirrored_states(self) -> dict[int, RankState]:
+        return {}
+
     def replicas(self) -> dict[str, Tensor]:
         whole = {MODEL + name: p.detach() for name, p in self._parameters.items()}
         return whole | self._pieced.norm()

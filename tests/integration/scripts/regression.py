@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elasticzero as ez
-from elasticzero.parallel import reducer
+from elasticzero.parallel import mirror, reducer
 from elasticzero.parallel.buckets import layout
 
 SAMPLES = 331
@@ -106,8 +106,9 @@ def wait_while_saving(session: ez.Session, holds: Holds, save_every: int) -> Non
 def wait_within_steps(
     session: ez.Session, model: nn.Module, optimizer: torch.optim.Optimizer, holds: Holds
 ) -> None:
-    """Waits inside a backward, between the gradients of two layers, and after the optimizer's step,
-    which zero1 and zero2 call for each of their buckets."""
+    """Waits inside a backward, between the gradients of two layers, before gradients go to the rank
+    that keeps a live copy, and after the optimizer's step, which zero1 and zero2 call for each of
+    their buckets."""
 
     def inside(place: str) -> None:
         holds.wait(place, session.generation, session.rank)
@@ -115,6 +116,13 @@ def wait_within_steps(
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.register_full_backward_pre_hook(lambda *_: inside("reducing"))
+    exchange = mirror.Mirrors.exchange
+
+    def wait_and_exchange(*given: Any) -> Any:
+        inside("mirroring")
+        return exchange(*given)
+
+    mirror.Mirrors.exchange = wait_and_exchange  # type: ignore[method-assign, assignment]
     step = optimizer.step
 
     @functools.wraps(step)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.training.training_state import TrainingState
@@ -61,7 +62,8 @@ def test_a_peer_that_does_not_confirm(
     strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None)
     stager = StateStager(link, "ddp", lambda: None, shards=shards, saving=False)  # type: ignore[arg-type, return-value]
     groups: Any = ranks
-    training = TrainingState(link, groups, strategy, auxiliary, stager)
+    mirrored = MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict)
+    training = TrainingState(link, groups, strategy, auxiliary, stager, mirrored)
     if tracks:
         auxiliary.track("thing", Tracked())
     training.restore()

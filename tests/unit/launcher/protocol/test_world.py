@@ -19,7 +19,12 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.failure_policy import root_cause
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.placement import alike, order_members, replica_source_index
+from elasticzero.launcher.protocol.placement import (
+    alike,
+    mirroring_ranks,
+    order_members,
+    replica_source_index,
+)
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 
 
@@ -222,6 +227,23 @@ def test_every_node_replicates_one_other_and_is_replicated(count: int) -> None:
     assert all(other != index for index, other in enumerate(found))
     fatal = {frozenset((index, other)) for index, other in enumerate(found)}
     assert len(fatal) <= count // 2 + 2, "few pairs of nodes can lose a shard"
+
+
+@pytest.mark.parametrize("workers", [(1,), (1, 1), (2, 1, 3), (1, 4, 2, 2), (3, 1, 1, 2, 1)])
+def test_a_rank_is_mirrored_where_its_replica_is(workers: tuple[int, ...]) -> None:
+    plain = world(*(member(f"n{index}", count) for index, count in enumerate(workers)))
+    assert mirroring_ranks(plain) == {}
+    keepers = mirroring_ranks(replace(plain, redundancy="mirror"))
+    if len(workers) == 1:
+        assert keepers == {}
+        return
+    assert sorted(keepers) == list(range(plain.world_size))
+    for index in range(len(workers)):
+        source = replica_source_index(index, len(workers))
+        assert source is not None
+        loads = [list(keepers.values()).count(rank) for rank in plain.ranks(index)]
+        assert sum(loads) == workers[source] and max(loads) - min(loads) <= 1
+        assert {keepers[rank] for rank in plain.ranks(source)} <= set(plain.ranks(index))
 
 
 def test_a_snapshot_that_lost_its_holders_is_named() -> None:

@@ -1,0 +1,172 @@
+"""Keeps, on one rank, a live copy of another rank's part of divided state: its mirror.
+
+The mirror receives its owner's part of each gradient, and makes the same step with it. So whatever
+kills the owner, its part of the state of the newest step is in the memory of another node.
+
+Rules:
+ M1  Before the norm of a gradient is summed over the ranks, each rank sends its part of the
+     gradient, as it is to be stepped but for clipping, to the rank that keeps its mirror, and waits
+     for the parts of which it keeps mirrors itself. A rank that has the norm so knows that every
+     rank has all that it needs for the step.
+ M2  A rank that has the norm steps its own part and its mirrors, whatever becomes of the others.
+ M3  A mirror takes its elements of the parameters anew before each step: from the whole parameters
+     where each rank has them (zero1, zero2), else from the owner, which sends them with the
+     gradient (zero3). So what a script changes in parameters counts for the mirror too, and
+     rounding that differs between two kinds of processors does not add up.
+Shapes: C elements of one message, of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.finite import clipping
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers import MASTER, UserOptimizer, copy_without_state
+from elasticzero.parallel.partitioned import ParameterPiece, PartitionedOptimizer
+from elasticzero.state.model import Spec
+
+TAG = 0x657B
+"""Keeps these messages apart from those of the buckets and of a script."""
+
+
+@dataclass(slots=True, eq=False)
+class MirroredChunk:
+    """Holds the pieces of a mirror whose gradients come in one message."""
+
+    pieces: Sequence[ParameterPiece]
+    places: Sequence[int]
+    """Where the gradient of each piece begins in the message."""
+    gradient_C: Tensor
+    """The message."""
+    renew: Callable[[], None] = lambda: None
+    """Takes the elements from whole parameters: M3."""
+
+
+class Mirror:
+    """Holds a copy of one rank's pieces, and steps it as their owner does."""
+
+    def __init__(
+        self,
+        rank: int,
+        chunks: Sequence[MirroredChunk],
+        user_optimizer: UserOptimizer,
+        specs: Mapping[str, Spec],
+        mesh: Mesh,
+        *,
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """rows: room for the owner's elements of each parameter, where the owner sends them."""
+        self.rank = rank
+        """The owner."""
+        self.chunks = chunks
+        self.rows = rows or {}
+        self.live = False
+        """True once the owner has sent what it sends in each step."""
+        self._has_masters = not self.rows
+        own = UserOptimizer(
+            copy_without_state(user_optimizer.optimizer),
+            user_optimizer.group_names,
+            user_optimizer.schemas,
+        )
+        self.pieced = PartitionedOptimizer(own, specs, mesh)
+        self.pieced.place({piece.name: piece for chunk in chunks for piece in chunk.pieces})
+
+    @property
+    def messages(self) -> list[Tensor]:
+        """Returns the room for what the owner sends, in its order."""
+        return [*self.rows.values(), *(chunk.gradient_C for chunk in self.chunks)]
+
+    def take(self, used: Collection[str], norm: Tensor, max_norm: float | None) -> None:
+        """Gives the pieces the gradient that was received, clipped as the owner clips it.
+
+        used: the parameters that any rank has used in the global batch.
+        """
+        self.renew()
+        self.live = True
+        if not self._has_masters:
+            self._has_masters = True
+            for piece in self.pieced.pieces.values():
+                if piece.values is not None:
+                    piece.parameter.data.copy_(piece.values)
+        gradients = []
+        for chunk in self.chunks:
+            for piece, first in zip(chunk.pieces, chunk.places, strict=True):
+                piece.parameter.grad = None
+                if piece.name in used:
+                    part = chunk.gradient_C[first : first + piece.parameter.numel()]
+                    piece.parameter.grad = part
+                    gradients.append(part)
+        if max_norm is not None and gradients:
+            torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
+        self.pieced.used = set(used)
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Steps the pieces that have a gradient. groups: those of the owner's optimizer, whose
+        options may have changed since the last step."""
+        for mine, theirs in zip(self.pieced.optimizer.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.pieced.step([list(self.pieced.pieces)])
+        for piece in self.pieced.pieces.values():
+            piece.parameter.grad = None
+
+    def renew(self) -> None:
+        """Follows M3."""
+        for chunk in self.chunks:
+            chunk.renew()
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+        """Does what `PartitionedOptimizer.filling` does, for the copy."""
+        with self.pieced.filling(stored) as slots:
+            yield slots
+            self.renew()
+        self._has_masters = self._has_masters or any(n.endswith("/" + MASTER) for n in stored)
+
+
+class Mirrors:
+    """Exchanges gradients with the ranks that keep mirrors of each other, and holds this rank's."""
+
+    def __init__(self, setting: Setting, mirrors: Sequence[Mirror]) -> None:
+        self.kept = mirrors
+        self._kept_by = setting.mirrored_by
+        self._on_cpu = setting.device.type == "cpu"
+
+    def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
+        """Begins to follow M1; returns what must be waited for.
+
+        sent: returns this rank's part, one tensor for each of `Mirror.messages`.
+        """
+        sends = [] if self._kept_by is None else [(t, self._kept_by) for t in sent()]
+        receives = [(tensor, m.rank) for m in self.kept for tensor in m.messages]
+        if self._on_cpu:
+            works: list[Any] = [dist.irecv(tensor, rank, tag=TAG) for tensor, rank in receives]
+            return works + [dist.isend(tensor, rank, tag=TAG) for tensor, rank in sends]
+        operations = [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in receives]
+        operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sends]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def take(self, used: Collection[str], norm: Tensor, max_norm: float | None) -> None:
+        """Gives each mirror its gradient, once the norm is known."""
+        for mirror in self.kept:
+            mirror.take(used, norm, max_norm)
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Follows M2."""
+        for mirror in self.kept:
+            mirror.step(groups)
+
+    @contextmanager
+    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+        """Yields where the stored state of the mirrors goes."""
+        with ExitStack() as stack:
+            slots = [stack.enter_context(mirror.filling(stored)) for mirror in self.kept]
+            yield [slot for each in slots for slot in each]

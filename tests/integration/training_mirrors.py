@@ -1,0 +1,112 @@
+"""Trains with mirrors, each rank's kept by the rank before it, and compares each mirror with its
+owner's own part.
+
+Run by several processes; argument: JSON with rank, world_size, port, directory, strategy, dtype and
+optimizer. Every rank writes its own part of the state, and the mirror that it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from elasticzero.data.sampling import DataPosition, MicroBatch
+from elasticzero.parallel import Setting, Strategy, create
+from elasticzero.parallel.buckets import layout
+from elasticzero.snapshots import manifest_draft
+from elasticzero.spans import Span
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.model import NamedModel, RankState
+from tests.integration.training_exact import Model, Samples, groups, squares
+from tests.integration.training_matrix import joined
+
+STEPS = 6
+FACTORIES: dict[str, Any] = {
+    "AdamW": lambda given: torch.optim.AdamW(given, lr=0.01, amsgrad=True),
+    "fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
+    "SGD": lambda given: torch.optim.SGD(given, lr=0.01, momentum=0.9),
+}
+
+
+class Partly(Model):
+    """Has a layer that no rank uses in odd steps, and one that only rank 0 uses in step 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(7, 3)
+        self.step = self.rank = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.step % 2 == 0 and (self.step != 2 or self.rank == 0):
+            output = output + self.sometimes(x.to(self.scale.dtype))
+        return output
+
+
+def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None:
+    samples = Samples()
+    for step in range(STEPS):
+        model.step, model.rank = step, rank
+        strategy.optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        for micro in range(2):
+            first = 12 * step + 6 * micro
+            indices = range(first + rank * 6 // world_size, first + (rank + 1) * 6 // world_size)
+            batch = {k: torch.stack([samples[i % 53][k] for i in indices]) for k in ("x", "y")}
+            strategy.expect(MicroBatch(positions=Span(0, 1), weight=1, last=micro == 1))
+            strategy.backward(squares(strategy.model, batch).mean(), len(indices) / 12)
+        strategy.finish(0.7, 0.5)
+        strategy.apply()
+        if step == 3:  # what a script does to its parameters counts too
+            with torch.no_grad():
+                for parameter in strategy.model.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+
+
+def main(told: dict[str, Any]) -> None:
+    rank, world_size, directory = told["rank"], told["world_size"], Path(told["directory"])
+    layout.BUCKET_BYTES = 400
+    group = joined(rank, world_size, told["port"])
+    torch.manual_seed(1)
+    model = Partly().to(getattr(torch, told["dtype"]))
+    named = NamedModel(model)
+    strategy = create(
+        told["strategy"],
+        Setting(
+            model=model,
+            named=named,
+            factory=lambda _: FACTORIES[told["optimizer"]](groups(model)),
+            device=torch.device("cpu"),
+            rank=rank,
+            world_size=world_size,
+            mirrors=((rank + 1) % world_size,),
+            mirrored_by=(rank - 1) % world_size,
+        ),
+    )
+    small = AuxiliaryState(torch.device("cpu"))
+    small.buffers, small.aliases = named.buffers, named.aliases
+    small.groups, small.group_names = strategy.optimizer.param_groups, strategy.group_names
+    train(strategy, model, rank, world_size)
+    strategy.settle()
+
+    def write(name: str, of: int, share: RankState) -> None:
+        writer = manifest_draft.WriterInfo(
+            rank=of, world_size=world_size, generation=1, token="t", strategy=told["strategy"]
+        )
+        _, pieces = manifest_draft.draft(share, small.capture(STEPS, DataPosition()), writer)
+        found = {p.name: p.data.clone() for p in pieces if not p.name.startswith("rng/")}
+        save_file(found, directory / f"{name}-{of}")
+
+    write("own", rank, strategy.rank_state())
+    for of, share in strategy.mirrored_states().items():
+        write("mirror", of, share)
+    group.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
