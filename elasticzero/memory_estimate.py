@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from elasticzero.spans import STRATEGIES
 
+AUTO = "auto"
+"""The name under which users leave the choice of a strategy to `first_that_fits`."""
 FLAT_BUCKET_BYTES = 16 << 20
 """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
 POOL_BUCKETS = 3

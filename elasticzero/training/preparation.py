@@ -14,6 +14,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.snapshots.mirrored_shards import MirroredShards
@@ -68,6 +69,10 @@ def prepare_training(
     model.to(place.device)
     named = NamedModel(model)
     assignment, groups = place.link.assignment, place.groups
+    if strategy == AUTO:
+        from elasticzero.training.strategy_choice import choose_strategy
+
+        strategy = choose_strategy(named, factory, place.device, assignment, groups)
     described = {**of_model(named, strategy, assignment), **compute.described()}
     place.comparison.require_equal(Call.PREPARE, described)
     compute.check(named.parameters)

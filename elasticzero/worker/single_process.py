@@ -38,6 +38,7 @@ from elasticzero.ipc.messages import (
     Restored,
     Stepped,
 )
+from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import STRATEGIES
 from elasticzero.text import count_text
 from elasticzero.training.training_state import TrainingState
@@ -81,7 +82,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
     strict = one_of("STRICT_CHECKPOINT", _YES + _NO, "no")
     return Settings(
-        strategy=one_of("STRATEGY", STRATEGIES, "ddp"),
+        strategy=one_of("STRATEGY", (*STRATEGIES, AUTO), "ddp"),
         deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,

@@ -10,15 +10,17 @@ from typing import get_args
 
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.values import at_least_zero, steps_or_auto, whole_number
+from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 
 TRAINING_OPTIONS = (
     Option(
         ("--strategy",),
         "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
-        "zero2 the gradients too, zero3 the parameters too.",
+        "zero2 the gradients too, zero3 the parameters too; auto takes the first that fits the "
+        "memory of all ranks, anew in each generation.",
         "ddp",
-        choices=STRATEGIES,
+        choices=(*STRATEGIES, AUTO),
         field="policy.strategy",
     ),
     Option(

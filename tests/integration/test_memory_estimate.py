@@ -1,4 +1,5 @@
-"""What `elasticzero plan` computes is what a rank's tensors take, within 5 %."""
+"""What `elasticzero plan` computes is what a rank's tensors take, within 5 %; `--strategy auto`
+uses it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticzero import memory_estimate
-from elasticzero.memory_estimate import LineUp, ModelSize, rank_memory
+from elasticzero.ipc.assignment import Resume
+from elasticzero.memory_estimate import LineUp, ModelSize, rank_memory, snapshot_bytes
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 
@@ -50,3 +52,32 @@ def test_the_estimate_is_what_tensors_take(
     for rank in range(RANKS):
         measured = json.loads((tmp_path / f"peak-{rank}").read_text())
         assert measured == pytest.approx(expected, rel=0.05), measured / expected
+
+
+def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks have room for zero3 only; one rank with more memory goes on from their state."""
+    model = ModelSize(elements=24 * LAYER, element_bytes=4, largest=256 * 256, layer=LAYER)
+    line_up = LineUp(nodes=2, ranks_per_node=1, direct=True)
+    needs = {
+        name: rank_memory(name, model, 2, line_up).total + snapshot_bytes(name, model, 2, line_up)
+        for name in STRATEGIES
+    }
+    others = min(needs[name] for name in STRATEGIES if name != "zero3")
+    assert needs["zero3"] < others
+    room = (needs["zero3"] + others) // 2
+    small = int(room / 0.8) - 4 * 24 * LAYER
+    resume = Resume(tier="fresh")
+    for ranks, ram, steps, chosen in ((2, small, 2, "zero3"), (1, 1 << 30, 4, "ddp")):
+        told = {"strategy": "auto", "dtype": "float32", "micro": 1, "bucket_bytes": 1 << 24}
+        told |= {"ram": ram, "steps": steps, "out": str(tmp_path / "peak")}
+        running = pool.start(
+            SCRIPT,
+            [json.dumps(told)],
+            ranks,
+            generation=steps // 2,
+            resume=resume,
+            checkpoint_dir=str(tmp_path / "checkpoints"),
+        )
+        assert running.finish() == steps
+        assert f"--strategy auto takes {chosen}," in running.workers[0].log.read_text()
+        resume = Resume(tier="storage", step=steps)

@@ -1,8 +1,8 @@
 """Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
 
-Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file). The count is that of the
-storages of all living tensors after each operation, from the second step on; the model is built
-while they are counted. `choose` writes the strategy that `auto` has chosen.
+Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file); at will steps, and ram,
+the bytes of RAM that seem to be free. The count is that of the storages of all living tensors after
+each operation, from the second step on; the model is built while they are counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 import elasticzero as ez
 from elasticzero.parallel import reducer
 from elasticzero.parallel.buckets import layout
+from elasticzero.training import strategy_choice
 
 LAYERS, WIDTH, STEPS = 24, 256, 3
 
@@ -76,8 +77,13 @@ def train(session: ez.Session) -> None:
             strategy=told["strategy"],
         )
         session.restore()
+        steps = told.get("steps", STEPS)
         batches = session.batches(
-            Inputs(), global_batch=4, micro_batch=told["micro"], steps=STEPS, shuffle=False
+            Inputs(),
+            global_batch=4,
+            micro_batch=told["micro"],
+            steps=steps,
+            shuffle=False,
         )
         for batch in batches:
             if session.step_count == 1:
@@ -87,7 +93,13 @@ def train(session: ez.Session) -> None:
     Path(f"{told['out']}-{session.rank}").write_text(json.dumps(live.peak))
 
 
+def seeming_ram(memory: Path = Path(), cgroup: Path = Path()) -> int:
+    return int(told["ram"])
+
+
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
+    if "ram" in told:
+        strategy_choice.free_ram_bytes = seeming_ram
     layout.BUCKET_BYTES = reducer.BUCKET_BYTES = told["bucket_bytes"]
     ez.run(train)

@@ -121,7 +121,7 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "value", "wanted"),
     [
-        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3 is expected"),
+        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3, auto is expected"),
         ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is expected"),
         ("ELASTICZERO_CHECKPOINT_EVERY", "often", "a whole number is expected"),
         ("ELASTICZERO_SETTLE", "soon", "a number is expected"),
@@ -151,7 +151,7 @@ def test_a_bad_value_of_an_unused_variable_is_ignored(
         with pytest.raises(SystemExit) as ended:
             parse(["run", *words])
         assert ended.value.code == 0
-        assert "--strategy {ddp,zero1,zero2,zero3}" in capsys.readouterr().out
+        assert "--strategy {ddp,zero1,zero2,zero3,auto}" in capsys.readouterr().out
     else:
         assert parse(["run", *words]).strategy == "zero2"
 
@@ -313,7 +313,10 @@ def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
     [
         (["--checkpoint-every", "x"], "--checkpoint-every x: a whole number is expected"),
         (["--lease-ttl", "1.5"], "--lease-ttl 1.5: a whole number is expected"),
-        (["--strategy", "zero9"], "--strategy zero9: one of ddp, zero1, zero2, zero3 is expected"),
+        (
+            ["--strategy", "zero9"],
+            "--strategy zero9: one of ddp, zero1, zero2, zero3, auto is expected",
+        ),
         (["--http-port", "65536"], "--http-port 65536: a port from 0 to 65535 is expected"),
         (["--settle", "-1"], "--settle -1: 0 or more seconds are expected"),
         (["--settle", "nan"], "--settle nan: 0 or more seconds are expected"),

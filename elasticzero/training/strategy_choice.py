@@ -1,0 +1,135 @@
+"""Chooses a strategy for `--strategy auto`: the first whose state fits the memory of every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.ipc.assignment import Assignment
+from elasticzero.memory_estimate import (
+    LineUp,
+    ModelSize,
+    first_that_fits,
+    rank_memory,
+    room_for_state,
+    snapshot_bytes,
+)
+from elasticzero.parallel.base import OptimizerFactory
+from elasticzero.parallel.optimizers import open_optimizer
+from elasticzero.spans import STRATEGIES
+from elasticzero.state.model import NamedModel
+from elasticzero.text import size_text
+
+MEMORY_FILE = Path("/proc/meminfo")
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
+
+
+def choose_strategy(
+    named: NamedModel,
+    factory: OptimizerFactory,
+    device: torch.device,
+    assignment: Assignment,
+    groups: ProcessGroups | None,
+) -> str:
+    """Returns the strategy that all ranks are to use; rank 0 prints why. All ranks call this.
+
+    The model is on its device already. factory: it is called once more than otherwise, to see what
+    the optimizer keeps.
+    """
+    cuda = device.type == "cuda"
+    model, line_up = model_size(named), line_up_of(assignment, direct=not cuda)
+    values = _state_values(named, factory)
+    held = sum(p.numel() * p.element_size() for p in named.parameters.values())
+    memory = torch_bytes(device) if cuda else held + free_ram_bytes() // line_up.ranks_per_node
+    room = room_for_state(memory, None, cuda=cuda)
+    needs = {name: rank_memory(name, model, values, line_up).total for name in STRATEGIES}
+    if not cuda:  # snapshots lie in the same memory
+        for name in STRATEGIES:
+            snapshots = snapshot_bytes(name, model, values, line_up)
+            needs[name] += snapshots // line_up.ranks_per_node
+    if groups is not None:
+        room = -groups.control_tree.allreduce_max(-room)
+    chosen = first_that_fits(needs, room)
+    if assignment.rank == 0:
+        print(choice_text(chosen, needs, room, cuda=cuda), file=sys.stderr, flush=True)
+    return chosen or STRATEGIES[-1]
+
+
+def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: bool) -> str:
+    """Returns a sentence that says which strategy is taken and why.
+
+    chosen: the first that fits; None: none does. needs: bytes of a rank by strategy. room: bytes
+    that each rank has for it.
+    """
+    taken = chosen or STRATEGIES[-1]
+    smaller = list(needs)[: list(needs).index(taken)]
+    too_large = ", ".join(f"{name} {size_text(needs[name])}" for name in smaller)
+    what = "training state" if cuda else "training state and snapshots"
+    text = (
+        f"--strategy auto takes {taken}, which needs {size_text(needs[taken])} a rank for {what}; "
+        f"the rank with the least memory has {size_text(room)}"
+    )
+    if chosen is None:
+        return f"{text}, so that no strategy fits (rule of thumb; {too_large})"
+    return f"{text} ({too_large} would not fit)" if too_large else text
+
+
+def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
+    """Returns the ranks of a generation; nodes have the same number of workers."""
+    local = assignment.local_world_size
+    return LineUp(nodes=-(-assignment.world_size // local), ranks_per_node=local, direct=direct)
+
+
+def model_size(named: NamedModel) -> ModelSize:
+    """Returns the size of a model; its layers are taken as the parts that the names begin with."""
+    trained = {n: p for n, p in named.parameters.items() if p.requires_grad}
+    frozen = [p for p in named.parameters.values() if not p.requires_grad]
+    bytes_trained = sum(p.numel() * p.element_size() for p in trained.values())
+    elements = sum(p.numel() for p in trained.values())
+    layers: Counter[str] = Counter()
+    for name, parameter in trained.items():
+        layers[_layer(name)] += parameter.numel()
+    outer = layers.pop("", 0)
+    return ModelSize(
+        elements=elements,
+        element_bytes=-(-bytes_trained // max(1, elements)),
+        largest=max((p.numel() for p in trained.values()), default=0),
+        layer=max(layers.values(), default=0),
+        outer=outer,
+        frozen_bytes=sum(p.numel() * p.element_size() for p in frozen),
+    )
+
+
+def _layer(name: str) -> str:
+    """Returns the name up to the first number in it, which is the place in a list of modules."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def _state_values(named: NamedModel, factory: OptimizerFactory) -> int:
+    """Returns how many numbers the optimizer keeps for each element."""
+    opened = open_optimizer(factory, named, pieces=False)
+    kinds = [[key.kind for key in schema.values()] for schema in opened.schemas]
+    return max((kind.count("elementwise") for kind in kinds), default=0)
+
+
+def torch_bytes(device: torch.device) -> int:
+    """Returns the memory of a GPU that this process has or can take."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def free_ram_bytes(memory: Path = MEMORY_FILE, cgroup: Path = CGROUP_FOLDER) -> int:
+    """Returns the RAM that processes can still take, on the machine and within the container."""
+    lines = dict(line.split(":", 1) for line in memory.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit, or no such group
+        return free
+    return min(free, max(0, limit - used))
