@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
+from elasticzero.training.module_checks import batch_norm_note, check_modules
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
 from elasticzero.training.training_state import TrainingState
@@ -76,6 +78,8 @@ def prepare_training(
     described = {**of_model(named, strategy, assignment), **compute.described()}
     place.comparison.require_equal(Call.PREPARE, described)
     compute.check(named.parameters)
+    check_modules(model, strategy, place.device, alone=groups is None)
+    _print_note(model, place)
     place.comparison.warn_of_versions()
     if groups is not None and assignment.resume.tier == "fresh":
         every = {**named.parameters, **dict(model.named_buffers())}
@@ -123,3 +127,12 @@ def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) ->
     auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
     auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
     return auxiliary
+
+
+def _print_note(model: nn.Module, place: Place) -> None:
+    """Prints, once in a job, that batch statistics depend on the world size."""
+    assignment = place.link.assignment
+    if place.groups is None or assignment.rank or assignment.resume.tier != "fresh":
+        return
+    if (note := batch_norm_note(model, place.device)) is not None:
+        print(note, file=sys.stderr, flush=True)

@@ -1,0 +1,61 @@
+"""Says at `session.prepare` which of a model's modules cannot be trained here, and whose results
+depend on the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from elasticzero.errors import UserError
+
+
+def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alone: bool) -> None:
+    """Raises `UserError` for a module that cannot be trained, with its name.
+
+    alone: no other rank takes part, now or later.
+    """
+    if not (alone and strategy == "ddp"):
+        for name in _sparse(model):
+            raise UserError(
+                f"module {name!r} is an embedding with sparse=True, and sparse gradients are not "
+                "summed over ranks: build it with sparse=False"
+            )
+    if device.type == "cpu" and not (alone and strategy != "zero3"):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"module {name!r} is a SyncBatchNorm, which torch has for GPUs only, and this "
+                    "rank trains on the CPU: use BatchNorm, whose statistics are of one rank's "
+                    "micro-batch, or GroupNorm"
+                )
+
+
+def _sparse(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield name
+
+
+def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:
+    """Returns a sentence on a model whose statistics depend on the world size; None: there are no
+    such modules."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if not found:
+        return None
+    others = "" if len(found) == 1 else f" and {len(found) - 1} more"
+    advice = (
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them those of all ranks"
+        if device.type == "cuda"
+        else "GroupNorm and LayerNorm do not depend on it"
+    )
+    return (
+        f"note: {found[0]!r}{others} is a BatchNorm: its statistics are of one rank's "
+        f"micro-batch, so that results depend on the world size and micro_batch; {advice}"
+    )

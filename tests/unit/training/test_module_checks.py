@@ -1,0 +1,50 @@
+"""What `session.prepare` says of modules: sparse embeddings and batch statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from elasticzero.errors import UserError
+from elasticzero.spans import STRATEGIES
+from elasticzero.training.module_checks import batch_norm_note, check_modules
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_embedding_is_named(strategy: str, kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"words": kind(4, 2, sparse=True)})
+    with pytest.raises(UserError, match="'words' is an embedding with sparse=True"):
+        check_modules(model, strategy, CPU, alone=False)
+
+
+def test_one_process_with_ddp_may_have_sparse_gradients() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
+    check_modules(model, "ddp", CPU, alone=True)
+    with pytest.raises(UserError, match="words"):
+        check_modules(model, "zero1", CPU, alone=True)
+
+
+def test_a_synchronized_batch_norm_needs_a_gpu() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(3))
+    with pytest.raises(UserError, match="'0' is a SyncBatchNorm"):
+        check_modules(model, "ddp", CPU, alone=False)
+    check_modules(model, "ddp", CPU, alone=True)
+    check_modules(model, "ddp", torch.device("cuda"), alone=False)
+
+
+def test_batch_norm_is_named_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    note = batch_norm_note(model, CPU)
+    assert note is not None
+    assert "'0' and 1 more is a BatchNorm" in note
+    assert "GroupNorm" in note
+    assert "convert_sync_batchnorm" in (batch_norm_note(model, torch.device("cuda")) or "")
+
+
+def test_other_models_have_no_note() -> None:
+    assert batch_norm_note(nn.Sequential(nn.LayerNorm(3)), CPU) is None
+    assert batch_norm_note(nn.Sequential(nn.SyncBatchNorm(3)), CPU) is None
