@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Never, TypeVar
+from typing import Any, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,8 @@ class Session:
 
         Use the model that this returns, and no longer the one that was given. model: an `nn.Module`
         on any device. optimizer: a function that takes the parameters and returns a torch optimizer
-        for them. strategy: ddp, zero1, zero2 or zero3; by default that of `--strategy`. precision:
-        fp32, or bf16 for a forward in 16 bits, whose results have 32. compile: whether
+        for them. strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+        precision: fp32, or bf16 for a forward in 16 bits, whose results have 32. compile: whether
         `torch.compile` is applied to the model, or with which mode. Raises `UserError` for another
         model or optimizer, and if called twice.
         """
@@ -196,7 +196,7 @@ class Session:
         global_batch: int,
         epochs: int | None = None,
         steps: int | None = None,
-        micro_batch: int | None = None,
+        micro_batch: int | Literal["auto"] | None = None,
         virtual_batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -215,16 +215,16 @@ class Session:
         dataset: has a length and is indexed by number. global_batch: samples in a step over all
         ranks. epochs: passes over the dataset, after which the loop ends. steps: global batches,
         after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at once on
-        one rank, by default its whole part of the global batch. virtual_batch: cuts each global
-        batch into slices of so many samples, which are the micro-batches, on whatever ranks; each
-        has random states and buffers of its own, so that dropout and the like do not depend on the
-        world; `global_batch` must be a multiple. shuffle: whether each epoch has an
-        order of its own. seed: chooses the orders; an epoch's depends on the seed and the epoch
-        only. collate_fn: makes a batch of a list of samples, by default as a `DataLoader` does.
-        num_workers: processes that load data, as of a `DataLoader`. drop_last: leaves out the
-        samples at an epoch's end that make no whole global batch. on_epoch_end: called on all ranks
-        after the last step of each epoch, before the state is captured; its effect on what is
-        tracked counts exactly once.
+        one rank, by default its whole part of the global batch; auto: half as many each time that
+        memory does not suffice. virtual_batch: cuts each global batch into slices of so many
+        samples, which are the micro-batches, on whatever ranks; each has random states and buffers
+        of its own, so that dropout and the like do not depend on the world; `global_batch` must be
+        a multiple. shuffle: whether each epoch has an order of its own. seed: chooses the orders;
+        an epoch's depends on the seed and the epoch only. collate_fn: makes a batch of a list of
+        samples, by default as a `DataLoader` does. num_workers: processes that load data, as of a
+        `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole global
+        batch. on_epoch_end: called on all ranks after the last step of each epoch, before the state
+        is captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
@@ -249,6 +249,7 @@ class Session:
             rank=self.rank,
             world_size=self.world_size,
             micro_batch=micro_batch,
+            micro_batch_limit=self._loops.micro_batch_limit(self._prepared("batches")),
             virtual_batch=virtual_batch,
         )
         return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)

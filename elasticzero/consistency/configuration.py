@@ -69,7 +69,7 @@ def of_loop(schedule: RankSchedule, loop: int) -> Description:
     """
     plan = schedule.plan
     whole = -(-plan.global_batch // schedule.world_size)
-    size = schedule.micro_batch
+    size = schedule.most_samples
     values = {
         "loop": loop,
         "samples": plan.order.samples,

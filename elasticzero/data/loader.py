@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -120,14 +120,18 @@ class RankSchedule:
     plan: BatchPlan
     rank: int
     world_size: int
-    micro_batch: int | None = None
+    micro_batch: int | Literal["auto"] | None = None
+    """Number of samples at once on one rank; None: all; auto: as many as memory suffices for."""
+    micro_batch_limit: int | None = None
+    """The most that memory has sufficed for, under `auto`; None: it was never short."""
     virtual_batch: int | None = None
     """Number of samples in a slice; None: what one rank computes at once depends on the world."""
 
     def __post_init__(self) -> None:
         size, total = self.virtual_batch, self.plan.global_batch
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise UserError(f"micro_batch is {self.micro_batch}; it must be at least 1")
+        given = self.micro_batch
+        if given not in (None, "auto") and not (isinstance(given, int) and given >= 1):
+            raise UserError(f"micro_batch is {given}; it must be at least 1, or auto")
         if size is None and total < self.world_size:
             raise UserError(
                 f"global_batch is {total}, smaller than the world of {self.world_size} "
@@ -153,7 +157,19 @@ class RankSchedule:
         """Returns this rank's micro-batches of one global batch."""
         if self.virtual_batch is not None:
             return list(slices_of(batch, self.rank, self.world_size, self.virtual_batch))
-        return list(micro_batches(batch, self.rank, self.world_size, self.micro_batch))
+        return list(micro_batches(batch, self.rank, self.world_size, self.most_samples))
+
+    @property
+    def most_samples(self) -> int | None:
+        """Returns the most samples of a micro-batch; None: as many as the rank's part has."""
+        return self.micro_batch_limit if self.micro_batch == "auto" else self.micro_batch
+
+    def halved(self, part: MicroBatch) -> int | None:
+        """Returns half of the samples of a micro-batch; None: its size is not automatic, or it
+        cannot be halved."""
+        if self.micro_batch != "auto" or len(part.positions) < 2:
+            return None
+        return len(part.positions) // 2
 
     def requests(self, position: DataPosition) -> Iterator[Request]:
         """Yields the samples of every micro-batch from `position` to the end."""

@@ -120,6 +120,8 @@ class DataPosition:
     """The epoch in which the loop began."""
     others: tuple[Mark, ...] = ()
     """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
+    micro_batch: int | None = None
+    """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     stopped: str | None = None
     """Reason for which the script ended training for all ranks; None: it did not."""
 
@@ -223,6 +225,7 @@ class BatchPlan:
                 first_epoch=epoch,
                 others=tuple(left[-KEPT_DATASETS:]),
                 stopped=position.stopped,
+                micro_batch=position.micro_batch,
             )
         known = position.order
         rest = self.global_batch if self.drop_last else 1

@@ -99,6 +99,8 @@ class Assignment:
     chooses."""
     trained: bool = False
     """True if this node has made steps with this job in an earlier generation."""
+    micro_batch: int | None = None
+    """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints that were found damaged; a save of such a step replaces the damaged one."""
     connect_timeout_s: float = 30.0

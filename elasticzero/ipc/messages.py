@@ -16,10 +16,10 @@ FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
 ends training by `session.stop`."""
 
-Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "killed"]
+Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "memory", "killed"]
 """Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a
 damaged checkpoint; storage: the last checkpoint could not be written; environment: anything else
-outside; killed: a signal."""
+outside; memory: it did not suffice for a micro-batch that can be halved; killed: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +243,8 @@ class Failed:
     verified: int | None = None
     """Newest step at which the ranks were found equal, if they differ now; None: no difference was
     found."""
+    micro_batch: int | None = None
+    """Samples of the micro-batches that are tried next, where memory did not suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

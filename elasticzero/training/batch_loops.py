@@ -23,6 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,11 @@ class Loops:
             )
         return self._epoch
 
+    def micro_batch_limit(self, training: TrainingState) -> int | None:
+        """Returns the most samples of a micro-batch of automatic size; None: no limit is known."""
+        known = (training.position.micro_batch, self._link.assignment.micro_batch)
+        return min((size for size in known if size is not None), default=None)
+
     def run(
         self,
         training: TrainingState,
@@ -144,6 +150,8 @@ class Loops:
         training.left_at = ""
         self._comparison.require_equal(Call.LOOP, of_loop(schedule, loop))
         position = schedule.plan.start(training.position, loop, dataset)
+        if schedule.micro_batch == "auto":
+            position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)
         if schedule.plan.ends_epoch(position):
             self._epoch = position.epoch
@@ -185,8 +193,10 @@ class Loops:
                     training.strategy.expect(part)
                     if self._slices is not None:
                         self._slices.begin(batch, part, training.boundary_copy().buffers)
+                    training.halved_micro_batch = schedule.halved(part)
                     yield samples
                     self._check_part(mine)
+                    training.halved_micro_batch = None
             else:
                 training.at_boundary(last=True)
         except GeneratorExit:

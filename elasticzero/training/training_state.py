@@ -87,6 +87,8 @@ class TrainingState:
         """The place where the script left its last loop early; empty: it did not."""
         self.rows = Rows(Mesh.of_world(link.assignment.rank, link.assignment.world_size))
         """The rows of ranks that hold the whole state each."""
+        self.halved_micro_batch: int | None = None
+        """Half of the present micro-batch, where that is to be tried if memory is short."""
         self.gradients = HiddenGradients(())
         """The gradients of parameters that are partitioned."""
         self.applying = False
@@ -179,8 +181,7 @@ class TrainingState:
         self.copy = self.auxiliary.capture(self.step, self.position)
 
     def end_epoch(self, ends: EpochEnd) -> None:
-        """Runs the script's `on_epoch_end`, then takes the new state and position as the
-        boundary's."""
+        """Runs the script's `on_epoch_end`; the new state and position are the boundary's."""
         if ends.run is not None:
             with self._link.busy("on_epoch_end"):
                 ends.run()

@@ -39,8 +39,11 @@ from elasticzero.errors import (
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
 from elasticzero.peer_errors import is_peer_error
+from elasticzero.text import count_text
 
 SAVE_WAIT_S = 30.0
+MAX_MEMORY_TEXT = 160
+"""Characters of torch's own message that are repeated where memory did not suffice."""
 ADVICE = "; use another step"
 """Advice in the message of a damaged checkpoint, which is removed here because the job follows it
 itself."""
@@ -58,6 +61,8 @@ class StopState:
     """True if results of collectives may be wrong; see `ProcessGroups.results_suspect`."""
     bad_step: int | None = None
     """Step of the checkpoint on storage that the worker was to load."""
+    halved: int | None = None
+    """Samples of a micro-batch of half the size; None: its size is not to change."""
     save: Callable[[], Captured] | None = None
     """Writes the snapshot of the stop."""
     shut: Callable[[], None] = lambda: None
@@ -91,6 +96,26 @@ def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> in
     return 1
 
 
+def _report_memory(
+    link: AgentClient, error: BaseException, step: int, halved: int
+) -> tuple[int, bool]:
+    """Reports that memory did not suffice for a micro-batch; returns as `_explain` does."""
+    text = f"out of memory; micro-batches have at most {count_text(halved, 'sample')} from now on"
+    text += f" ({one_line(error)[:MAX_MEMORY_TEXT]})"
+    link.send(
+        Failed(step=step, blame="memory", message=text, traceback=_trace(error), micro_batch=halved)
+    )
+    print(f"error: {text}", file=sys.stderr)
+    return 1, True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a device, or the machine, had no memory for a tensor."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
@@ -110,6 +135,8 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     state.shut()
     from_agent = link.aborted is not None
     unread = (CheckpointDamaged, StorageError)
+    if state.halved is not None and is_out_of_memory(error):
+        return _report_memory(link, error, state.step, state.halved)
     message = Failed(
         step=state.step,
         blame=_blame(error, from_agent=from_agent, results_suspect=state.results_suspect),

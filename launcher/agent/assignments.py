@@ -63,6 +63,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             checkpoint_every=options.checkpoint_every,
             snapshot_every=options.snapshot_every,
             verify_every=options.verify_every,
+            micro_batch=world.micro_batch,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
             start_timeout_s=start_s,

@@ -189,6 +189,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "traceback": "end of the worker's traceback",
             "odd": "whether this rank's state differs from that of a majority",
             "verified": "newest step at which all ranks had the same state, or null",
+            "micro_batch": "samples of the next micro-batches where memory was short, or null",
         },
     ),
     "paced": EventSpec(
@@ -257,13 +258,14 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "rank": _RANK,
             "step": "last step of the worker",
-            "blame": "`user`, `peer`, `checkpoint`, `storage`, `environment` or `killed`",
+            "blame": "`user`, `peer`, `checkpoint`, `storage`, `environment`, `memory` or `killed`",
             "message": "the error in one line",
             "traceback": "its traceback",
             "final": "whether the same input would fail in the same way again",
             "bad_step": "step of a damaged checkpoint, or null",
             "odd": "whether this rank's state differs from that of a majority",
             "verified": "newest step at which all ranks had the same state, or null",
+            "micro_batch": "samples of the next micro-batches where memory was short, or null",
         },
     ),
     "ended": EventSpec(

@@ -106,6 +106,8 @@ class World:
     """Ranks among which the strategy divides state."""
     redundancy: str = "snapshot"
     """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
+    micro_batch: int | None = None
+    """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -162,12 +164,19 @@ class Holding:
     ranks: tuple[int, ...]
 
 
+FailureKind = Literal[
+    "user", "checkpoint", "storage", "environment", "memory", "hung", "killed", "peer"
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Describes the first error of a node's workers."""
 
     rank: int
-    blame: Literal["user", "checkpoint", "storage", "environment", "hung", "killed", "peer"]
+    blame: Literal[
+        "user", "checkpoint", "storage", "environment", "memory", "hung", "killed", "peer"
+    ]
     message: str
     step: int = 0
     final: bool = False
@@ -181,6 +190,8 @@ class Failure:
     verified: int | None = None
     """Newest step at which the ranks were equal; state of later steps may differ. None: no
     difference was found."""
+    micro_batch: int | None = None
+    """Blame `memory`: samples of the micro-batches that are tried next."""
 
 
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
@@ -255,6 +266,7 @@ LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "skipped", None),
     (World, "shard", "world"),
     (World, "redundancy", "snapshot"),
+    (World, "micro_batch", None),
     (Done, "end_reason", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions
@@ -268,6 +280,9 @@ def to_bytes(document: Any) -> bytes:
     for kind, name, usual in LEFT_OUT:
         if isinstance(document, kind) and getattr(document, name) == usual:
             del value[name]
+    failure = getattr(document, "failure", None)
+    if failure is not None and failure.micro_batch is None:
+        del value["failure"]["micro_batch"]
     if isinstance(document, World):
         value["members"] = [list(encode(member).values()) for member in document.members]
         value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]

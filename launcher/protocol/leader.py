@@ -231,6 +231,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         fruitless=world.fruitless,
         furthest=resume.step,
         bad_steps=view.bad_steps,
+        micro_batch=world.micro_batch,
         setbacks=world.setbacks,
         strikes=world.strikes,
     )

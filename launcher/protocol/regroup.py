@@ -166,10 +166,19 @@ def _judged(
         fruitless=count,
         furthest=progress_floor(world, resume.step, count),
         bad_steps=view.bad_steps,
+        micro_batch=micro_batch_limit(world, reports),
         setbacks=setbacks(world, resume.step, recorded, reports),
         strikes=strikes(world, reports, lasted_s, found.odd),
         trained=0,
     )
+
+
+def micro_batch_limit(world: World, reports: Mapping[str, Report]) -> int | None:
+    """Returns the most samples of a micro-batch of automatic size in the next generation; None: no
+    rank was short of memory so far."""
+    failures = [report.failure for report in reports.values()]
+    halved = [failure.micro_batch for failure in failures if failure is not None]
+    return min((size for size in (world.micro_batch, *halved) if size is not None), default=None)
 
 
 def _next_world(

@@ -352,6 +352,7 @@ class WorkerGroup:
             bad_step=message.bad_step,
             odd=message.odd,
             verified=message.verified,
+            micro_batch=message.micro_batch,
             traceback=message.traceback[-MAX_TRACEBACK:],
         )
         self._fail(failure)

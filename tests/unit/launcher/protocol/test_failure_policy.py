@@ -29,6 +29,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     quarantine_reason,
     quarantined,
     repeated_failure_note,
+    root_cause,
     setbacks,
     still_quarantined,
     strikes,
@@ -81,6 +82,17 @@ def test_what_counts_against_max_restarts(
     """reports: the nodes that made one; those that leave in capitals."""
     found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
     assert failures_without_progress(world(), resume_step, cause, found) == expected
+
+
+def test_a_lack_of_memory_counts_for_nothing() -> None:
+    """The next generation has smaller micro-batches; it is no fault of the node's."""
+    short = Failure(rank=0, blame="memory", message="out of memory", step=20, micro_batch=4)
+    reports = {"a": said(short), "b": said(PEER)}
+    assert root_cause(reports) == ("a", short)
+    assert failures_without_progress(world(), 20, ("a", short), reports) == world().fruitless
+    assert setbacks(world(), 20, ("a", short), reports) == ()
+    assert strikes(world(), reports, 1.0) == ()
+    assert outliers(world(trained=1), reports, "ab", 1) == {}
 
 
 HELD_BY_C = Resume(
