@@ -62,6 +62,8 @@ class Setting:
     device: torch.device
     rank: int
     world_size: int
+    materialize: Callable[[nn.Module], list[nn.Parameter]] = lambda module: []
+    """Gives the module memory and values where it has none yet, and returns those parameters."""
     gathered_dtype: torch.dtype | None = None
     """Format in which partitioned parameters are gathered for the forward; None: their own."""
     deterministic: bool = False

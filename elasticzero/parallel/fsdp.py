@@ -7,7 +7,7 @@ they can share a group with the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -263,10 +263,20 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
             param_dtype=setting.gathered_dtype, reduce_dtype=torch.float32
         )
     blocks = list(_blocks(setting.model))
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(setting.model, **options)
+    for module in (*blocks, setting.model):
+        whole = setting.materialize(module)
+        fully_shard(module, **options)
+        _release(whole, module)
     return blocks
+
+
+def _release(whole: Iterable[nn.Parameter], module: nn.Module) -> None:
+    """Frees parameters that FSDP2 has replaced, so that no rank has the whole of a model from the
+    meta device; an optimizer still refers to them."""
+    kept = {id(parameter) for parameter in module.parameters()}
+    for parameter in whole:
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _device_mesh(mesh: Mesh, device: str) -> DeviceMesh:

@@ -18,6 +18,7 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.parallel.materialize import Materializer
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
@@ -68,7 +69,12 @@ def prepare_training(
     """
     argument_checks.check_model(model)
     factory = argument_checks.check_factory(optimizer)
-    model.to(place.device)
+    meta = Materializer(model, place.device)
+    if strategy == "zero3" and meta.is_needed:
+        meta.put_stand_ins(model)
+    else:
+        meta.materialize(model)
+        model.to(place.device)
     named = NamedModel(model)
     assignment, groups = place.link.assignment, place.groups
     if strategy == AUTO:
@@ -81,7 +87,7 @@ def prepare_training(
     check_modules(model, strategy, place.device, alone=groups is None)
     _print_note(model, place)
     place.comparison.warn_of_versions()
-    if groups is not None and assignment.resume.tier == "fresh":
+    if groups is not None and assignment.resume.tier == "fresh" and not meta.is_needed:
         every = {**named.parameters, **dict(model.named_buffers())}
         groups.broadcast({key: tensor.data for key, tensor in every.items()})
     names = StateNames.of(model, named)
@@ -93,6 +99,7 @@ def prepare_training(
         device=place.device,
         rank=assignment.rank,
         world_size=assignment.world_size,
+        materialize=meta.materialize,
         gathered_dtype=compute.dtype,
         mesh=rows.mesh,
         agreement=rows.agreement,

@@ -81,3 +81,23 @@ def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path
         assert running.finish() == steps
         assert f"--strategy auto takes {chosen}," in running.workers[0].log.read_text()
         resume = Resume(tier="storage", step=steps)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_model_on_meta_trains_as_one_that_is_not(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """It has the same first values, and under zero3 no rank has the whole of it at any time."""
+    found, built = [], []
+    for meta in (False, True):
+        told = {"strategy": strategy, "dtype": "float32", "micro": 2, "bucket_bytes": 1 << 19}
+        told |= {"meta": meta, "out": str(tmp_path / "out")}
+        pool.start(SCRIPT, [json.dumps(told)], RANKS, snapshot_every=0).finish()
+        found.append(json.loads((tmp_path / "out-weights-0").read_text()))
+        built.append(json.loads((tmp_path / "out-built-1").read_text()))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, abs=1e-6)
+    whole = 4 * 24 * LAYER
+    assert built[0] >= whole
+    assert (built[1] < 0.7 * whole) == (strategy == "zero3")

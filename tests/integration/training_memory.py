@@ -1,8 +1,9 @@
 """Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
 
-Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file); at will steps, and ram,
-the bytes of RAM that seem to be free. The count is that of the storages of all living tensors after
-each operation, from the second step on; the model is built while they are counted.
+Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file); at will steps, ram (the
+bytes of RAM that seem to be free), and meta (the model is built on the meta device). The count is
+that of the storages of all living tensors after each operation, from the second step on; the model
+is built while they are counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) in (Tensor, nn.Parameter):
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._storages.setdefault(storage._cdata, self._reference(storage))
         self.peak = max(self.peak, self.count())
@@ -71,11 +72,15 @@ def build(dtype: torch.dtype) -> nn.Module:
 def train(session: ez.Session) -> None:
     dtype, live = getattr(torch, told["dtype"]), LiveBytes()
     with live:
+        with torch.device("meta" if told.get("meta") else "cpu"):
+            built = build(dtype)
         model, _ = session.prepare(
-            build(dtype),
+            built,
             lambda params: torch.optim.AdamW(params, lr=0.001, fused=True),
             strategy=told["strategy"],
         )
+        del built
+        Path(f"{told['out']}-built-{session.rank}").write_text(json.dumps(live.peak))
         session.restore()
         steps = told.get("steps", STEPS)
         batches = session.batches(
@@ -90,6 +95,8 @@ def train(session: ez.Session) -> None:
                 live.peak = 0
             session.backward(model(batch.to(dtype)).float().square().mean())
             session.step(max_grad_norm=1.0)
+    weights = {name: tensor.double().sum().item() for name, tensor in session.state_dict().items()}
+    Path(f"{told['out']}-weights-{session.rank}").write_text(json.dumps(weights))
     Path(f"{told['out']}-{session.rank}").write_text(json.dumps(live.peak))
 
 
