@@ -3,7 +3,7 @@
 What a strategy allocates is stated in docs/design/memory.md; a test holds this against measured
 use. Symbols: P elements of the trained parameters, b bytes of one of them, w bytes of the number
 that the optimizer works on (4 where b is 2, else b), s numbers that it keeps for each element, N
-ranks over which state is partitioned, C = ceil(P / N).
+ranks over which state is partitioned (of the world, or of a node), C = ceil(P / N).
 
 | | weights | masters (b = 2) | gradients | optimizer |
 |---|---|---|---|---|
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticzero.spans import STRATEGIES
+from elasticzero.spans import STRATEGIES, ShardOver
 
 AUTO = "auto"
 """The name under which users leave the choice of a strategy to `first_that_fits`."""
@@ -90,12 +90,19 @@ class LineUp:
 
     nodes: int
     ranks_per_node: int
+    shard: ShardOver = "world"
+    """The ranks over which a strategy divides state."""
     direct: bool = False
     """Whether ranks exchange gradients by direct messages, which need room: on the CPU they do."""
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def shards(self) -> int:
+        """Returns the number of ranks that hold the state together."""
+        return self.ranks_per_node if self.shard == "node" else self.ranks
 
 
 def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> RankMemory:
@@ -106,7 +113,7 @@ def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
-    ranks, b, w = line_up.ranks, model.element_bytes, model.working_bytes
+    ranks, b, w = line_up.shards, model.element_bytes, model.working_bytes
     whole, chunk = model.elements, -(-model.elements // ranks)
     if strategy == "ddp":
         return RankMemory(
@@ -114,7 +121,7 @@ def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -
             masters=0,
             gradients=whole * b,
             optimizer=whole * values * b,
-            buffers=model.largest * b if ranks > 1 else 0,
+            buffers=model.largest * b if line_up.ranks > 1 else 0,
         )
     rounded = chunk * w if w != b else 0
     divided = strategy == "zero3"
@@ -131,7 +138,7 @@ def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -
 
 def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
     """Returns the bytes that the pool of zero1 and zero2 lends at most."""
-    ranks, b = line_up.ranks, model.element_bytes
+    ranks, b = line_up.shards, model.element_bytes
     if ranks == 1:
         return 0
     all_bytes = model.elements * b
@@ -159,7 +166,7 @@ def state_bytes(strategy: str, model: ModelSize, values: int) -> int:
 def snapshot_bytes(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> int:
     """Returns the RAM that a node needs for its snapshots while checkpoints are saved."""
     state = state_bytes(strategy, model, values)
-    replicated = strategy == "ddp" or line_up.ranks == 1
+    replicated = strategy == "ddp" or line_up.ranks == 1 or line_up.shards < line_up.ranks
     return node_snapshot_bytes(
         -(-state // line_up.ranks),
         state if replicated else 0,

@@ -81,7 +81,12 @@ def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: b
 def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
     """Returns the ranks of a generation; nodes have the same number of workers."""
     local = assignment.local_world_size
-    return LineUp(nodes=-(-assignment.world_size // local), ranks_per_node=local, direct=direct)
+    return LineUp(
+        nodes=-(-assignment.world_size // local),
+        ranks_per_node=local,
+        shard=assignment.shard,
+        direct=direct,
+    )
 
 
 def model_size(named: NamedModel) -> ModelSize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.parser import Parser
@@ -19,10 +19,11 @@ from elasticzero.memory_estimate import (
     snapshot_bytes,
     state_bytes,
 )
-from elasticzero.spans import STRATEGIES
+from elasticzero.spans import STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+WHERE = {"world": "the world", "node": "each node"}
 DEFAULT_LAYERS = 32
 """Layers of a model whose largest layer is not given."""
 COLUMNS = ("weights", "masters", "gradients", "optimizer", "buffers")
@@ -51,6 +52,12 @@ def add_plan_options(parser: Parser) -> None:
         choices=sorted(STATE_VALUES),
         default="adamw",
         help="The optimizer keeps its state for each parameter.",
+    )
+    add(
+        "--shard",
+        choices=get_args(ShardOver),
+        default="world",
+        help="Strategies divide state over all ranks of the world, or over those of each node.",
     )
     add(
         "--gpu-memory",
@@ -134,7 +141,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         outer=args.outer_params,
         frozen_bytes=(args.params - trained) * element_bytes,
     )
-    line_up = LineUp(nodes=args.nodes, ranks_per_node=args.gpus)
+    line_up = LineUp(nodes=args.nodes, ranks_per_node=args.gpus, shard=args.shard)
     values = STATE_VALUES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
     rows = []
@@ -157,6 +164,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": args.optimizer,
         "nodes": args.nodes,
         "gpus": args.gpus,
+        "shard": args.shard,
         "gpu_memory": args.gpu_memory,
         "room_for_state": room,
         "layer_params": layer,
@@ -189,7 +197,8 @@ def plan_text(found: dict[str, Any]) -> str:
     return (
         f"{found['params']:.4g} parameters in {found['dtype']} with {found['optimizer']}, on "
         f"{count_text(found['nodes'], 'node')} of {count_text(found['gpus'], 'GPU')} with "
-        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
+        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}; "
+        f"state is divided over the ranks of {WHERE[found['shard']]}\n\n"
         f"{table_text(heads, rows)}\n"
         f"{verdict} Training state may take {size_text(found['room_for_state'])} of a GPU; the "
         "rest is for activations and CUDA.\n"

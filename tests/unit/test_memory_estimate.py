@@ -56,6 +56,15 @@ def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
     assert rank_memory("zero2", small, 2, line_up).buffers == 6000 + transient
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_state_divided_within_a_node_is_that_of_one_node(strategy: str) -> None:
+    one = LineUp(nodes=1, ranks_per_node=8)
+    each = LineUp(nodes=8, ranks_per_node=8, shard="node")
+    assert rank_memory(strategy, MODEL, 2, each) == rank_memory(strategy, MODEL, 2, one)
+    whole = state_bytes(strategy, MODEL, 2)
+    assert snapshot_bytes(strategy, MODEL, 2, each) == 2 * -(-whole // 64) * 8 + whole
+
+
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = ModelSize(elements=0, element_bytes=2, largest=0, layer=0, frozen_bytes=640)
     for strategy in ("ddp", "zero1", "zero2"):
