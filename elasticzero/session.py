@@ -68,7 +68,7 @@ class Session:
     @property
     def step_count(self) -> int:
         """Returns the number of optimizer steps applied so far; 1 after the first."""
-        return 0 if (training := self._generation.training) is None else training.step
+        return 0 if (training := self._generation.training) is None else training.step_count
 
     @property
     def gradient_norm(self) -> float | None:
@@ -125,7 +125,8 @@ class Session:
         Use the model that this returns, and no longer the one that was given. model: an `nn.Module`
         on any device. optimizer: a function that takes the parameters and returns a torch optimizer
         for them. strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
-        precision: fp32, or bf16 for a forward in 16 bits, whose results have 32. compile: whether
+        precision: fp32, or bf16 or fp16 for a forward in 16 bits, whose results have 32; fp16 has
+        its losses scaled. compile: whether
         `torch.compile` is applied to the model, or with which mode. Raises `UserError` for another
         model or optimizer, and if called twice.
         """
@@ -277,16 +278,16 @@ class Session:
         progress.add_weight(None if weight is None else amount)
         training.begin_backward()
         training.gradients.show()
-        training.strategy.backward(loss, amount / len(batch))
+        training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
         training.gradients.hide()
         progress.backward = True
 
     def step(self, max_grad_norm: float | None = None) -> bool:
-        """Ends a micro-batch; True if it was a global batch's last, whose step is then applied.
+        """Ends a micro-batch; True if it was a global batch's last, and its step is applied.
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:
-        no limit. Raises `NotFinite` on all ranks, without applying the step, if a loss or a
-        gradient is NaN or infinite.
+        no limit. Where a loss or a gradient is NaN or infinite the step is not applied: all ranks
+        get False with `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
         """
         training, progress = self._prepared("step"), self._loops.progress
         batch, part = progress.current("step")
@@ -298,7 +299,8 @@ class Session:
         self._link.check()
         training.gradients.show()
         factor = self._loops.weight_factor(len(batch), self._generation.groups)
-        training.apply(training.strategy.finish(factor, max_grad_norm))
+        norm = training.strategy.finish(factor / training.guard.scale, max_grad_norm)
+        applied = training.apply(norm)
         now_s = time.monotonic()
         step_s = now_s - progress.began_s
         training.stager.stepped(step_s)
@@ -312,7 +314,7 @@ class Session:
                 total=progress.total(training.step, training.next_position),
             )
         )
-        return True
+        return applied
 
     def on_gradients(self, function: GradientFunction) -> GradientHook:
         """Calls `function(name, elements)` with each parameter's gradient, before it is stepped.
@@ -373,7 +375,8 @@ class Session:
         `UserError` for other values.
         """
         values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
-        self._link.send(Logged(step=self.step_count, scalars=values))
+        training = self._generation.training
+        self._link.send(Logged(step=training.step if training else 0, scalars=values))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:

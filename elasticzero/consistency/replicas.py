@@ -53,7 +53,7 @@ FIRST_EVERY = 3
 """The interval in steps until rank 0 has chosen one; by then it has measured the time of a step."""
 LONGEST_EVERY = 100_000
 KEPT_TIMES = 9
-OPTIONS, POSITION = "optimizer/options", "position"
+OPTIONS, POSITION, GUARD = "optimizer/options", "position", "loss scale and losses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,5 +230,7 @@ def _values(copy: BoundaryCopy) -> dict[str, int]:
     """Returns the digests of the values that are not tensors."""
     found = {TRACKED + name: of_value(value) for name, value in copy.json["tracked"].items()}
     found[OPTIONS] = of_value(copy.json["groups"])
+    if "guard" in copy.json:
+        found[GUARD] = of_value(copy.json["guard"])
     found[POSITION] = of_value([copy.step, encode(copy.position)])
     return found

@@ -98,6 +98,16 @@ class Mark:
     order: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class SkippedBatch:
+    """Names the positions `[start, stop)` of an epoch's order whose global batch was left out."""
+
+    dataset: int
+    epoch: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
     """Records the use of the data at a boundary."""
@@ -124,6 +134,13 @@ class DataPosition:
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     stopped: str | None = None
     """Reason for which the script ended training for all ranks; None: it did not."""
+    skipped: tuple[SkippedBatch, ...] = ()
+    """The global batches that were used without a step of the optimizer, in all loops."""
+
+    def skipped_with(self, batch: GlobalBatch) -> tuple[SkippedBatch, ...]:
+        """Returns what is skipped once this batch of the present dataset is."""
+        at = self.dataset, batch.epoch, batch.start, batch.stop
+        return (*self.skipped, SkippedBatch(*at))
 
     def mark(self, dataset: int) -> Mark:
         """Returns the record of a dataset's use."""
@@ -226,6 +243,7 @@ class BatchPlan:
                 others=tuple(left[-KEPT_DATASETS:]),
                 stopped=position.stopped,
                 micro_batch=position.micro_batch,
+                skipped=position.skipped,
             )
         known = position.order
         rest = self.global_batch if self.drop_last else 1

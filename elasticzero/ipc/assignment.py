@@ -46,6 +46,25 @@ class KnownError:
     generation: int
 
 
+OnNonFinite = Literal["stop", "skip"]
+"""What becomes of a global batch whose loss or gradient is not finite: the job stops before its
+step, or the batch is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpikeLimit:
+    """Says which losses are too high, and what becomes of their global batches."""
+
+    action: OnNonFinite
+    deviations: float
+    """Number of standard deviations above the mean loss."""
+    steps: int
+    """Number of steps of which the mean is taken."""
+
+    def __str__(self) -> str:
+        return f"{self.action}:{self.deviations:g}:{self.steps}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """Holds the settings that every worker of a node finds in its environment, as under
@@ -97,6 +116,10 @@ class Assignment:
     verify_every: int | None = None
     """Number of steps from one comparison of replicated state to the next; 0: none; None: rank 0
     chooses."""
+    on_nonfinite: OnNonFinite = "stop"
+    """What becomes of a global batch whose loss or gradient is not finite."""
+    on_spike: SpikeLimit | None = None
+    """Which losses are too high; None: none is."""
     trained: bool = False
     """True if this node has made steps with this job in an earlier generation."""
     micro_batch: int | None = None

@@ -116,6 +116,13 @@ class Strategy(Protocol):
     def suspects(self) -> Suspects:
         """Returns this rank's part of the reason, after `finish` gave a norm that is not finite."""
 
+    @property
+    def loss(self) -> float:
+        """Returns the mean loss of the global batch over all ranks, after `finish`."""
+
+    def discard(self) -> None:
+        """Drops the gradients of a global batch that is not applied, after `finish`."""
+
     def apply(self) -> None:
         """Steps the optimizer, begins to bring the parameters up to date on all ranks, and drops
         the gradients."""

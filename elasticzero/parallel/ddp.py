@@ -60,6 +60,8 @@ class Replicated:
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""
+        self._factor = 1.0
+        """Of the last call of `finish`."""
         self.model: nn.Module = setting.model
 
     def expect(self, part: MicroBatch) -> None:
@@ -71,7 +73,7 @@ class Replicated:
             self._reducer.backward(loss, fraction, self._part)
             return
         if fraction != 0:
-            self._losses.add(loss)
+            self._losses.add(loss, fraction)
             (loss * fraction).backward()
             return
         unused = [p for p in self._parameters.values() if p.grad is None]
@@ -92,9 +94,18 @@ class Replicated:
             norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
-        self._norm = norm
-        finite = self._reducer.losses_finite if self._reducer is not None else not self._losses.bad
-        return norm if finite else norm * math.nan
+        self._norm, self._factor = norm, factor
+        if self._reducer is not None:
+            bad = not math.isfinite(self._reducer.loss)
+        else:
+            bad = self._losses.bad
+        return norm * math.nan if bad else norm
+
+    @property
+    def loss(self) -> float:
+        if self._reducer is not None:
+            return self._reducer.loss * self._factor
+        return 0.0 if self._losses.mean is None else float(self._losses.mean) * self._factor
 
     def suspects(self) -> Suspects:
         bad_loss = self._reducer.own_loss_bad if self._reducer is not None else self._losses.bad
@@ -110,6 +121,13 @@ class Replicated:
 
     def apply(self) -> None:
         self.optimizer.step()
+        self._drop_gradients()
+
+    def discard(self) -> None:
+        self._norm = None
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()

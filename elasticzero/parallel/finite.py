@@ -24,11 +24,15 @@ class LossCheck:
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
+        self.mean: Tensor | None = None
+        """Sum of the losses times their fractions: 0-dim, 32 bits; None: no loss has counted."""
 
-    def add(self, loss: Tensor) -> None:
-        """Counts a loss. Nothing waits for its value here."""
-        own = loss.detach().reshape(()).to(torch.float32) * 0
-        self._sum = own if self._sum is None else self._sum + own
+    def add(self, loss: Tensor, fraction: float) -> None:
+        """Counts a loss, with its fraction of the global batch. Nothing waits for its value."""
+        own = loss.detach().reshape(()).to(torch.float32)
+        part, check = own * fraction, own * 0
+        self.mean = part if self.mean is None else self.mean + part
+        self._sum = check if self._sum is None else self._sum + check
 
     @property
     def value(self) -> Tensor | None:
@@ -42,7 +46,7 @@ class LossCheck:
 
     def clear(self) -> None:
         """Begins a new global batch."""
-        self._sum = None
+        self._sum = self.mean = None
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -122,7 +122,7 @@ class FullyPartitioned:
         # FSDP2 divides by the number of ranks
         self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0)
         if fraction != 0:
-            self._pieced.losses.add(loss)
+            self._pieced.losses.add(loss, fraction)
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         check_frozen(self._frozen)
@@ -168,15 +168,26 @@ class FullyPartitioned:
         for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
             parameter.grad = gradient / self._ranks
 
+    @property
+    def loss(self) -> float:
+        return self._pieced.loss
+
+    def discard(self) -> None:
+        self._pieced.discard()
+        self._drop_own()
+
+    def _drop_own(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._uses.clear()
+
     def apply(self) -> None:
         self._reshard()
         self._pieced.step([list(self._pieced.pieces)])
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None
         self._mirrors.step(self.optimizer.param_groups)
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self._uses.clear()
+        self._drop_own()
 
     def settle(self) -> None:
         pass

@@ -113,6 +113,8 @@ class PartitionedOptimizer:
         """Ranks have run different blocks."""
         self.losses = LossCheck()
         """Of the global batch, on this rank."""
+        self.loss = 0.0
+        """Mean over the newest complete global batch, on all ranks."""
 
     def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
         """Gives the optimizer these pieces, each in its parameter's group."""
@@ -149,7 +151,9 @@ class PartitionedOptimizer:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.schemas]
-        said = torch.tensor([blocks, blocks * blocks, *uses], dtype=torch.float64, device=device)
+        said = torch.tensor([0, blocks, blocks**2, *uses], dtype=torch.float64, device=device)
+        if self.losses.mean is not None:
+            said[0] = self.losses.mean
         if self.gradient_hook is None:
             works = exchange()
             said = torch.cat([self._square(gradients, device), said])
@@ -163,6 +167,7 @@ class PartitionedOptimizer:
             said = self._sum_over_ranks(torch.cat([square, results]), works)
             sums = zip(self.schemas, said[1:].tolist(), strict=True)
             self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
+        self.loss *= factor
         self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
         left = list(self._gradients().values())
         if max_norm is not None and left:
@@ -209,9 +214,9 @@ class PartitionedOptimizer:
     def _drop_unused(self, said: Sequence[float], blocks: int) -> None:
         """Drops the gradients of parameters that no rank has used.
 
-        said: the sums over ranks of `blocks`, its square, and the uses of each parameter.
+        said: the sums over ranks of the loss, `blocks`, its square, and the uses of each parameter.
         """
-        total, squares, *uses = said
+        self.loss, total, squares, *uses = said
         self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
         self.used = {n for n, count in zip(self.schemas, uses, strict=True) if count}
         for name, piece in self.pieces.items():
@@ -229,6 +234,13 @@ class PartitionedOptimizer:
         if self._differ:
             raise UserError(BLOCKS_DIFFER)
         return Suspects(loss=self.losses.bad, gradients=not_finite(self._gradients()))
+
+    def discard(self) -> None:
+        """Drops the gradients of a global batch that is not applied."""
+        self._norm = None
+        self.losses.clear()
+        for piece in self.pieces.values():
+            piece.parameter.grad = None
 
     def norm(self) -> dict[str, Tensor]:
         """Returns the norm of the last gradient, by its name."""

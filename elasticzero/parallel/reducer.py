@@ -2,8 +2,8 @@
 
 Parameters are laid end to end in buckets of one dtype and device, in reverse order, since the last
 layers have their gradients first. Behind the gradients a bucket has one element for each of its
-parameters, 1 where this rank used it, and one that is NaN where a loss is not finite: what all
-ranks must know of these needs no message of its own.
+parameters, 1 where this rank used it, and one that is the rank's part of the mean loss, NaN where
+it is not finite: what all ranks must know of these needs no message of its own.
 
 Rules:
  G1  A gradient is copied into its bucket when autograd has it; `grad` is a view of the bucket from
@@ -46,7 +46,7 @@ class GradientBucket:
     names: list[str]
     parameters: list[nn.Parameter]
     flat: Tensor = field(init=False)
-    """E gradients, N uses, one loss check."""
+    """E gradients, N uses, the loss."""
     views_N: list[Tensor] = field(init=False)
     used_N: list[bool] = field(init=False)
     """By this rank, in the global batch."""
@@ -77,11 +77,11 @@ class GradientBucket:
 
     @property
     def tail(self) -> Tensor:
-        """Returns the uses and the loss check."""
+        """Returns the uses and the loss."""
         return self.flat[-len(self.parameters) - 1 :]
 
     def begin(self, check: Tensor | None) -> None:
-        """Begins to sum it. check: zero, or NaN where a loss is not finite."""
+        """Begins to sum it. check: this rank's part of the loss, or NaN where it is not finite."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views_N, strict=True)):
             if parameter.grad is None:
                 view.zero_()
@@ -94,7 +94,8 @@ class GradientBucket:
         if check is None:
             tail[-1].zero_()
         else:
-            tail[-1].copy_(check)
+            most = torch.finfo(tail.dtype).max / 2**16  # a sum over ranks does not overflow
+            tail[-1].copy_(check.clamp(-most, most) if tail.dtype == torch.float16 else check)
         self.work = dist.all_reduce(self.flat, async_op=True)
 
 
@@ -116,8 +117,9 @@ class Reducer:
         self._learnt = False
         """The first global batch is over."""
         self._losses = LossCheck()
-        self.losses_finite = True
-        """Every loss of the global batch, on all ranks."""
+        self.loss = 0.0
+        """Mean loss of the global batch, as far as its format holds it; NaN where a loss of any
+        rank is not finite."""
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
@@ -126,7 +128,7 @@ class Reducer:
         """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
         self._inside, self._last, self._counts = True, part.last, fraction != 0
         if self._counts:
-            self._losses.add(loss)
+            self._losses.add(loss, fraction)
         try:
             (loss * fraction).backward()
         finally:
@@ -147,6 +149,14 @@ class Reducer:
             bucket.clear()
         self._next, self._over = 0, False
         self._losses.clear()
+
+    @property
+    def _own_loss(self) -> Tensor | None:
+        """Returns this rank's part of the mean loss; NaN where a loss is not finite."""
+        losses = self._losses
+        if losses.value is None or losses.mean is None:
+            return None
+        return losses.mean + losses.value
 
     def _hook(self, bucket: GradientBucket, index: int) -> Callable[[Tensor], None]:
         view = bucket.views_N[index]
@@ -179,14 +189,14 @@ class Reducer:
             bucket = self._buckets[self._next]
             if bucket.missing or bucket.late:
                 return
-            bucket.begin(self._losses.value)
+            bucket.begin(self._own_loss)
             self._next += 1
 
     def _complete(self) -> None:
         """Follows G3 and G4."""
         check_frozen(self._frozen)
         for bucket in self._buckets[self._next :]:
-            bucket.begin(self._losses.value)
+            bucket.begin(self._own_loss)
             bucket.late = bucket.late or max(bucket.parts_N) > 1
         for bucket in self._buckets:
             bucket.work.wait()
@@ -195,7 +205,7 @@ class Reducer:
         for bucket in self._buckets:
             count = len(bucket.parameters)
             uses_N, check, said = said[:count], said[count], said[count + 1 :]
-            self.losses_finite = check == 0
+            self.loss = check
             if not all(bucket.used_N):
                 for parameter, view, uses in zip(
                     bucket.parameters, bucket.views_N, uses_N, strict=True

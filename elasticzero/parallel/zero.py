@@ -81,7 +81,7 @@ class FlatBuckets:
     def backward(self, loss: Tensor, fraction: float) -> None:
         self._gather.finish()  # of what no module has needed
         if fraction != 0:
-            self._pieced.losses.add(loss)
+            self._pieced.losses.add(loss, fraction)
         self._scatter.backward(loss, fraction, last=self._last)
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
@@ -136,10 +136,22 @@ class FlatBuckets:
             renew=renew,
         )
 
-    def apply(self) -> None:
+    @property
+    def loss(self) -> float:
+        return self._pieced.loss
+
+    def discard(self) -> None:
+        self._drop_whole()
+        self._pieced.discard()
+
+    def _drop_whole(self) -> None:
+        """Drops the gradients of whole parameters."""
         self._scatter.clear()
         for parameter in self._rest.values():
             parameter.grad = None
+
+    def apply(self) -> None:
+        self._drop_whole()
         order = self._forward_order
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
         for piece in self._pieced.pieces.values():

@@ -49,7 +49,7 @@ class BoundaryCopy:
     buffers: dict[str, Tensor]
     rng: RngState
     json: dict[str, Any]
-    """Tracked objects and the optimizer's groups, encoded."""
+    """Tracked objects, the optimizer's groups and the guard's state, encoded."""
     tensors: dict[str, Tensor]
     """The tensors inside `json`, by full name."""
 
@@ -60,6 +60,8 @@ class AuxiliaryState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tracked: dict[str, Stateful] = {}
+        self.guard: Stateful | None = None
+        """What decides whether steps are applied; None: it keeps nothing."""
         self.buffers: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
@@ -89,6 +91,9 @@ class AuxiliaryState:
             }
             for i, (names, group) in enumerate(zip(self.group_names, self.groups, strict=True))
         ]
+        json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": self.aliases}
+        if self.guard is not None:
+            json["guard"] = self.guard.state_dict()
         return BoundaryCopy(
             step=step,
             position=position,
@@ -97,7 +102,7 @@ class AuxiliaryState:
                 for name, b in self.buffers.items()
             },
             rng=RngState.capture(self.device),
-            json={"tracked": tracked, "groups": groups, "aliases": self.aliases},
+            json=json,
             tensors=tensors,
         )
 
@@ -127,8 +132,16 @@ class AuxiliaryState:
                     old.copy_(value)
                 else:
                     group[key] = value
+        if self.guard is not None:
+            self.guard.load_state_dict(json.get("guard", {}))
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
+
+
+def put_back(buffers: Mapping[str, Tensor], copy: BoundaryCopy) -> None:
+    """Gives these buffers the values that they had at the boundary."""
+    for name, buffer in buffers.items():
+        buffer.copy_(copy.buffers[MODEL + name])
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

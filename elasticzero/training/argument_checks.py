@@ -87,7 +87,8 @@ def take_over_optimizer(
         if boundary is not None and not boundary.applying:
             raise UserError(
                 "the script calls optimizer.step() itself: leave it out, for session.step() steps "
-                "the optimizer once the global batch is complete"
+                "the optimizer once the global batch is complete. A GradScaler steps it too: "
+                "session.prepare(…, precision='fp16') scales losses by itself"
             )
 
     optimizer.register_step_pre_hook(check)
@@ -135,6 +136,12 @@ PARTITIONED_COPY = (
 def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strategy: str) -> None:
     """Raises `UserError` for a scheduler of another optimizer, or an average that cannot be
     stored."""
+    if isinstance(thing, torch.amp.GradScaler):
+        raise UserError(
+            f"session.track({name!r}, …): a GradScaler steps the optimizer itself, which "
+            "session.step() does; leave it out, for session.prepare(…, precision='fp16') scales "
+            "losses, and its scale is part of the training state"
+        )
     if isinstance(thing, AveragedModel) and strategy == "zero3":
         raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")
     for part in (thing, *getattr(thing, "_schedulers", ())):

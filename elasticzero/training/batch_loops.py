@@ -184,7 +184,7 @@ class Loops:
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
                 )
-                training.begin_step(after, ends)
+                training.begin_step(batch, after, ends)
                 progress.begin(batch)
                 for part in schedule.parts(batch):
                     began_s = time.monotonic()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from elasticzero.data.loader import map_tensors
 from elasticzero.errors import UserError
 
-FORMATS = {"fp32": None, "bf16": torch.bfloat16}
+FORMATS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The values of `precision`, each with the format of the forward pass; None: the parameters'."""
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
@@ -55,16 +55,19 @@ class Compute:
         """Returns what must be equal on all ranks, by its name."""
         return {"precision": self.precision, "compile": str(self.compiled)}
 
-    def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def check(self, parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
         """Raises `UserError` for parameters that this precision cannot have."""
         if self.dtype is None:
             return
+        refused = {torch.float64: "the forward pass would stay in 64 bits"}
+        if self.precision == "fp16" and strategy == "ddp":
+            refused[torch.float16] = "gradients of 16 bits would be lost when their scale is undone"
         for name, parameter in parameters.items():
-            if parameter.dtype == torch.float64:
+            if (why := refused.get(parameter.dtype)) is not None:
+                dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UserError(
                     f"session.prepare got precision={self.precision!r}, but parameter {name!r} is "
-                    "float64, and the forward pass would stay in 64 bits: give a model of 32-bit "
-                    "parameters (model.float())"
+                    f"{dtype}, and {why}: give a model of 32-bit parameters (model.float())"
                 )
 
     def apply(self, model: nn.Module, device: torch.device, strategy: str) -> None:

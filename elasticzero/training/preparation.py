@@ -28,6 +28,7 @@ from elasticzero.training.full_state_dict import StateNames, gather_state_dict
 from elasticzero.training.module_checks import batch_norm_note, check_modules
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
+from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.training_state import TrainingState
 
 
@@ -82,8 +83,10 @@ def prepare_training(
 
         strategy = choose_strategy(named, factory, place.device, assignment, groups)
     described = {**of_model(named, strategy, assignment), **compute.described()}
+    described["--on-nonfinite"] = assignment.on_nonfinite
+    described["--on-spike"] = str(assignment.on_spike or "off")
     place.comparison.require_equal(Call.PREPARE, described)
-    compute.check(named.parameters)
+    compute.check(named.parameters, strategy)
     check_modules(model, strategy, place.device, alone=groups is None)
     _print_note(model, place)
     place.comparison.warn_of_versions()
@@ -121,8 +124,12 @@ def prepare_training(
         save=place.save,
     )
     auxiliary = _auxiliary_state(named, laid, place.device)
+    scales = compute.precision == "fp16"
+    guard = StepGuard(assignment.on_nonfinite, assignment.on_spike, scales=scales)
+    auxiliary.guard = guard if guard.keeps_state else None
     mirrored = MirroredShards(assignment, strategy, place.device, laid.mirrored_states)
     state = TrainingState(place.link, groups, laid, auxiliary, stager, mirrored)
+    state.guard = guard
     state.rows = rows
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())

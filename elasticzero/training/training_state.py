@@ -6,19 +6,16 @@ At this boundary captures are taken, and the end of a generation is detected.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.consistency.nonfinite import Findings
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.sampling import DataPosition, GlobalBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
@@ -29,16 +26,17 @@ from elasticzero.peer_errors import is_peer_error
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
-from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
-from elasticzero.state.model import MODEL
+from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy, put_back
+from elasticzero.training.last_save import save_at_the_end
+from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
+from elasticzero.training.step_guard import StepGuard
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
     FLAG_GROW: "the world grows",
     FLAG_STOP: "the job is stopped",
 }
-SAVE_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +62,15 @@ class TrainingState:
         mirrored: MirroredShards,
     ) -> None:
         self.strategy = strategy
+        self.guard = StepGuard()
+        """What decides whether steps are applied."""
         self.auxiliary = auxiliary
         self.stager = stager
         self._mirrored = mirrored
         self._mirrors = bool(link.assignment.mirrors) and strategy.shards > 1
         """Whether this rank keeps live copies of others' parts of the state."""
         self.step = 0
-        """Number of optimizer steps applied."""
+        """Number of global batches that are applied or skipped, by which a state is known."""
         self.position = DataPosition()
         """Position in the data at the last boundary."""
         self.next_position = DataPosition()
@@ -94,11 +94,12 @@ class TrainingState:
         self.applying = False
         """True while the optimizer applies its step."""
         self._applied = False
-        """True if a step was applied since the last boundary."""
+        """True if a global batch was applied or skipped since the last boundary."""
         self.gradient_norm: float | None = None
         """Norm of the gradient of the newest step that this generation has applied."""
         self._epoch_end: EpochEnd | None = None
         """The end of an epoch after the current global batch; None: no epoch ends there."""
+        self._batch: GlobalBatch | None = None
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
@@ -129,6 +130,12 @@ class TrainingState:
         return bytes_read
 
     @property
+    def step_count(self) -> int:
+        """Returns the number of optimizer steps applied."""
+        position = self.next_position if self._applied else self.position
+        return self.step - len(position.skipped)
+
+    @property
     def stopped(self) -> str | None:
         """Returns the reason for which all ranks have ended training early; None: they have not."""
         return self.position.stopped
@@ -137,15 +144,15 @@ class TrainingState:
         """Begins a loop over batches."""
         self.position = position
 
-    def begin_step(self, after: DataPosition, ends: EpochEnd | None) -> None:
+    def begin_step(self, batch: GlobalBatch, after: DataPosition, ends: EpochEnd | None) -> None:
         """Begins a global batch.
 
         after: the position once its step is applied. ends: the work to do if it is an epoch's last.
         """
-        self._epoch_end = ends
-        self.next_position = after
+        self._epoch_end, self._batch = ends, batch
         if ends is not None and ends.run is None:
-            self.next_position, self._epoch_end = ends.after, None
+            after, self._epoch_end = ends.after, None
+        self.next_position = replace(after, skipped=self.position.skipped)
 
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
@@ -185,7 +192,8 @@ class TrainingState:
         if ends.run is not None:
             with self._link.busy("on_epoch_end"):
                 ends.run()
-        self.position = replace(ends.after, stopped=self.position.stopped)
+        at = self.position
+        self.position = replace(ends.after, stopped=at.stopped, skipped=at.skipped)
         self.copy = self.auxiliary.capture(self.step, self.position)
         if ends.run is not None:
             self.agree_to_stop(Call.EPOCH_END)
@@ -194,16 +202,21 @@ class TrainingState:
         assert self.copy is not None
         return self.copy
 
-    def apply(self, norm: Tensor) -> None:
-        """Lets the optimizer take its step; the state is torn until the next boundary.
+    def apply(self, norm: Tensor) -> bool:
+        """Lets the optimizer take its step, or skips it; the state is torn until the next boundary.
 
-        norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Where it is
-        not finite nothing is changed, the state of the boundary is saved, and `NotFinite` raised.
+        norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Returns
+        whether the step is applied. Where training is to stop nothing is changed, the state of the
+        boundary is saved, and `NotFinite` raised.
         """
         self.rows.verify_gradients(self._verify_collectives)
         value = float(norm)
-        if not math.isfinite(value):
-            raise self._not_finite()
+        verdict = self.guard.judge(value, self.strategy.loss if self.guard.watches_loss else 0.0)
+        if verdict.action == "stop":
+            raise self._stopped_by(verdict.reason)
+        if verdict.action == "skip":
+            self._skip(verdict.reason, finite=math.isfinite(value))
+            return False
         self.gradient_norm = value
         self._link.unless_shutting_down(self._mark_torn)
         self.applying = True
@@ -211,64 +224,42 @@ class TrainingState:
         self.applying = False
         self._applied = True
         self.step += 1
+        return True
 
-    def _not_finite(self) -> NotFinite:
-        """Returns the error that names all ranks' non-finite tensors, once the state of the
-        boundary is saved.
+    def _skip(self, reason: str, *, finite: bool) -> None:
+        """Leaves the global batch out: its boundary differs from the one before in the position,
+        the random generators and what the guard keeps."""
+        own = "" if finite else own_findings(self.strategy)
+        if own or self._link.assignment.rank == 0:
+            print_skipped(self.step + 1, reason, own)
+        self._link.unless_shutting_down(self._mark_torn)
+        self.strategy.discard()
+        put_back(self.auxiliary.buffers, self.boundary_copy())
+        assert self._batch is not None
+        skipped = self.position.skipped_with(self._batch)
+        self.next_position = replace(self.next_position, skipped=skipped)
+        self._applied = True
+        self.step += 1
 
-        All ranks call this together.
+    def _stopped_by(self, reason: str) -> NotFinite:
+        """Returns the error that ends training, once the state of the boundary is saved.
+
+        reason: empty where numbers that are not finite are the reason. All ranks call this
+        together.
         """
-        suspects, share = self.strategy.suspects(), self.strategy.rank_state()
-        names, given = sorted(share.specs), self._link.assignment
-        broken = set(share.not_finite())
-        bad = [suspects.loss]
-        bad += [name.removeprefix(MODEL) in suspects.gradients for name in names]
-        bad += [name in broken for name in names]
-        table = torch.zeros(given.world_size, len(bad), dtype=torch.uint8)
-        table[given.rank] = torch.tensor(bad)
-        if self._groups is not None:
-            table = self._groups.sum(table)
-        first = dict(reversed([(what, rank) for rank, what in table.nonzero().tolist()]))
-        named = [(name.removeprefix(MODEL), first.get(at)) for at, name in enumerate(names, 1)]
-        kept = [(name, first.get(at)) for at, name in enumerate(names, 1 + len(names))]
-        findings = Findings(
-            step=self.step + 1,
-            losses=[rank for rank, row in enumerate(table.tolist()) if row[0]],
-            gradients=[(name, rank) for name, rank in named if rank is not None],
-            state=[(name, rank) for name, rank in kept if rank is not None],
-        )
-        self.clean = not findings.state
-        return NotFinite(f"{findings.sentence()}; {self._save_at_the_end()}")
+        text = f"step {self.step + 1} was not applied: {reason}"
+        if not reason:
+            findings = all_findings(
+                self.strategy, self._groups, self._link.assignment, self.step + 1
+            )
+            self.clean, text = not findings.state, findings.sentence()
+        return NotFinite(f"{text}; {self._saved_at_the_end()}")
 
-    def _save_at_the_end(self) -> str:
-        """Saves the boundary's state as a checkpoint if it is finite, and awaits running saves, on
-        all ranks.
-
-        Returns a description of the result.
-        """
+    def _saved_at_the_end(self) -> str:
+        """Saves the boundary's state if it is finite; returns a description of the result."""
+        copy = self.boundary_copy() if self.clean else None
         with self._link.busy(f"saving the state of step {self.step}"):
-            lost = self._await_saves()
-            if self.clean and self.stager.save_last(self.boundary_copy()):
-                lost = self._await_saves()
-        text = self.stager.newest_checkpoint_text()
-        if lost and self.clean:
-            why = self.stager.save_error or "it failed on another rank"
-            text = f"the state of step {self.step} could not be saved ({why}); {text}"
-        return text
-
-    def _await_saves(self) -> bool:
-        """Waits until no rank saves any more; returns whether a save failed on any of them."""
-        while True:
-            self._link.check()
-            most = ("none", "pending", "lost").index(self.stager.newest_save)
-            if self._groups is not None:
-                most = self._groups.control_tree.allreduce_max(most)
-            if most != 1:
-                break
-            time.sleep(SAVE_POLL_S)
-        if most == 2:
-            self.stager.abandon_save()
-        return most == 2
+            return save_at_the_end(self._link, self._groups, self.stager, copy)
 
     def _verify_collectives(self) -> None:
         """Raises, as collectives do, if a peer is lost; otherwise their results are right."""

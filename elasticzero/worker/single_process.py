@@ -54,6 +54,8 @@ class Settings:
 
     strategy: str = "ddp"
     deterministic: bool = False
+    skip_nonfinite: bool = False
+    """True: a global batch whose loss or gradient is not finite is left out."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -84,6 +86,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     return Settings(
         strategy=one_of("STRATEGY", (*STRATEGIES, AUTO), "ddp"),
         deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
+        skip_nonfinite=one_of("ON_NONFINITE", ("stop", "skip"), "stop") == "skip",
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
         keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
@@ -153,6 +156,7 @@ class LocalLink(AgentClient):
             token=f"g{STANDALONE.generation:06d}-{secrets.token_hex(8)}",
             strategy=settings.strategy,
             deterministic=settings.deterministic,
+            on_nonfinite="skip" if settings.skip_nonfinite else "stop",
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
             resume=self._newest_good(),

@@ -64,6 +64,8 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             snapshot_every=options.snapshot_every,
             verify_every=options.verify_every,
             micro_batch=world.micro_batch,
+            on_nonfinite=options.on_nonfinite,
+            on_spike=options.on_spike,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
             start_timeout_s=start_s,

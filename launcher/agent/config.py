@@ -14,7 +14,7 @@ from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.assignment import WorkerSettings
+from elasticzero.ipc.assignment import OnNonFinite, SpikeLimit, WorkerSettings
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.validation import (
     check_folder,
@@ -60,6 +60,10 @@ class AgentOptions:
     """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
     verify_every: int | None = None
     """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
+    on_nonfinite: OnNonFinite = "stop"
+    """What becomes of a global batch whose loss or gradient is not finite."""
+    on_spike: SpikeLimit | None = None
+    """Which losses are too high; None: none is."""
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     """Rule for which checkpoints are retained."""
     grace_s: float = 25.0

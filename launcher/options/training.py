@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.launcher.options.option import Option
-from elasticzero.launcher.options.values import at_least_zero, steps_or_auto, whole_number
+from elasticzero.launcher.options.values import (
+    at_least_zero,
+    spike_limit,
+    steps_or_auto,
+    whole_number,
+)
 from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 
@@ -110,5 +115,22 @@ TRAINING_OPTIONS = (
         metavar="N",
         parse=steps_or_auto,
         field="verify_every",
+    ),
+    Option(
+        ("--on-nonfinite",),
+        "Where a loss or a gradient is NaN or infinite, stop ends the job with the state before "
+        "that step saved, and skip leaves the global batch out.",
+        "stop",
+        choices=("stop", "skip"),
+        field="on_nonfinite",
+    ),
+    Option(
+        ("--on-spike",),
+        "Where a loss is more than K standard deviations above the mean of the last N steps, the "
+        "job stops (stop:K:N) or leaves the global batch out (skip:K:N).",
+        "off",
+        metavar="ACTION:K:N",
+        parse=spike_limit,
+        field="on_spike",
     ),
 )

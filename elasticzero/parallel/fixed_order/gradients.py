@@ -65,7 +65,7 @@ class GradientTree:
         if part.slice is None:
             return
         if fraction != 0:
-            self.losses.add(loss)
+            self.losses.add(loss, fraction)
             (loss * fraction).backward()
         gradient: Gradient = {}
         for name, parameter in self._parameters.items():
@@ -156,8 +156,8 @@ class FixedOrderReducer:
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._tree = GradientTree(trained, {}, ranks)
         self._world_size = ranks.world_size
-        self.losses_finite = True
-        """Every loss of the global batch, on all ranks."""
+        self.loss = 0.0
+        """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
     def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
         """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
@@ -179,8 +179,9 @@ class FixedOrderReducer:
         owned = self._tree.reduce()
         names = [n for messages in self._tree.rounds for m in messages for n in m.names]
         said = torch.tensor([float(n in self._tree.used) for n in names] + [0.0])
-        if self._tree.losses.bad:
-            said[-1] = math.nan
+        losses = self._tree.losses
+        if losses.mean is not None:
+            said[-1] = math.nan if losses.bad else float(losses.mean)
         flats = {m: owned.get(m) for messages in self._tree.rounds for m in messages}
         every = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
         if self._world_size > 1:
@@ -188,7 +189,7 @@ class FixedOrderReducer:
             dist.all_reduce(said)
             spread(every)
         *uses, check = said.tolist()
-        self.losses_finite = check == 0
+        self.loss = check
         used = {name for name, count in zip(names, uses, strict=True) if count}
         for message, flat in every.items():
             places = zip(message.names, message.parameters, message.unpack(flat), strict=True)

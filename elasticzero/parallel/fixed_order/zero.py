@@ -84,10 +84,21 @@ class WholeParameters:
     def suspects(self) -> Suspects:
         return self._pieced.suspects()
 
-    def apply(self) -> None:
+    @property
+    def loss(self) -> float:
+        return self._pieced.loss
+
+    def discard(self) -> None:
+        self._drop_whole()
+        self._pieced.discard()
+
+    def _drop_whole(self) -> None:
         self._tree.clear()
         for parameter in self._rest.values():
             parameter.grad = None
+
+    def apply(self) -> None:
+        self._drop_whole()
         self._pieced.step([message.names for message in self._owned] or [[]])
         for piece in self._pieced.pieces.values():
             piece.parameter.grad = None

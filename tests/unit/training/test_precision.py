@@ -85,5 +85,5 @@ def test_other_values_are_refused(given: dict[str, Any], complaint: str) -> None
 def test_64_bit_parameters_are_refused() -> None:
     parameters = dict(nn.Linear(2, 2).double().named_parameters())
     with pytest.raises(UserError, match="parameter 'weight' is float64, and the forward pass"):
-        BF16.check(parameters)
-    Compute().check(parameters)
+        BF16.check(parameters, "zero1")
+    Compute().check(parameters, "zero1")

@@ -1,0 +1,62 @@
+"""Finds which tensors are not finite where the norm of a gradient is not."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.consistency.nonfinite import Findings
+from elasticzero.ipc.assignment import Assignment
+from elasticzero.parallel import Strategy
+from elasticzero.state.model import MODEL
+
+
+def own_findings(strategy: Strategy) -> str:
+    """Describes what is not finite of this rank's losses and gradients; empty: nothing is.
+
+    Raises `UserError` where another mistake is the reason.
+    """
+    suspects = strategy.suspects()
+    found = ["the loss"] if suspects.loss else []
+    if suspects.gradients:
+        more = len(suspects.gradients) - 1
+        found.append(
+            f"the gradient of {suspects.gradients[0]!r}{f' and {more} more' if more else ''}"
+        )
+    return " and ".join(found)
+
+
+def print_skipped(step: int, reason: str, own: str) -> None:
+    """Prints that a step was skipped. own: what is not finite on this rank."""
+    more = f" (on this rank {own})" if own else ""
+    print(f"step {step} was skipped: {reason}{more}", file=sys.stderr, flush=True)
+
+
+def all_findings(
+    strategy: Strategy, groups: ProcessGroups | None, given: Assignment, step: int
+) -> Findings:
+    """Returns what is not finite on any rank; all ranks call this together.
+
+    step: the one that is not applied.
+    """
+    suspects, share = strategy.suspects(), strategy.rank_state()
+    names = sorted(share.specs)
+    broken = set(share.not_finite())
+    bad = [suspects.loss]
+    bad += [name.removeprefix(MODEL) in suspects.gradients for name in names]
+    bad += [name in broken for name in names]
+    table = torch.zeros(given.world_size, len(bad), dtype=torch.uint8)
+    table[given.rank] = torch.tensor(bad)
+    if groups is not None:
+        table = groups.sum(table)
+    first = dict(reversed([(what, rank) for rank, what in table.nonzero().tolist()]))
+    named = [(name.removeprefix(MODEL), first.get(at)) for at, name in enumerate(names, 1)]
+    kept = [(name, first.get(at)) for at, name in enumerate(names, 1 + len(names))]
+    return Findings(
+        step=step,
+        losses=[rank for rank, row in enumerate(table.tolist()) if row[0]],
+        gradients=[(name, rank) for name, rank in named if rank is not None],
+        state=[(name, rank) for name, rank in kept if rank is not None],
+    )
