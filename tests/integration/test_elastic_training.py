@@ -112,7 +112,7 @@ def test_nodes_that_hold_everything_die_come_and_leave_without_a_lost_step(
     """`--shard node`, two workers a node: no snapshot is taken while training, none is missed."""
     checkpoints = tmp_path / "checkpoints"
     words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += ["--nproc-per-node", "2", "--shard", "node", str(REGRESSION), "--pause", "0.04"]
+    words += ["--nproc-per-node", "2", "--shard", "node", str(REGRESSION), "--pause", "0.15"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
         told.wait_for_step(10)
         told.cluster.kill_node(told.node(0))

@@ -36,7 +36,9 @@ def redone(told: Story) -> int:
     return told.lineage.recomputed
 
 
-@pytest.mark.parametrize("strategy", ["zero1", rare("zero2"), "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", rare("zero2"), pytest.param("zero3", marks=pytest.mark.slow)]
+)
 def test_two_lost_nodes_one_after_the_other_cost_no_finished_step(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

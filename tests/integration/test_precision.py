@@ -115,7 +115,7 @@ def test_a_part_of_a_model_without_forward_computes_in_16_bits(
 @pytest.mark.parametrize(
     ("strategy", "told"),
     [
-        pytest.param("ddp", {"backend": "eager"}),
+        pytest.param("ddp", {"backend": "eager"}, marks=pytest.mark.slow),
         pytest.param("zero2", {"backend": "eager"}),
         pytest.param("zero3", {"backend": "eager"}),
         pytest.param("zero2", {}, marks=pytest.mark.slow, id="zero2, with a compiler of C++"),

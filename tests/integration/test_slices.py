@@ -96,7 +96,13 @@ def losses_in(log: Path) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.chaos), "zero2", "zero3"]
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("zero1", marks=pytest.mark.chaos),
+        "zero2",
+        pytest.param("zero3", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_with_dropout_are_those_of_one_plain_process(
     pool: Pool, tmp_path: Path, strategy: str
@@ -169,6 +175,7 @@ def test_deterministic_weights_are_the_same_bits_after_a_kill(
     assert bits(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_killed_node_changes_no_bit(tmp_path: Path, job: str) -> None:
     """Agents, etcd and SIGKILL on one side, `python train.py` on the other."""
     told = {"strategy": "zero1", "dtype": "float32", "clip": 0.5, "batch": 21, "steps": 30}
