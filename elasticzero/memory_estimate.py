@@ -93,7 +93,7 @@ class LineUp:
     shard: ShardOver = "world"
     """The ranks over which a strategy divides state."""
     direct: bool = False
-    """Whether ranks exchange gradients by direct messages, which need room: on the CPU they do."""
+    """True if ranks exchange gradients by direct messages, which need room, as on the CPU."""
 
     @property
     def ranks(self) -> int:

@@ -47,8 +47,8 @@ class KnownError:
 
 
 OnNonFinite = Literal["stop", "skip"]
-"""What becomes of a global batch whose loss or gradient is not finite: the job stops before its
-step, or the batch is left out."""
+"""Says what happens to a global batch whose loss or gradient is not finite: the job stops before
+its step, or the batch is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Assignment:
     """Number of steps from one comparison of replicated state to the next; 0: none; None: rank 0
     chooses."""
     on_nonfinite: OnNonFinite = "stop"
-    """What becomes of a global batch whose loss or gradient is not finite."""
+    """Says what happens to a global batch whose loss or gradient is not finite."""
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
     trained: bool = False

@@ -71,7 +71,7 @@ class Setting:
     mesh: Mesh | None = None
     """The rows that hold the whole state each; None: all ranks are one row."""
     agreement: Agreement | None = None
-    """What the ranks of a row agree by on a step; None: they need not."""
+    """Lets the ranks of a row agree on each step; None: they need not agree."""
     mirrors: Sequence[int] = ()
     """Ranks of whose part of divided state this one keeps a live copy."""
     mirrored_by: int | None = None

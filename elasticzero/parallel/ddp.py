@@ -61,7 +61,7 @@ class Replicated:
         self._norm: Tensor | None = None
         """Of the last gradient."""
         self._factor = 1.0
-        """Of the last call of `finish`."""
+        """Holds the factor of the last call of `finish`."""
         self.model: nn.Module = setting.model
 
     def expect(self, part: MicroBatch) -> None:

@@ -20,20 +20,23 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
-from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fsdp_uses import Uses
-from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers import UserOptimizer, open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
+from elasticzero.parallel.partitioned import (
+    ParameterPiece,
+    PartitionedGroup,
+    PartitionedOptimizer,
+    PiecedStrategy,
+)
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 from elasticzero.torch_internals import HashStore
 
 
-class FullyPartitioned:
+class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
 
     def __init__(self, setting: Setting) -> None:
@@ -143,17 +146,6 @@ class FullyPartitioned:
         self._mirrors.take(self._pieced.used, norm, max_norm)
         return norm
 
-    @property
-    def gradient_hook(self) -> GradientHook | None:
-        return self._pieced.gradient_hook
-
-    @gradient_hook.setter
-    def gradient_hook(self, hook: GradientHook | None) -> None:
-        self._pieced.gradient_hook = hook
-
-    def suspects(self) -> Suspects:
-        return self._pieced.suspects()
-
     def _reduce_scalars(self) -> None:
         """Averages the gradients of the parameters that FSDP2 leaves alone."""
         scalars = [
@@ -168,15 +160,7 @@ class FullyPartitioned:
         for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
             parameter.grad = gradient / self._ranks
 
-    @property
-    def loss(self) -> float:
-        return self._pieced.loss
-
-    def discard(self) -> None:
-        self._pieced.discard()
-        self._drop_own()
-
-    def _drop_own(self) -> None:
+    def _drop_whole(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._uses.clear()
@@ -184,10 +168,8 @@ class FullyPartitioned:
     def apply(self) -> None:
         self._reshard()
         self._pieced.step([list(self._pieced.pieces)])
-        for piece in self._pieced.pieces.values():
-            piece.parameter.grad = None
         self._mirrors.step(self.optimizer.param_groups)
-        self._drop_own()
+        self._drop_whole()
 
     def settle(self) -> None:
         pass

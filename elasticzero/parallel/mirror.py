@@ -115,8 +115,6 @@ class Mirror:
         for mine, theirs in zip(self.pieced.optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         self.pieced.step([list(self.pieced.pieces)])
-        for piece in self.pieced.pieces.values():
-            piece.parameter.grad = None
 
     def renew(self) -> None:
         """Follows M3."""

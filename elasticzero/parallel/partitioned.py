@@ -249,7 +249,8 @@ class PartitionedOptimizer:
     def step(
         self, parts: Sequence[Collection[str]], stepped: Callable[[int], None] = lambda part: None
     ) -> None:
-        """Steps the optimizer and rounds the masters to the model's own elements.
+        """Steps the optimizer, rounds the masters to the model's own elements, and drops the
+        gradients of the pieces.
 
         parts: the parameters, in the order in which they are wanted; `stepped` is called with the
         index of each part when it is up to date. Torch's own optimizers step part by part.
@@ -277,6 +278,8 @@ class PartitionedOptimizer:
         finally:
             for (_, group), parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+        for piece in self.pieces.values():
+            piece.parameter.grad = None
 
     def share(self, share: RankState, group: PartitionedGroup) -> None:
         """Adds the masters and the state of the parameters in `group` to `share`."""
@@ -358,3 +361,32 @@ class PartitionedOptimizer:
                 piece.parameter.data.copy_(piece.values)
             put_state(self.optimizer, piece.parameter, tensors, self.schemas[piece.name])
         self.has_state = any(keys.keys() - {MASTER} for keys in index.values())
+
+
+class PiecedStrategy:
+    """Does what is the same in every `Strategy` whose optimizer works on pieces."""
+
+    _pieced: PartitionedOptimizer
+
+    @property
+    def gradient_hook(self) -> GradientHook | None:
+        return self._pieced.gradient_hook
+
+    @gradient_hook.setter
+    def gradient_hook(self, hook: GradientHook | None) -> None:
+        self._pieced.gradient_hook = hook
+
+    @property
+    def loss(self) -> float:
+        return self._pieced.loss
+
+    def suspects(self) -> Suspects:
+        return self._pieced.suspects()
+
+    def discard(self) -> None:
+        self._drop_whole()
+        self._pieced.discard()
+
+    def _drop_whole(self) -> None:
+        """Drops what a global batch has left in the model's own parameters."""
+        raise NotImplementedError

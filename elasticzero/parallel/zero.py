@@ -22,17 +22,15 @@ from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import GradientScatter
-from elasticzero.parallel.finite import Suspects
-from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 
 
-class FlatBuckets:
+class FlatBuckets(PiecedStrategy):
     """Implements `Strategy`."""
 
     def __init__(self, setting: Setting, stage: int) -> None:
@@ -99,17 +97,6 @@ class FlatBuckets:
         self._mirrors.take(self._pieced.used, norm, max_norm)
         return norm
 
-    @property
-    def gradient_hook(self) -> GradientHook | None:
-        return self._pieced.gradient_hook
-
-    @gradient_hook.setter
-    def gradient_hook(self, hook: GradientHook | None) -> None:
-        self._pieced.gradient_hook = hook
-
-    def suspects(self) -> Suspects:
-        return self._pieced.suspects()
-
     def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:
         """Gives the pieces of a bucket their gradients, which are parts of the returned chunk."""
         start = bucket.rank * bucket.chunk
@@ -136,16 +123,7 @@ class FlatBuckets:
             renew=renew,
         )
 
-    @property
-    def loss(self) -> float:
-        return self._pieced.loss
-
-    def discard(self) -> None:
-        self._drop_whole()
-        self._pieced.discard()
-
     def _drop_whole(self) -> None:
-        """Drops the gradients of whole parameters."""
         self._scatter.clear()
         for parameter in self._rest.values():
             parameter.grad = None
@@ -154,8 +132,6 @@ class FlatBuckets:
         self._drop_whole()
         order = self._forward_order
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
-        for piece in self._pieced.pieces.values():
-            piece.parameter.grad = None
         self._mirrors.step(self.optimizer.param_groups)
         self._gather.leave_pending()
 

@@ -61,7 +61,7 @@ class AgentOptions:
     verify_every: int | None = None
     """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
     on_nonfinite: OnNonFinite = "stop"
-    """What becomes of a global batch whose loss or gradient is not finite."""
+    """Says what happens to a global batch whose loss or gradient is not finite."""
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)

@@ -32,7 +32,7 @@ class FlatBucket:
     """Number of ranks in a row."""
     flat_E: Tensor = field(init=False)
     shapes: list[tuple[int, ...]] = field(init=False)
-    """Of the parameters; to ask one itself would wait while it is gathered."""
+    """Holds the parameters' shapes, since a parameter that is being gathered waits when asked."""
     offsets: list[int] = field(default_factory=list)
     """The first element of each parameter."""
     numel: int = field(init=False)

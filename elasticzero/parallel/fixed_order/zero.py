@@ -15,18 +15,21 @@ from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
-from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.fixed_order.gradients import GradientTree, Ranks, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
-from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup, PartitionedOptimizer
+from elasticzero.parallel.partitioned import (
+    ParameterPiece,
+    PartitionedGroup,
+    PartitionedOptimizer,
+    PiecedStrategy,
+)
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
 
 
-class WholeParameters:
+class WholeParameters(PiecedStrategy):
     """Implements `Strategy`."""
 
     def __init__(self, setting: Setting) -> None:
@@ -73,25 +76,6 @@ class WholeParameters:
                 piece.grad = place.view(-1).to(piece.dtype)
         return self._pieced.complete(self._tree.used, factor, max_norm)
 
-    @property
-    def gradient_hook(self) -> GradientHook | None:
-        return self._pieced.gradient_hook
-
-    @gradient_hook.setter
-    def gradient_hook(self, hook: GradientHook | None) -> None:
-        self._pieced.gradient_hook = hook
-
-    def suspects(self) -> Suspects:
-        return self._pieced.suspects()
-
-    @property
-    def loss(self) -> float:
-        return self._pieced.loss
-
-    def discard(self) -> None:
-        self._drop_whole()
-        self._pieced.discard()
-
     def _drop_whole(self) -> None:
         self._tree.clear()
         for parameter in self._rest.values():
@@ -100,8 +84,6 @@ class WholeParameters:
     def apply(self) -> None:
         self._drop_whole()
         self._pieced.step([message.names for message in self._owned] or [[]])
-        for piece in self._pieced.pieces.values():
-            piece.parameter.grad = None
         if self.shards > 1:
             for messages in self._tree.rounds:
                 self._spread(messages)
