@@ -27,8 +27,8 @@ def diagnose_endpoint(endpoint: Endpoint, access: Access) -> str | None:
                 tls.recv(1)  # in TLS 1.3 a refused certificate is told of here
     except ssl.SSLError as error:
         return _why_no_tls(error, endpoint, access)
-    except OSError:
-        pass
+    except OSError:  # a port without TLS may also reset the connection, or keep it waiting
+        return _why_plain(endpoint) if endpoint.tls and _speaks_plainly(endpoint) else None
     return None
 
 
@@ -52,13 +52,17 @@ def _why_no_tls(error: ssl.SSLError, endpoint: Endpoint, access: Access) -> str 
             "authority that etcd trusts (its --trusted-ca-file)"
         )
     if _speaks_plainly(endpoint):
-        return (
-            f"{where} does not speak TLS: leave out https://, --etcd-cacert and --etcd-cert, or "
-            "start etcd with --cert-file and --key-file"
-        )
+        return _why_plain(endpoint)
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None
     return f"{where}: no TLS with it ({reason}); see etcd's own log"
+
+
+def _why_plain(endpoint: Endpoint) -> str:
+    return (
+        f"etcd at {endpoint} does not speak TLS: leave out https://, --etcd-cacert and "
+        "--etcd-cert, or start etcd with --cert-file and --key-file"
+    )
 
 
 def _speaks_plainly(endpoint: Endpoint) -> bool:
