@@ -11,7 +11,9 @@ Check after an upgrade of torch:
  - `_world.group_count` grows with every group that is made;
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
  - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
-   `get_error`. `make gpu` runs all of these.
+   `get_error`. `make gpu` runs all of these;
+ - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
+   runs at an optimizer's step.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from torch._C._distributed_c10d import (  # noqa: TID251 - the one place
     Store,
     TCPStore,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = [
     "OWN_GROUP",
     "HashStore",
     "PrefixStore",
+    "StepCheck",
     "Store",
     "TCPStore",
     "call_before_compiling",
@@ -95,9 +99,26 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
     return True
 
 
+class StepCheck:
+    """Is called before each step of an optimizer, or, of one taken in parts, before each part."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self, *_: object) -> None:
+        self._check()
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether something is to run at each step of this optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Returns whether something, other than a `StepCheck`, is to run once at each step of this
+    optimizer, or of any."""
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+    return any(not isinstance(hook, StepCheck) for hook in hooks)
 
 
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:

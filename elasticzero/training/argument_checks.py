@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elasticzero.errors import UserError
 from elasticzero.parallel import OptimizerFactory
+from elasticzero.torch_internals import StepCheck
 
 BATCH_ARGUMENTS = {
     "sampler": "the order is the session's, so that each sample is used once in every world; give "
@@ -82,7 +83,7 @@ def take_over_optimizer(
     until its step is applied. A script's own `step` is refused.
     """
 
-    def check(*_: Any) -> None:
+    def check() -> None:
         boundary = at()
         if boundary is not None and not boundary.applying:
             raise UserError(
@@ -91,7 +92,7 @@ def take_over_optimizer(
                 "session.prepare(…, precision='fp16') scales losses by itself"
             )
 
-    optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(StepCheck(check))
     optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
 
 

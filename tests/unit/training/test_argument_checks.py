@@ -1,16 +1,23 @@
-"""What a copy of the model that a script trains is a copy of."""
+"""What a copy of a trained model is a copy of, and who steps its optimizer."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
-from elasticzero.training.argument_checks import redirect_deepcopy
+from elasticzero.torch_internals import has_step_hooks
+from elasticzero.training.argument_checks import redirect_deepcopy, take_over_optimizer
 
 
 class Wrapped(nn.Module):
@@ -39,3 +46,36 @@ def test_a_model_in_parts_is_not_copied() -> None:
     redirect_deepcopy(given, given, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):
         copy.deepcopy(given)
+
+
+def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:
+    """A hook of the script's would run once for each part, so it forbids parts; the session's own
+    check does not."""
+    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
+    session = SimpleNamespace(applying=False)
+    take_over_optimizer(optimizer, lambda: session)
+    with pytest.raises(UserError, match="leave it out"):
+        optimizer.step()
+    session.applying = True
+    optimizer.step()
+    assert not has_step_hooks(optimizer)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
+        lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+        lambda _, hook: register_optimizer_step_pre_hook(hook),
+        lambda _, hook: register_optimizer_step_post_hook(hook),
+    ],
+)
+def test_a_hook_of_the_script_is_called_once_a_step(
+    register: Callable[..., torch.utils.hooks.RemovableHandle],
+) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
+    take_over_optimizer(optimizer, lambda: None)
+    handle = register(optimizer, lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    assert not has_step_hooks(optimizer)
