@@ -46,7 +46,7 @@ class Strikes:
         dice: random.Random,
         nodes: int,
     ) -> None:
-        self.done: list[str] = []
+        self.done: list[tuple[float, str]] = []
         self._told = told
         self._etcd = etcd
         self._networks = networks
@@ -64,8 +64,8 @@ class Strikes:
             self._pass(self._dice.uniform(0.2, 1.8) * mean_gap_s)
             left = list(FAULTS)
             self._dice.shuffle(left)
-            what = next(what for what in left if self._strike(what))
-            self.done.append(what)
+            began_s = time.time()
+            self.done.append((began_s, next(what for what in left if self._strike(what))))
 
     def finish(self) -> None:
         """Mend everything."""

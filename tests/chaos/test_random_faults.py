@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 
 NODES = 4
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+MIRROR = ("--redundancy", "mirror")
+LONG = [(strategy,) for strategy in STRATEGIES] + [(name, *MIRROR) for name in STRATEGIES[1:]]
 STEP_S = 0.2
 
 
@@ -44,20 +46,39 @@ def networks() -> Iterator[Networks | None]:
     made.close()
 
 
-def goodput(told: Story, until_s: float) -> float:
-    """The share of the time until then that went into steps that count, at the speed of an
-    undisturbed one."""
-    events = [e for e in told.of("step") if e["time"] <= until_s]
-    steps = sorted({(e["generation"], e["step"]): e["time"] for e in events}.items())
-    gaps = [
-        at_s - before_s
-        for ((g, s), before_s), ((h, t), at_s) in pairwise(steps)
-        if (h, t) == (g, s + 1)
+def undisturbed_step_s(told: Story) -> float:
+    """The median time of a step after one of the same generation."""
+    times: dict[tuple[int, int], float]
+    times = {(e["generation"], e["step"]): e["time"] for e in told.of("step")}
+    return statistics.median(
+        at_s - times[generation, step - 1]
+        for (generation, step), at_s in times.items()
+        if (generation, step - 1) in times
+    )
+
+
+def seconds_lost(told: Story, struck: Sequence[tuple[float, str]]) -> list[tuple[str, float]]:
+    """The time from each fault to the next that went into no step that counts, at the speed of an
+    undisturbed one; the faults have their times, and the last one only ends the last but one."""
+    normal_s = undisturbed_step_s(told)
+    counted: dict[int, float] = {}
+    for event in told.of("step"):  # of a step done twice, the time that counts is the last
+        counted[event["step"]] = max(counted.get(event["step"], 0.0), event["time"])
+    return [
+        (what, end_s - began_s - normal_s * sum(began_s <= t < end_s for t in counted.values()))
+        for (began_s, what), (end_s, _) in pairwise(struck)
     ]
-    times = [at_s for _, at_s in steps]
-    count = max(step for (_, step), _ in steps)
-    share: float = count * statistics.median(gaps) / (max(times) - min(times))
-    return share
+
+
+def goodput(told: Story, struck: Sequence[tuple[float, str]]) -> str:
+    """The share of the time from the first step to the end of the last fault that went into steps
+    that count, and what a fault of each kind has cost on average."""
+    began_s = min(event["time"] for event in told.of("step"))
+    lost = seconds_lost(told, [(began_s, "the start"), *struck])
+    share = 1 - sum(seconds for _, seconds in lost) / (struck[-1][0] - began_s)
+    kinds = sorted({what for what, _ in lost})
+    each = {kind: statistics.mean(s for what, s in lost if what == kind) for kind in kinds}
+    return f"{share:.1%}; lost by a fault: " + ", ".join(f"{k} {s:.1f} s" for k, s in each.items())
 
 
 def play(
@@ -68,14 +89,14 @@ def play(
     *,
     faults: int,
     mean_gap_s: float,
-    strategy: str | None = None,
+    options: Sequence[str] = (),
 ) -> None:
     """Train for longer than the faults last, through all of them, and compare."""
     dice = random.Random(seed)
-    strategy = strategy or dice.choice(STRATEGIES)
+    options = options or (dice.choice(STRATEGIES),)
     epochs = round(1.15 * faults * mean_gap_s / STEP_S / steps_in(10, 1)) + 1
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", strategy]
+    words = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", *options]
     words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
     words += [
         "--hang-timeout",
@@ -100,16 +121,17 @@ def play(
         struck_s = time.time()  # what is left is trained without pauses
         codes = told.wait_for_end(240.0 + 2 * steps_in(10, epochs) * STEP_S)
         told.look()
-        tale = f"seed {seed}, {strategy}, {strikes.done}, codes {codes}"
+        tale = f"seed {seed}, {' '.join(options)}, {strikes.done}, codes {codes}"
         assert 0 in codes.values(), f"{tale}\n{told.logs()}"
         assert set(codes.values()) <= {0, -9, 75}, f"{tale}\n{told.logs()}"
     check_samples(told.lineage, told.directory(), epochs=epochs)
     check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
-    counts = ", ".join(f"{count} {what}" for what, count in Counter(strikes.done).most_common())
+    kinds = Counter(what for _, what in strikes.done)
+    counts = ", ".join(f"{count} {what}" for what, count in kinds.most_common())
     print(
-        f"\nseed {seed}, {strategy}: {len(strikes.done)} faults ({counts}); {told.generation} "
-        f"generations, {told.step} steps, {told.lineage.recomputed} recomputed, "
-        f"goodput {goodput(told, struck_s):.1%}"
+        f"\nseed {seed}, {' '.join(options)}: {len(strikes.done)} faults ({counts}); "
+        f"{told.generation} generations, {told.step} steps, {told.lineage.recomputed} recomputed, "
+        f"goodput {goodput(told, [*strikes.done, (struck_s, 'the end')])}"
     )
 
 
@@ -129,12 +151,12 @@ def test_one_seed(tmp_path: Path, job: str, networks: Networks | None) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("options", LONG, ids=" ".join)
 def test_60_faults_in_10_minutes(
-    strategy: str, tmp_path: Path, job: str, networks: Networks | None
+    options: tuple[str, ...], tmp_path: Path, job: str, networks: Networks | None
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "1"))
-    play(seed, tmp_path, job, networks, faults=60, mean_gap_s=10.0, strategy=strategy)
+    play(seed, tmp_path, job, networks, faults=60, mean_gap_s=10.0, options=options)
 
 
 @pytest.mark.slow
