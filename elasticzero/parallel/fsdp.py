@@ -119,7 +119,10 @@ class FullyPartitioned(PiecedStrategy):
         return cast(FSDPModule, self.model)
 
     def expect(self, part: MicroBatch) -> None:
-        """Does nothing: each micro-batch is reduced, for else a rank would hold whole gradients."""
+        """Lets each micro-batch be summed within a row, for else a rank would hold whole gradients,
+        and only the last one over the rows."""
+        if self._mesh.replicas > 1:
+            self._root.set_requires_all_reduce(part.last)
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         # FSDP2 divides by the number of ranks

@@ -124,6 +124,21 @@ def test_state_divided_within_nodes_gives_the_same_weights(
             assert (torch.tensor(value, dtype=wanted.dtype) - wanted).abs().max() < 1e-9, name
 
 
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.chaos), "zero3"])
+def test_nodes_sum_their_gradients_once_in_a_global_batch(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Two micro-batches on each rank, of which only the last is summed over the nodes."""
+    told: dict[str, Any] = {"strategy": strategy, "count": str(tmp_path / "count")}
+    counts = []
+    for micro in (1, 2):
+        words = [json.dumps(told | {"steps": 3, "micro": micro})]
+        running = pool.start(HERE / "training_rows.py", words, 4, row=2, shard="node")
+        assert running.finish() == 3
+        counts.append(int((tmp_path / "count").read_text()))
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize(("first", "reached"), [(0, 8), (1, 7)])
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.chaos)])
 def test_the_ranks_of_a_node_stay_at_one_step_when_another_dies(

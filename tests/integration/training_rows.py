@@ -1,8 +1,9 @@
-"""Loses a node in a step's last collective, whose result not all ranks of the other node receive.
+"""Loses a node in a step's last collective, whose result not all ranks of the other node receive;
+or counts the sums over nodes.
 
 Arguments: JSON as for `training_exact`, with lose: {step, ranks (that are killed once they have the
 result), without (rank that does not receive it), first (which of the two that are left goes on
-first)}.
+first)}, or count (a file).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -44,7 +46,28 @@ def lose(session: ez.Session, told: dict[str, Any]) -> None:
     dist.all_reduce = wrapped
 
 
+def count(session: ez.Session, told: dict[str, Any]) -> None:
+    """Trains, and writes how often rank 0 has summed over two ranks: those of one place in both
+    rows, with two workers a node."""
+    all_reduce: Any = dist.all_reduce
+    sums = 0
+
+    def wrapped(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal sums
+        group = options.get("group")
+        sums += group is not None and dist.get_process_group_ranks(group) == [0, 2]
+        return all_reduce(tensor, *args, **options)
+
+    dist.all_reduce = wrapped
+    train(session, told)
+    if session.rank == 0:
+        Path(told["count"]).write_text(str(sums))
+
+
 def main(session: ez.Session, told: dict[str, Any]) -> None:
+    if "count" in told:
+        count(session, told)
+        return
     lose(session, told["lose"])
     train(session, told)
 
