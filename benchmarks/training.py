@@ -1,10 +1,11 @@
 """What a training step and its memory cost with each strategy, beside torch's own.
 
     python benchmarks/training.py [--sizes 17M,105M] [--ranks 2] [--pairs 15] [--record]
+    python benchmarks/training.py --memory [--sizes 105M] [--ranks 2] [--record]
 
 Contenders take their steps by turns in the same processes, one thread a rank, fused AdamW, gloo;
-each turn gives one ratio against the contender's reference. Memory is the peak of a process that
-runs one contender alone.
+each turn gives one ratio against the contender's reference. Memory is the growth of a process that
+runs one contender alone, beside what `elasticzero plan` computes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from typing import Any
 
 from performance_page import about_in_words, machine, present_commit, publish, record
 
+from elasticzero.memory_estimate import STATE_VALUES, LineUp, ModelSize, rank_memory
+from elasticzero.spans import STRATEGIES
+
 HERE = Path(__file__).resolve().parent
 RANK = HERE / "training_ranks.py"
 WIDTHS = {"17M": 1024, "105M": 2560}
@@ -38,6 +42,8 @@ TARGETS = {
     "DDP + ZRO": ("DDP", math.inf),
 }
 """By contender: its reference, and the greatest ratio wanted."""
+MOST_MEMORY = 1.1
+"""Times of the planned memory."""
 STEPS = {"17M": 8, "105M": 3}
 """In one turn."""
 LIMIT_S = 1800
@@ -90,24 +96,60 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
-    """Returns seconds a step by contender, and each one's peak memory alone."""
+    """Returns seconds a step by contender."""
     given = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
     seconds: dict[str, list[float]] = {}
-    memory: dict[str, int] = {}
     for group in GROUPS:
         seconds |= run_ranks(ranks, given | {"contenders": group})["seconds"]
-        for name in group:
-            alone = run_ranks(ranks, given | {"contenders": [name], "pairs": 2})
-            memory[name] = alone["peak_bytes"] - alone["before_bytes"]
-    return {"size": size, "ranks": ranks, "seconds": seconds, "memory_bytes": memory}
+    return {"size": size, "ranks": ranks, "seconds": seconds}
+
+
+def measure_memory(size: str, ranks: int) -> dict[str, Any]:
+    """Returns the greatest anonymous memory of each contender alone, in bytes."""
+    given = {"width": WIDTHS[size], "pairs": 2, "steps": 3}
+    memory = {
+        name: run_ranks(ranks, given | {"contenders": [name]})["anonymous_bytes"]
+        for group in GROUPS
+        for name in group
+    }
+    return {"size": size, "ranks": ranks, "anonymous_bytes": memory}
+
+
+def planned_bytes(strategy: str, size: str, ranks: int) -> int:
+    """Returns what `elasticzero plan` computes for the benchmark's model."""
+    width = WIDTHS[size]
+    block = 4 * width * width + 5 * width
+    model = ModelSize(elements=4 * block, element_bytes=4, largest=2 * width * width, layer=block)
+    line_up = LineUp(nodes=1, ranks_per_node=ranks, direct=True)
+    return rank_memory(strategy, model, STATE_VALUES["adamw"], line_up).total
+
+
+def memory_table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['size']} parameters, {found['ranks']} ranks:",
+        "",
+        "| | anonymous memory, MB | planned, MB | ratio | wanted | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, grown in found["anonymous_bytes"].items():
+        row = [name, f"{grown / 1e6:.0f}"]
+        if name in STRATEGIES:
+            planned = planned_bytes(name, found["size"], found["ranks"])
+            ratio = grown / planned
+            met = "met" if ratio <= MOST_MEMORY else "NOT met"
+            row += [f"{planned / 1e6:.0f}", f"{ratio:.2f}", f"≤ {MOST_MEMORY}", met]
+        else:
+            row += [""] * 4
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['size']} parameters, {found['ranks']} ranks:",
         "",
-        "| | step, ms | against | ratio | 95 % range | wanted | | memory, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | step, ms | against | ratio | 95 % range | wanted | |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, seconds in found["seconds"].items():
         row = [name, f"{statistics.median(seconds) * 1e3:.0f}"]
@@ -119,7 +161,6 @@ def table(found: dict[str, Any]) -> str:
             row += [f"≤ {most:g}", met] if most < math.inf else ["", ""]
         else:
             row += [""] * 5
-        row.append(f"{found['memory_bytes'][name] / 1e6:.0f}")
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
@@ -129,24 +170,28 @@ def main() -> None:
     parser.add_argument("--sizes", default="17M,105M", help=f"of {', '.join(WIDTHS)}")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     parser.add_argument("--pairs", type=int, default=15, help="turns of each contender")
+    parser.add_argument("--memory", action="store_true", help="measure memory in place of time")
     parser.add_argument("--record", action="store_true", help="write the tables and the figures")
     options = parser.parse_args()
     sizes = options.sizes.split(",")
     if unknown := [size for size in sizes if size not in WIDTHS]:
         parser.error(f"--sizes: {unknown[0]!r} is not one of {', '.join(WIDTHS)}")
-    found = [measure(size, options.ranks, options.pairs) for size in sizes]
-    tables = "\n\n".join(table(each) for each in found)
+    if options.memory:
+        found = [measure_memory(size, options.ranks) for size in sizes]
+        tables = "\n\n".join(memory_table(each) for each in found)
+    else:
+        found = [measure(size, options.ranks, options.pairs) for size in sizes]
+        tables = "\n\n".join(table(each) for each in found)
     print(tables)
     if options.record:
         about = machine("torch")
         command = f"python benchmarks/training.py {' '.join(sys.argv[1:])}"
         text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("training", f"```\n{command}\n```\n\n{text}\n\n{tables}")
-        print(
-            record(
-                f"training-{date.today()}", {"machine": about, "command": command, "sizes": found}
-            )
-        )
+        words = ["training", *["memory"] * options.memory]
+        part = " ".join(words if options.ranks == 2 else [*words, f"{options.ranks} ranks"])
+        publish(part, f"```\n{command}\n```\n\n{text}\n\n{tables}")
+        name = f"{part.replace(' ', '-')}-{date.today()}"
+        print(record(name, {"machine": about, "command": command, "sizes": found}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold", "training")
+PARTS = (
+    *("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold"),
+    *("training", "training memory", "training 4 ranks"),
+)
 
 
 @pytest.fixture
