@@ -17,8 +17,8 @@ from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored, Stepped
-from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
+from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
@@ -30,6 +30,7 @@ from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
 
 S = TypeVar("S", bound=Stateful)
+Made = TypeVar("Made", bound=MadeOptimizers)
 
 
 class Session:
@@ -114,19 +115,19 @@ class Session:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: OptimizerFactory,
+        optimizer: Callable[[Any], Made],
         *,
         strategy: str | None = None,
         precision: str = "fp32",
         compile: bool | str = False,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ) -> tuple[nn.Module, Made]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
-        Use the model that this returns, and no longer the one that was given. model: an `nn.Module`
-        on any device. optimizer: a function that takes the parameters and returns a torch optimizer
-        for them. strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
-        precision: fp32, or bf16 or fp16 for a forward in 16 bits, whose results have 32; fp16 has
-        its losses scaled. compile: whether
+        Use the model that this returns, not the one that was given. model: an `nn.Module` on any
+        device. optimizer: a function that takes the list of parameters and returns a torch
+        optimizer, or a dict of several, each for parameters of its own. strategy: ddp, zero1,
+        zero2, zero3 or auto; by default that of `--strategy`. precision: fp32, or bf16 or fp16 for
+        a forward in 16 bits, whose results have 32; fp16 has its losses scaled. compile: whether
         `torch.compile` is applied to the model, or with which mode. Raises `UserError` for another
         model or optimizer, and if called twice.
         """
@@ -143,11 +144,9 @@ class Session:
         )
         name = strategy or self._assignment.strategy
         compute = Compute(precision=precision, compiled=compile)
-        prepared = prepare_training(
-            place, model, optimizer, name, compute, lambda: generation.training
-        )
-        generation.training, self._state = prepared.training, prepared.state_dict
-        return prepared.training.strategy.model, prepared.training.strategy.optimizer
+        laid = prepare_training(place, model, optimizer, name, compute, lambda: generation.training)
+        generation.training, self._state = laid.training, laid.state_dict
+        return laid.training.strategy.model, laid.training.strategy.optimizers.as_made
 
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
@@ -159,7 +158,7 @@ class Session:
         if training.copy is not None:
             raise UserError("session.track comes before session.restore")
         argument_checks.check_tracked(
-            name, thing, training.strategy.optimizer, training.stager.strategy
+            name, thing, training.strategy.optimizers, training.stager.strategy
         )
         training.auxiliary.track(name, thing)
         return thing

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,6 +24,7 @@ from elasticzero.consistency.digests import combined, of_value
 from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.model import NamedModel, Spec, spec_of
 
 Description = Mapping[str, str]
@@ -46,16 +47,17 @@ def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Descri
     return found
 
 
-def of_optimizer(
-    optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]
-) -> Description:
-    """Describes the optimizer's class, and the options and parameters of its groups."""
-    found = {"optimizer": type(optimizer).__name__}
-    for index, (names, group) in enumerate(zip(group_names, optimizer.param_groups, strict=True)):
-        of = f"of optimizer group {index}" if len(group_names) > 1 else "of the optimizer"
-        found[f"number of parameters {of}"] = str(len(names))
-        found[f"digest of the names {of}"] = f"{of_value(list(names)):016x}"
-        for key, value in group.items():
+def of_optimizers(optimizers: Optimizers) -> Description:
+    """Describes the optimizers' classes, and the options and parameters of their groups."""
+    found = {
+        f"optimizer {name!r}" if name else "optimizer": type(optimizer).__name__
+        for name, optimizer in optimizers.by_name.items()
+    }
+    for index, group in enumerate(optimizers.groups):
+        of = f"of optimizer group {index}" if len(optimizers.groups) > 1 else "of the optimizer"
+        found[f"number of parameters {of}"] = str(len(group.names))
+        found[f"digest of the names {of}"] = f"{of_value(list(group.names)):016x}"
+        for key, value in group.options.items():
             if key not in ("params", "param_names"):
                 found[f"{key} {of}"] = _plain(value)
     return found

@@ -15,13 +15,14 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.model import NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""
 
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Any], MadeOptimizers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,7 @@ class Strategy(Protocol):
 
     model: nn.Module
     """What the user calls."""
-    optimizer: torch.optim.Optimizer
-    group_names: list[list[str]]
-    """The parameters of each optimizer group, by name."""
+    optimizers: Optimizers
     gradient_hook: GradientHook | None
     """`finish` calls it with the gradients, before their norm is taken."""
     shards: int

@@ -22,13 +22,12 @@ from elasticzero.parallel.finite import (
 )
 from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer, Ranks
 from elasticzero.parallel.gradients import GradientHook
-from elasticzero.parallel.optimizers import (
+from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.optimizers.state import (
     MASTER,
     as_tensor,
     by_parameter,
     check_keys,
-    open_optimizer,
-    put_state,
 )
 from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
@@ -41,11 +40,9 @@ class Replicated:
     shards = 1
 
     def __init__(self, setting: Setting) -> None:
-        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=False)
-        self.optimizer = user_optimizer.optimizer
-        self.group_names = user_optimizer.group_names
-        self._schemas = user_optimizer.schema_of()
         self._parameters = setting.named.parameters
+        made = setting.factory(list(self._parameters.values()))
+        self.optimizers = open_optimizers(made, setting.named, "nothing")
         self._ranks = setting.world_size
         self._device = setting.device
         self._part: MicroBatch | None = None
@@ -82,14 +79,15 @@ class Replicated:
             parameter.grad = None
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
-        given = {n: _values(p) for n, p in self._optimized().items() if p.grad is not None}
+        optimized = self.optimizers.parameters()
+        given = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
         gradients = list(given.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         if (hook := self.gradient_hook) is not None:
             hook.sums = hook.call({name: (0, gradient) for name, gradient in given.items()})
         if self._fixed_order:
-            norm = fixed_order_sum(squares_of(given, self._schemas, self._device)).sqrt()
+            norm = fixed_order_sum(squares_of(given, self.optimizers.group_of, self._device)).sqrt()
         else:
             norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
@@ -109,18 +107,13 @@ class Replicated:
 
     def suspects(self) -> Suspects:
         bad_loss = self._reducer.own_loss_bad if self._reducer is not None else self._losses.bad
-        gradients = {n: _values(p) for n, p in self._optimized().items() if p.grad is not None}
+        optimized = self.optimizers.parameters()
+        gradients = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
         return Suspects(loss=bad_loss, gradients=not_finite(gradients))
 
-    def _optimized(self) -> dict[str, nn.Parameter]:
-        return {
-            name: parameter
-            for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
-
     def apply(self) -> None:
-        self.optimizer.step()
+        for optimizer in self.optimizers.by_name.values():
+            optimizer.step()
         self._drop_gradients()
 
     def discard(self) -> None:
@@ -143,16 +136,16 @@ class Replicated:
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         by_key: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
-        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    full, tensor = f"{OPTIMIZER}{name}/{key}", as_tensor(value)
-                    if tensor is None:
-                        continue
-                    if tensor.dim() == 0:
-                        scalars[full] = tensor
-                    else:
-                        by_key.setdefault(key, {})[full] = tensor
+        for name, parameter in self.optimizers.parameters().items():
+            state = self.optimizers.group_of[name].optimizer.state
+            for key, value in state.get(parameter, {}).items():
+                full, tensor = f"{OPTIMIZER}{name}/{key}", as_tensor(value)
+                if tensor is None:
+                    continue
+                if tensor.dim() == 0:
+                    scalars[full] = tensor
+                else:
+                    by_key.setdefault(key, {})[full] = tensor
         for tensors in by_key.values():
             share.add_even(tensors)
         count = len(scalars)
@@ -173,21 +166,20 @@ class Replicated:
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
         states: list[tuple[str, nn.Parameter, dict[str, Tensor]]] = []
         index = by_parameter(stored)
-        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                keys = index.get(name, {})
-                check_keys(name, keys, self._schemas[name])
-                tensors: dict[str, Tensor] = {}
-                for key, spec in keys.items():
-                    if key == MASTER:
-                        continue
-                    tensors[key] = torch.empty(spec.shape, dtype=spec.dtype)
-                    span = Span(0, spec.numel)
-                    slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
-                states.append((name, parameter, tensors))
+        for name, parameter in self.optimizers.parameters().items():
+            keys = index.get(name, {})
+            check_keys(name, keys, self.optimizers.schema(name))
+            tensors: dict[str, Tensor] = {}
+            for key, spec in keys.items():
+                if key == MASTER:
+                    continue
+                tensors[key] = torch.empty(spec.shape, dtype=spec.dtype)
+                span = Span(0, spec.numel)
+                slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
+            states.append((name, parameter, tensors))
         yield slots
         for name, parameter, tensors in states:
-            put_state(self.optimizer, parameter, tensors, self._schemas[name])
+            self.optimizers.put_state(name, parameter, tensors)
 
 
 def _values(parameter: nn.Parameter) -> Tensor:

@@ -23,13 +23,10 @@ from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
-from elasticzero.parallel.optimizers import UserOptimizer, open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import (
-    ParameterPiece,
-    PartitionedGroup,
-    PartitionedOptimizer,
-    PiecedStrategy,
-)
+from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
@@ -44,28 +41,29 @@ class FullyPartitioned(PiecedStrategy):
         self._mesh = setting.place
         self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
-        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
+        made = setting.factory(list(setting.named.parameters.values()))
+        self.optimizers = open_optimizers(made, setting.named, "rows")
+        ranks = setting.mirrors if setting.world_size > 1 else ()
+        copies = {rank: self.optimizers.copies() for rank in ranks}
         self._pieced = PartitionedOptimizer(
-            user_optimizer, self._specs, self._mesh, setting.agreement
+            self.optimizers, self._specs, self._mesh, setting.agreement
         )
-        self.optimizer = user_optimizer.optimizer
-        self.group_names = user_optimizer.group_names
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
         blocks = _partition(setting, scalars)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._uses = Uses(setting.model, self._parameters, blocks)
-        optimized = {name for names in self.group_names for name in names}
         self._pieced.place(
             {
                 name: self._piece(name, parameter)
                 for name, parameter in self._parameters.items()
-                if name in optimized and parameter.requires_grad and _local(parameter).numel()
+                if name in self.optimizers.group_of
+                and parameter.requires_grad
+                and _local(parameter).numel()
             }
         )
-        ranks = setting.mirrors if setting.world_size > 1 else ()
-        mirrors = [self._mirror(rank, user_optimizer) for rank in ranks]
+        mirrors = [self._mirror(rank, own) for rank, own in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
@@ -86,7 +84,7 @@ class FullyPartitioned(PiecedStrategy):
         spans = {n: fsdp_rows(spec.shape, self._ranks, rank) for n, spec in self._specs.items()}
         return {name: span for name, span in spans.items() if span}
 
-    def _mirror(self, rank: int, user_optimizer: UserOptimizer) -> Mirror:
+    def _mirror(self, rank: int, optimizers: Optimizers) -> Mirror:
         chunks: list[MirroredChunk] = []
         rows: dict[str, Tensor] = {}
         optimized = set(self._optimized())
@@ -103,7 +101,7 @@ class FullyPartitioned(PiecedStrategy):
                     values=None if same else rows[name],
                 )
                 chunks.append(MirroredChunk([piece], [0], torch.zeros_like(piece.parameter.data)))
-        return Mirror(rank, chunks, user_optimizer, self._specs, self._mesh, rows=rows)
+        return Mirror(rank, chunks, optimizers, self._specs, self._mesh, rows=rows)
 
     def _messages(self) -> list[Tensor]:
         """Returns what the mirror of this rank gets: all elements, then the gradients."""
@@ -171,7 +169,7 @@ class FullyPartitioned(PiecedStrategy):
     def apply(self) -> None:
         self._reshard()
         self._pieced.step([list(self._pieced.pieces)])
-        self._mirrors.step(self.optimizer.param_groups)
+        self._mirrors.step(self.optimizers)
         self._drop_whole()
 
     def settle(self) -> None:
@@ -201,13 +199,10 @@ class FullyPartitioned(PiecedStrategy):
         share.held = {MODEL + name: local for name, local in held.items()}
         names = tuple(MODEL + name for name in self._parameters)
         share.partitions.append(Partition(rule="fsdp_rows", names=names))
-        by_keys: dict[tuple[str, ...], list[str]] = {}
-        for name in self._optimized():
-            by_keys.setdefault(tuple(self._pieced.schemas[name]), []).append(name)
-        for same in by_keys.values():
-            owners = (0,) * len(same)
-            group = PartitionedGroup(rule="fsdp_rows", names=tuple(same), owners=owners)
-            pieced.share(share, group)
+        optimized = self._optimized()
+        owners = (0,) * len(optimized)
+        group = PartitionedGroup(rule="fsdp_rows", names=tuple(optimized), owners=owners)
+        pieced.share(share, group)
         return share
 
     def replicas(self) -> dict[str, Tensor]:
@@ -217,8 +212,7 @@ class FullyPartitioned(PiecedStrategy):
     def _optimized(self) -> list[str]:
         return [
             name
-            for names in self.group_names
-            for name in names
+            for name in self.optimizers.group_of
             if self._parameters[name].requires_grad and self._specs[name].numel
         ]
 

@@ -30,8 +30,10 @@ from torch import Tensor
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.finite import clipping
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.optimizers import MASTER, UserOptimizer, copy_without_state
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedOptimizer
+from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.state import MASTER
+from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.pieces import ParameterPiece
 from elasticzero.state.model import Spec
 
 TAG = 0x657B
@@ -58,13 +60,14 @@ class Mirror:
         self,
         rank: int,
         chunks: Sequence[MirroredChunk],
-        user_optimizer: UserOptimizer,
+        optimizers: Optimizers,
         specs: Mapping[str, Spec],
         mesh: Mesh,
         *,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """rows: room for the owner's elements of each parameter, where the owner sends them."""
+        """optimizers: this mirror's own copies. rows: room for the owner's elements of each
+        parameter, where the owner sends them."""
         self.rank = rank
         """The owner."""
         self.chunks = chunks
@@ -72,12 +75,7 @@ class Mirror:
         self.live = False
         """True once the owner has sent what it sends in each step."""
         self._has_masters = not self.rows
-        own = UserOptimizer(
-            copy_without_state(user_optimizer.optimizer),
-            user_optimizer.group_names,
-            user_optimizer.schemas,
-        )
-        self.pieced = PartitionedOptimizer(own, specs, mesh)
+        self.pieced = PartitionedOptimizer(optimizers, specs, mesh)
         self.pieced.place({piece.name: piece for chunk in chunks for piece in chunk.pieces})
 
     @property
@@ -103,17 +101,18 @@ class Mirror:
                 piece.parameter.grad = None
                 if piece.name in used:
                     part = chunk.gradient_C[first : first + piece.parameter.numel()]
-                    piece.parameter.grad = part
+                    piece.parameter.grad = part.view_as(piece.parameter)
                     gradients.append(part)
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
         self.pieced.used = set(used)
 
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Steps the pieces that have a gradient. groups: those of the owner's optimizer, whose
-        options may have changed since the last step."""
-        for mine, theirs in zip(self.pieced.optimizer.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+    def step(self, owners: Optimizers) -> None:
+        """Steps the pieces that have a gradient. owners: those of the owner, whose options may have
+        changed since the last step."""
+        for mine, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
+            changed = {key: value for key, value in theirs.options.items() if key != "params"}
+            mine.options.update(changed)
         self.pieced.step([list(self.pieced.pieces)])
 
     def renew(self) -> None:
@@ -157,10 +156,10 @@ class Mirrors:
         for mirror in self.kept:
             mirror.take(used, norm, max_norm)
 
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def step(self, owners: Optimizers) -> None:
         """Follows M2."""
         for mirror in self.kept:
-            mirror.step(groups)
+            mirror.step(owners)
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:

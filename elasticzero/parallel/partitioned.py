@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
@@ -25,17 +24,18 @@ from elasticzero.parallel.finite import (
 )
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.optimizers import (
+from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.state import (
     MASTER,
-    UserOptimizer,
     as_tensor,
     by_parameter,
     check_keys,
-    put_state,
+    cut_state,
     working_dtype,
 )
+from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.peer_errors import is_peer_error
-from elasticzero.spans import Rule, Span
+from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks
 
@@ -46,55 +46,17 @@ BLOCKS_DIFFER = (
 )
 
 
-@dataclass(slots=True)
-class ParameterPiece:
-    """Holds the elements of a parameter that this rank optimizes."""
-
-    name: str
-    start: int
-    """Its first element in the flattened parameter."""
-    parameter: nn.Parameter
-    """1-D; what the optimizer sees."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    counts: bool = True
-    """Whether its gradient counts in the global norm here: not in a second copy of it."""
-    values: Tensor | None = None
-    """The model's own elements, in 16 bits, where `parameter` is their 32-bit master."""
-
-    @property
-    def span(self) -> Span:
-        return Span(self.start, self.start + self.parameter.numel())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionedGroup:
-    """Parameters whose state is dealt to the ranks together."""
-
-    rule: Rule
-    names: tuple[str, ...]
-    owners: tuple[int, ...]
-    """The rank that holds the first element of each."""
-
-    def partition(self, names: tuple[str, ...]) -> Partition:
-        """Returns how tensors shaped like the parameters, with these names, are dealt."""
-        ranks = self.owners if self.rule == "whole" else ()
-        return Partition(rule=self.rule, names=names, ranks=ranks)
-
-
 class PartitionedOptimizer:
-    """Runs the user's optimizer on this rank's pieces instead of whole parameters."""
+    """Runs the user's optimizers on this rank's pieces instead of all parameters."""
 
     def __init__(
         self,
-        user_optimizer: UserOptimizer,
+        optimizers: Optimizers,
         specs: Mapping[str, Spec],
         mesh: Mesh,
         agreement: Agreement | None = None,
     ) -> None:
-        self.optimizer = user_optimizer.optimizer
-        self.group_names = user_optimizer.group_names
-        self.schemas = user_optimizer.schema_of()
+        self.optimizers = optimizers
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self.fixed_order = False
@@ -106,7 +68,7 @@ class PartitionedOptimizer:
         """Whether sums over the ranks count this rank's pieces: other rows have the same."""
         self._agreement = agreement
         self._norm: Tensor | None = None
-        self.has_state = False
+        self.has_state = any(g.nature.makes_state_at_once for g in optimizers.groups)
         self.used: set[str] = set()
         """The parameters that any rank has used in the global batch, once it is complete."""
         self._differ = False
@@ -121,8 +83,14 @@ class PartitionedOptimizer:
         self.pieces = dict(pieces)
         for piece in self.pieces.values():
             piece.counts = piece.counts and self._first_row
-        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
-            group["params"] = [pieces[name].parameter for name in names if name in pieces]
+        for group in self.optimizers.groups:
+            state = group.optimizer.state
+            for name, whole in zip(group.names, group.options["params"], strict=True):
+                made = state.pop(whole, None)
+                if made and name in pieces:
+                    own, schema = pieces[name], group.schema(name)
+                    state[own.parameter] = cut_state(made, schema, own.start, own.parameter)
+            group.options["params"] = [pieces[n].parameter for n in group.names if n in pieces]
 
     def complete(
         self,
@@ -150,7 +118,7 @@ class PartitionedOptimizer:
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        uses = [float(name in used) for name in self.schemas]
+        uses = [float(name in used) for name in self.optimizers.group_of]
         said = torch.tensor([0, blocks, blocks**2, *uses], dtype=torch.float64, device=device)
         if self.losses.mean is not None:
             said[0] = self.losses.mean
@@ -165,7 +133,7 @@ class PartitionedOptimizer:
             works = exchange()
             square = self._square(self._gradients(), device)
             said = self._sum_over_ranks(torch.cat([square, results]), works)
-            sums = zip(self.schemas, said[1:].tolist(), strict=True)
+            sums = zip(self.optimizers.group_of, said[1:].tolist(), strict=True)
             self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
         self.loss *= factor
         self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
@@ -202,7 +170,7 @@ class PartitionedOptimizer:
         is not finite."""
         counted = {n: g for n, g in gradients.items() if self.pieces[n].counts}
         if self.fixed_order:
-            squares = self._sum_over_ranks(squares_of(counted, self.schemas, device))
+            squares = self._sum_over_ranks(squares_of(counted, self.optimizers.group_of, device))
             first = self._ranks == 1 or dist.get_rank() == 0
             square = fixed_order_sum(squares) * float(first)
         else:
@@ -218,7 +186,7 @@ class PartitionedOptimizer:
         """
         self.loss, total, squares, *uses = said
         self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
-        self.used = {n for n, count in zip(self.schemas, uses, strict=True) if count}
+        self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         for name, piece in self.pieces.items():
             if name not in self.used:
                 piece.parameter.grad = None
@@ -227,7 +195,9 @@ class PartitionedOptimizer:
         """Returns what the script's function has found in this rank's pieces, by parameter."""
         gradients = {n: (self.pieces[n].start, g) for n, g in self._gradients().items()}
         found = {n: v for n, v in hook.call(gradients).items() if self.pieces[n].counts}
-        return torch.tensor([found.get(name, 0.0) for name in self.schemas], dtype=torch.float64)
+        return torch.tensor(
+            [found.get(name, 0.0) for name in self.optimizers.group_of], dtype=torch.float64
+        )
 
     def suspects(self) -> Suspects:
         """Returns what is not finite of this rank's pieces and losses."""
@@ -257,27 +227,33 @@ class PartitionedOptimizer:
         """
         self.has_state = self.has_state or bool(self.used)
         self.losses.clear()
-        own = type(self.optimizer).__module__.partition(".")[0] == "torch"
-        divisible = own and not has_step_hooks(self.optimizer)
-        if not divisible:
-            self.optimizer.step()
-        groups = list(zip(self.group_names, self.optimizer.param_groups, strict=True))
-        whole = [group["params"] for _, group in groups]
+        divisible = {}
+        for name, optimizer in self.optimizers.by_name.items():
+            own = type(optimizer).__module__.partition(".")[0] == "torch"
+            divisible[name] = own and not has_step_hooks(optimizer)
+            if not divisible[name]:
+                optimizer.step()
+        groups = [g for g in self.optimizers.groups if divisible[g.optimizer_name]]
+        whole = [group.options["params"] for group in groups]
+        stepping = [o for name, o in self.optimizers.by_name.items() if divisible[name]]
         try:
             for index, part in enumerate(parts):
                 pieces = {name: p for name in part if (p := self.pieces.get(name)) is not None}
-                if divisible:
-                    for names, group in groups:
-                        group["params"] = [pieces[n].parameter for n in names if n in pieces]
-                    self.optimizer.step()
+                for group in groups:
+                    own_pieces = [pieces[n].parameter for n in group.names if n in pieces]
+                    group.options["params"] = own_pieces
+                for optimizer in stepping:
+                    here = any(group["params"] for group in optimizer.param_groups)
+                    if here or index == len(parts) - 1:  # a scheduler expects one call a step
+                        optimizer.step()
                 values = [p.values for p in pieces.values() if p.values is not None]
                 masters = [p.parameter.detach() for p in pieces.values() if p.values is not None]
                 if values:
                     torch._foreach_copy_(values, masters)
                 stepped(index)
         finally:
-            for (_, group), parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+            for group, parameters in zip(groups, whole, strict=True):
+                group.options["params"] = parameters
         for piece in self.pieces.values():
             piece.parameter.grad = None
 
@@ -286,22 +262,24 @@ class PartitionedOptimizer:
         self._share_masters(share, group)
         if not self.has_state:
             return
-        schema = dict(self.schemas[group.names[0]])
-        for key, entry in schema.items():
-            full = {name: f"{OPTIMIZER}{name}/{key}" for name in group.names}
-            scalar = entry.kind != "elementwise"
-            for name in group.names:
-                shape = () if scalar else self._specs[name].shape
-                share.specs[full[name]] = Spec(dtype=entry.dtype, shape=shape)
-            names = tuple(full.values())
-            if scalar:
-                share.partitions.append(Partition(rule="whole", names=names, ranks=group.owners))
-            else:
-                share.partitions.append(group.partition(names))
-            for name in group.names:
+        by_key: dict[tuple[str, bool], list[int]] = {}
+        for index, name in enumerate(group.names):
+            for key, entry in self.optimizers.schema(name).items():
+                scalar = entry.kind in ("scalar", "number")
+                by_key.setdefault((key, scalar), []).append(index)
+                shape = () if scalar else entry.shape(self._specs[name].shape)
+                full = f"{OPTIMIZER}{name}/{key}"
+                share.specs[full] = Spec(dtype=entry.dtype, shape=shape)
                 if (piece := self.pieces.get(name)) is not None:
-                    tensor = self._state(piece, key, share.specs[full[name]].dtype, scalar=scalar)
-                    share.held[full[name]] = LocalTensor(tensor, 0 if scalar else piece.start)
+                    tensor = self._state(piece, key, share.specs[full], scalar=scalar)
+                    share.held[full] = LocalTensor(tensor, 0 if scalar else piece.start)
+        for (key, scalar), indices in by_key.items():
+            names = tuple(f"{OPTIMIZER}{group.names[index]}/{key}" for index in indices)
+            owners = tuple(group.owners[index] for index in indices)
+            if scalar or group.rule == "whole":
+                share.partitions.append(Partition(rule="whole", names=names, ranks=owners))
+            else:
+                share.partitions.append(Partition(rule=group.rule, names=names))
 
     def _share_masters(self, share: RankState, group: PartitionedGroup) -> None:
         full: dict[str, str] = {}
@@ -315,13 +293,20 @@ class PartitionedOptimizer:
         if full:
             share.partitions.append(group.partition(tuple(full.values())))
 
-    def _state(
-        self, piece: ParameterPiece, key: str, dtype: torch.dtype, *, scalar: bool
-    ) -> Tensor:
-        value = as_tensor(self.optimizer.state.get(piece.parameter, {}).get(key))
-        if value is not None:
-            return value
-        return torch.zeros((() if scalar else piece.parameter.shape), dtype=dtype)
+    def _state(self, piece: ParameterPiece, key: str, spec: Spec, *, scalar: bool) -> Tensor:
+        state = self.optimizers.group_of[piece.name].optimizer.state
+        value = as_tensor(state.get(piece.parameter, {}).get(key))
+        of_whole = spec.shape != piece.shape
+        if value is None:
+            shape = spec.shape if scalar or of_whole else piece.parameter.shape
+            return torch.zeros(shape, dtype=spec.dtype)
+        if of_whole and tuple(value.shape) != spec.shape:
+            raise UserError(
+                f"{type(self.optimizers.group_of[piece.name].optimizer).__name__} keeps {key!r} "
+                f"for parameter {piece.name!r} with shape {tuple(value.shape)}, and was expected "
+                f"to keep it with shape {spec.shape}; use strategy ddp"
+            )
+        return value
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
@@ -335,7 +320,7 @@ class PartitionedOptimizer:
         states: list[tuple[ParameterPiece, dict[str, Tensor]]] = []
         index = by_parameter(stored)
         for name, piece in self.pieces.items():
-            schema, keys = self.schemas[name], index.get(name, {})
+            schema, keys = self.optimizers.schema(name), index.get(name, {})
             check_keys(name, keys, schema)
             tensors: dict[str, Tensor] = {}
             if piece.values is not None and MASTER in keys:
@@ -344,23 +329,26 @@ class PartitionedOptimizer:
             for key, spec in keys.items():
                 if key == MASTER:
                     continue
-                scalar = key in schema and schema[key].kind != "elementwise"
-                if not scalar and spec.shape != piece.shape:
+                kind = schema[key].kind if key in schema else "elementwise"
+                if kind == "elementwise" and spec.shape != piece.shape:
                     raise CheckpointMismatch(
                         f"the checkpoint has {key!r} of parameter {name!r} with shape "
                         f"{spec.shape}, which cannot be partitioned like the parameter's own "
                         f"{piece.shape}"
                     )
-                span = Span(0, 1) if scalar else piece.span
-                tensors[key] = torch.empty(() if scalar else len(span), dtype=spec.dtype)
+                divided = kind == "elementwise"
+                span = piece.span if divided else Span(0, spec.numel)
+                shape = piece.parameter.shape if divided else spec.shape
+                tensors[key] = torch.empty(shape, dtype=spec.dtype)
                 slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
             states.append((piece, tensors))
         yield slots
         for piece, tensors in states:
             if piece.values is not None and MASTER not in index.get(piece.name, {}):
                 piece.parameter.data.copy_(piece.values)
-            put_state(self.optimizer, piece.parameter, tensors, self.schemas[piece.name])
-        self.has_state = any(keys.keys() - {MASTER} for keys in index.values())
+            self.optimizers.put_state(piece.name, piece.parameter, tensors)
+        at_once = any(g.nature.makes_state_at_once for g in self.optimizers.groups)
+        self.has_state = at_once or any(keys.keys() - {MASTER} for keys in index.values())
 
 
 class PiecedStrategy:

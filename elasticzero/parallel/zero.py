@@ -1,9 +1,10 @@
 """Strategies `zero1` and `zero2`: parameters whole, optimizer state partitioned in flat buckets.
 
-The optimizer works on this rank's pieces of the parameters in its chunk of each bucket, on 32-bit
-masters where the parameter has 16 bits. `scatter` sums the gradients while a backward runs;
-`gather` brings the parameters up to date while the script goes on to its next forward
-(Rajbhandari et al., "ZeRO", 2020).
+An optimizer works on this rank's pieces of the parameters in its chunk of each bucket, or on the
+whole parameters that are dealt to this rank where it needs these. Where a parameter has 16 bits it
+works on 32-bit masters. `scatter` sums the gradients while a backward runs; `gather` brings the
+parameters up to date while the script goes on to its next forward (Rajbhandari et al., "ZeRO",
+2020).
 
 A parameter that no rank has used in a global batch has no gradient, and its pieces stay as they
 are; where one rank has used it, zeros stand for the gradients of the others.
@@ -23,11 +24,12 @@ from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import GradientScatter
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
-from elasticzero.parallel.optimizers import open_optimizer, working_dtype
+from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
+from elasticzero.state.model import MODEL, LocalTensor, RankState, Spec, spec_of
 
 
 class FlatBuckets(PiecedStrategy):
@@ -39,19 +41,19 @@ class FlatBuckets(PiecedStrategy):
         self.shards = mesh.shards
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
-        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PartitionedOptimizer(user_optimizer, specs, mesh, setting.agreement)
-        self.optimizer = user_optimizer.optimizer
-        self.group_names = user_optimizer.group_names
-        optimized = {name for names in self.group_names for name in names}
+        made = setting.factory(list(self._parameters.values()))
+        self.optimizers = open_optimizers(made, setting.named, "elements")
+        ranks = setting.mirrors if setting.world_size > 1 else ()
+        copies = {rank: self.optimizers.copies() for rank in ranks}
+        self._pieced = PartitionedOptimizer(self.optimizers, specs, mesh, setting.agreement)
         trained = {
             name: parameter
             for name, parameter in self._parameters.items()
-            if name in optimized and parameter.requires_grad and parameter.numel()
+            if name in self.optimizers.group_of and parameter.requires_grad and parameter.numel()
         }
         self._buckets = [
-            FlatBucket(list(names), [trained[n] for n in names], mesh.shard, mesh.shards)
-            for names in deal(trained, self._pieced.schemas)
+            FlatBucket(dealt, [trained[n] for n in dealt.names], mesh.shard, mesh.shards)
+            for dealt in deal(trained, self.optimizers.group_of, mesh.shards)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
@@ -59,16 +61,9 @@ class FlatBuckets(PiecedStrategy):
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._scatter = GradientScatter(self._buckets, stage, mesh)
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
-        ranks = setting.mirrors if setting.world_size > 1 else ()
         mirrors = [
-            Mirror(
-                rank,
-                [self._mirrored(bucket, rank) for bucket in self._buckets],
-                user_optimizer,
-                specs,
-                mesh,
-            )
-            for rank in ranks
+            Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], own, specs, mesh)
+            for rank, own in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors)
         self._last = True
@@ -99,12 +94,13 @@ class FlatBuckets(PiecedStrategy):
 
     def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:
         """Gives the pieces of a bucket their gradients, which are parts of the returned chunk."""
-        start = bucket.rank * bucket.chunk
+        start = bucket.bounds[bucket.rank]
         gradient_C = reduced_C.to(working_dtype(reduced_C.dtype))
         for name, offset in zip(bucket.names, bucket.offsets, strict=True):
             if (piece := self._pieced.pieces.get(name)) is not None:
                 first = offset + piece.start - start
-                piece.parameter.grad = gradient_C[first : first + piece.parameter.numel()]
+                part = gradient_C[first : first + piece.parameter.numel()]
+                piece.parameter.grad = part.view_as(piece.parameter)
         return gradient_C
 
     def _mirrored(self, bucket: FlatBucket, rank: int) -> MirroredChunk:
@@ -132,7 +128,7 @@ class FlatBuckets(PiecedStrategy):
         self._drop_whole()
         order = self._forward_order
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
-        self._mirrors.step(self.optimizer.param_groups)
+        self._mirrors.step(self.optimizers)
         self._gather.leave_pending()
 
     def settle(self) -> None:
@@ -162,8 +158,9 @@ class FlatBuckets(PiecedStrategy):
             for name, view in zip(names, bucket.views(bucket.flat_E), strict=True):
                 share.specs[name] = spec_of(view)
                 share.held[name] = LocalTensor(view)
-            share.partitions.append(Partition(rule="even", names=names))
-            pieced.share(share, bucket.group())
+            group = bucket.group()
+            share.partitions.append(group.partition(names))
+            pieced.share(share, group)
         share.add_even({MODEL + name: p.detach() for name, p in self._rest.items()})
         return share
 

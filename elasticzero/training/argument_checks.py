@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elasticzero.errors import UserError
 from elasticzero.parallel import OptimizerFactory
+from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.torch_internals import StepCheck
 
 BATCH_ARGUMENTS = {
@@ -45,17 +46,32 @@ def check_factory(factory: Any) -> OptimizerFactory:
             f"params: torch.optim.AdamW(params, lr=3e-4), not a {type(factory).__name__}"
         )
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = factory(parameters)
-        if not isinstance(optimizer, torch.optim.Optimizer):
+    def make(parameters: Any) -> MadeOptimizers:
+        made: MadeOptimizers = factory(parameters)
+        if isinstance(made, torch.optim.Optimizer):
+            _check_step(made)
+        elif isinstance(made, Mapping) and made:
+            for name, optimizer in made.items():
+                _check_named(name, optimizer)
+        else:
             raise UserError(
-                f"the function that session.prepare was given made a {type(optimizer).__name__}, "
-                "not a torch.optim.Optimizer: let it return the optimizer"
+                f"the function that session.prepare was given made a {type(made).__name__}, not a "
+                "torch.optim.Optimizer: let it return the optimizer, or a dict of several"
             )
-        _check_step(optimizer)
-        return optimizer
+        return made
 
     return make
+
+
+def _check_named(name: Any, optimizer: Any) -> None:
+    if not isinstance(name, str) or not name or "/" in name:
+        raise UserError(f"the optimizer's name {name!r} must be a text without slashes")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"the function that session.prepare was given made a dict with a "
+            f"{type(optimizer).__name__} as {name!r}, not a torch.optim.Optimizer"
+        )
+    _check_step(optimizer)
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
@@ -80,7 +96,7 @@ def take_over_optimizer(
     """Leaves it to the session alone to step the optimizer and to drop gradients.
 
     A script's own `zero_grad` does nothing, because the gradient of a global batch accumulates
-    until its step is applied. A script's own `step` is refused.
+    until its step is applied. A script's own `step` is refused, and so are further parameters.
     """
 
     def check() -> None:
@@ -92,7 +108,14 @@ def take_over_optimizer(
                 "session.prepare(…, precision='fp16') scales losses by itself"
             )
 
+    def refuse(_: Any) -> NoReturn:
+        raise UserError(
+            "the script calls optimizer.add_param_group() after session.prepare, which has dealt "
+            "the parameters to the ranks: make all groups in the function it is given"
+        )
+
     optimizer.register_step_pre_hook(StepCheck(check))
+    optimizer.__dict__["add_param_group"] = refuse
     optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
 
 
@@ -134,7 +157,7 @@ PARTITIONED_COPY = (
 )
 
 
-def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strategy: str) -> None:
+def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) -> None:
     """Raises `UserError` for a scheduler of another optimizer, or an average that cannot be
     stored."""
     if isinstance(thing, torch.amp.GradScaler):
@@ -147,11 +170,12 @@ def check_tracked(name: str, thing: Any, optimizer: torch.optim.Optimizer, strat
         raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")
     for part in (thing, *getattr(thing, "_schedulers", ())):
         other = getattr(part, "optimizer", None)
-        if isinstance(other, torch.optim.Optimizer) and other is not optimizer:
+        own = any(other is optimizer for optimizer in optimizers.by_name.values())
+        if isinstance(other, torch.optim.Optimizer) and not own:
             raise UserError(
                 f"session.track({name!r}, …): this {type(part).__name__} was built on another "
-                "optimizer than the one that session.prepare has returned, so it would change "
-                "nothing: build it on that one, after session.prepare"
+                "optimizer than what session.prepare has returned, so it would change "
+                "nothing: build it on that, after session.prepare"
             )
 
 

@@ -13,7 +13,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.consistency.configuration import Comparison, of_model, of_optimizer
+from elasticzero.consistency.configuration import Comparison, of_model, of_optimizers
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
@@ -63,7 +63,7 @@ def prepare_training(
     compute: Compute,
     training: Callable[[], TrainingState | None],
 ) -> Prepared:
-    """Lays the model and its optimizer over the ranks; all ranks call this together.
+    """Lays the model and its optimizers over the ranks; all ranks call this together.
 
     training: returns what this has made, once the session has it. Raises `UserError` for a model or
     an optimizer that cannot be trained so, and where ranks give different ones.
@@ -111,10 +111,11 @@ def prepare_training(
         mirrored_by=assignment.mirrored_by,
     )
     laid = create(strategy, setting)
-    place.comparison.require_equal(Call.PREPARE, of_optimizer(laid.optimizer, laid.group_names))
+    place.comparison.require_equal(Call.PREPARE, of_optimizers(laid.optimizers))
     compute.apply(laid.model, place.device, strategy)
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
-    argument_checks.take_over_optimizer(laid.optimizer, training)
+    for each in laid.optimizers.by_name.values():
+        argument_checks.take_over_optimizer(each, training)
     stager = StateStager(
         place.link,
         strategy,
@@ -139,7 +140,8 @@ def prepare_training(
 def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
     auxiliary = AuxiliaryState(device)
     auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
-    auxiliary.groups, auxiliary.group_names = laid.optimizer.param_groups, laid.group_names
+    auxiliary.groups = [group.options for group in laid.optimizers.groups]
+    auxiliary.group_names = [group.names for group in laid.optimizers.groups]
     return auxiliary
 
 

@@ -19,7 +19,7 @@ from elasticzero.memory_estimate import (
     snapshot_bytes,
 )
 from elasticzero.parallel.base import OptimizerFactory
-from elasticzero.parallel.optimizers import open_optimizer
+from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
@@ -118,8 +118,9 @@ def _layer(name: str) -> str:
 
 def _state_values(named: NamedModel, factory: OptimizerFactory) -> int:
     """Returns how many numbers the optimizer keeps for each element."""
-    opened = open_optimizer(factory, named, pieces=False)
-    kinds = [[key.kind for key in schema.values()] for schema in opened.schemas]
+    opened = open_optimizers(factory(list(named.parameters.values())), named, "nothing")
+    schemas = [schema for group in opened.groups for schema in group.nature.schemas.values()]
+    kinds = [[key.kind for key in schema.values()] for schema in schemas]
     return max((kind.count("elementwise") for kind in kinds), default=0)
 
 

@@ -70,8 +70,8 @@ def build(
     )
     small = AuxiliaryState(torch.device("cpu"))
     small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups = strategy.optimizer.param_groups
-    small.group_names = strategy.group_names
+    small.groups = [group.options for group in strategy.optimizers.groups]
+    small.group_names = [group.names for group in strategy.optimizers.groups]
     return strategy, small
 
 

@@ -53,7 +53,7 @@ def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None
     samples = Samples()
     for step in range(STEPS):
         model.step, model.rank = step, rank
-        strategy.optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        strategy.optimizers.groups[0].options["lr"] = 0.01 / (1 + step)
         for micro in range(2):
             first = 12 * step + 6 * micro
             indices = range(first + rank * 6 // world_size, first + (rank + 1) * 6 // world_size)
@@ -90,7 +90,8 @@ def main(told: dict[str, Any]) -> None:
     )
     small = AuxiliaryState(torch.device("cpu"))
     small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups, small.group_names = strategy.optimizer.param_groups, strategy.group_names
+    small.groups = [group.options for group in strategy.optimizers.groups]
+    small.group_names = [group.names for group in strategy.optimizers.groups]
     train(strategy, model, rank, world_size)
     strategy.settle()
 

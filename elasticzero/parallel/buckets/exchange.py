@@ -3,11 +3,12 @@
 On the CPU both are direct messages between each two ranks, which take less time than gloo's own
 collectives (`docs/decisions/0026-direct-exchanges.md`). Elsewhere they are the backend's.
 The ranks are those of one row of the mesh.
-Shapes: E elements of a tensor, C = E / ranks elements of one rank's chunk.
+Shapes: E elements of a tensor, C of one rank's chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,40 +28,53 @@ def is_direct(flat_E: Tensor) -> bool:
     return flat_E.device.type == "cpu"
 
 
-def begin_reduce_scatter(flat_E: Tensor, received: Tensor | None, mesh: Mesh) -> list[Any]:
+def begin_reduce_scatter(
+    flat_E: Tensor, chunks: Sequence[Tensor], received: Tensor | None, mesh: Mesh
+) -> list[Any]:
     """Begins to sum the ranks' tensors; returns what must be waited for.
 
-    received: room for the chunks of the other ranks, of shape (ranks - 1, C), which the caller adds
-    to its own chunk after the wait; None: this rank's chunk of `flat_E` becomes the sum.
+    chunks: the part of `flat_E` of each rank. received: room for this rank's chunk from each of the
+    other ranks, which the caller adds to its own after the wait; None: this rank's chunk of
+    `flat_E` becomes the sum.
     """
     ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
-    chunks = flat_E.view(ranks, -1)
     if received is None:
-        return [_reduce_scatter(chunks[own], flat_E, group=group, async_op=True)]
+        if _are_equal(chunks):
+            return [_reduce_scatter(chunks[own], flat_E, group=group, async_op=True)]
+        return [dist.reduce_scatter(chunks[own], list(chunks), group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
         source, target = (own - distance) % ranks, (own + distance) % ranks
-        works.append(dist.irecv(received[distance - 1], mesh.rank_of(source), group, TAG))
-        works.append(dist.isend(chunks[target], mesh.rank_of(target), group, TAG))
+        if chunks[own].numel():
+            works.append(dist.irecv(received[distance - 1], mesh.rank_of(source), group, TAG))
+        if chunks[target].numel():
+            works.append(dist.isend(chunks[target], mesh.rank_of(target), group, TAG))
     return works
 
 
-def begin_all_gather(flat_E: Tensor, mesh: Mesh) -> list[Any]:
+def begin_all_gather(flat_E: Tensor, chunks: Sequence[Tensor], mesh: Mesh) -> list[Any]:
     """Begins to fill in the chunks of the other ranks; returns what must be waited for."""
     ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
-    chunks = flat_E.view(ranks, -1)
     if not is_direct(flat_E):
-        return [_all_gather(flat_E, chunks[own], group=group, async_op=True)]
+        if _are_equal(chunks):
+            return [_all_gather(flat_E, chunks[own], group=group, async_op=True)]
+        return [dist.all_gather(list(chunks), chunks[own], group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
         source, target = (own - distance) % ranks, (own + distance) % ranks
-        works.append(dist.irecv(chunks[source], mesh.rank_of(source), group, TAG))
-        works.append(dist.isend(chunks[own], mesh.rank_of(target), group, TAG))
+        if chunks[source].numel():
+            works.append(dist.irecv(chunks[source], mesh.rank_of(source), group, TAG))
+        if chunks[own].numel():
+            works.append(dist.isend(chunks[own], mesh.rank_of(target), group, TAG))
     return works
 
 
 def begin_replica_sum(reduced_C: Tensor, mesh: Mesh) -> list[Any]:
     """Begins to sum the chunks of one place in all rows; returns what must be waited for."""
-    if mesh.replicas == 1:
+    if mesh.replicas == 1 or not reduced_C.numel():
         return []
     return [dist.all_reduce(reduced_C, group=mesh.replica_group, async_op=True)]
+
+
+def _are_equal(chunks: Sequence[Tensor]) -> bool:
+    return len({chunk.numel() for chunk in chunks}) == 1

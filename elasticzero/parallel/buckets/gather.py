@@ -92,8 +92,9 @@ class ParameterGather:
         """
         if bucket.world_size == 1:
             return
+        chunks = bucket.chunks(bucket.flat_E)
         try:
-            self._works[bucket] = begin_all_gather(bucket.flat_E, self._mesh)
+            self._works[bucket] = begin_all_gather(bucket.flat_E, chunks, self._mesh)
         except RuntimeError as error:
             self._works[bucket] = [_NotBegun(error)]
         self._awaits_compiler = self._awaits_compiler and not call_before_compiling(self._compiling)

@@ -1,4 +1,7 @@
-"""Lays parameters end to end in flat buckets that are cut into one equal chunk for each rank.
+"""Lays parameters end to end in flat buckets that are cut into one chunk for each rank.
+
+Chunks are equal where an optimizer works on elements. Where it needs whole parameters, a rank's
+chunk is those that are dealt to it.
 
 Shapes: E elements of a bucket with its padding, C elements of one chunk.
 """
@@ -6,25 +9,36 @@ Shapes: E elements of a bucket with its padding, C elements of one chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
-from elasticzero.parallel.optimizers import Schema, working_dtype
-from elasticzero.parallel.partitioned import ParameterPiece, PartitionedGroup
+from elasticzero.parallel.optimizers.groups import OptimizerGroup
+from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.spans import Span, intersect
 
 BUCKET_BYTES = FLAT_BUCKET_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtNames:
+    """Names the parameters of one bucket, in their order in it."""
+
+    names: list[str]
+    owners: list[int] | None = None
+    """The rank that has each, in ascending order; None: chunks are equal."""
 
 
 @dataclass(slots=True, eq=False)
 class FlatBucket:
     """Parameters laid end to end; from here on they are views of `flat_E`."""
 
-    names: list[str]
+    dealt: DealtNames
     parameters: list[nn.Parameter]
     rank: int
     """This rank's place in its row of the mesh."""
@@ -37,6 +51,8 @@ class FlatBucket:
     """The first element of each parameter."""
     numel: int = field(init=False)
     """The elements without padding."""
+    bounds: list[int] = field(init=False)
+    """The first element of each rank's chunk, and the end of the last one's."""
     master_C: Tensor | None = None
     """This rank's 32-bit copy of its chunk, where the parameters have 16 bits."""
 
@@ -47,18 +63,32 @@ class FlatBucket:
             self.offsets.append(total)
             total += parameter.numel()
         self.numel = total
-        chunk = -(-total // self.world_size)
-        self.flat_E = first.data.new_zeros(chunk * self.world_size)
+        self.bounds = self._bounds()
+        self.flat_E = first.data.new_zeros(self.bounds[-1])
         for parameter, view in zip(self.parameters, self.views(self.flat_E), strict=True):
             view.copy_(parameter.data)
             parameter.data = view
         if working_dtype(first.dtype) != first.dtype:
             self.master_C = self.mine(self.flat_E).to(working_dtype(first.dtype))
 
+    def _bounds(self) -> list[int]:
+        ranks = range(self.world_size + 1)
+        if self.dealt.owners is None:
+            chunk = -(-self.numel // self.world_size)
+            return [chunk * rank for rank in ranks]
+        sizes = [0] * self.world_size
+        for owner, shape in zip(self.dealt.owners, self.shapes, strict=True):
+            sizes[owner] += math.prod(shape)
+        return [sum(sizes[:rank]) for rank in ranks]
+
+    @property
+    def names(self) -> list[str]:
+        return self.dealt.names
+
     @property
     def chunk(self) -> int:
-        """Counts the elements of one rank's chunk."""
-        return self.flat_E.numel() // self.world_size
+        """Counts the elements of this rank's chunk."""
+        return self.bounds[self.rank + 1] - self.bounds[self.rank]
 
     def views(self, flat_E: Tensor) -> list[Tensor]:
         """Returns the parameters' places in `flat_E`, in their shapes."""
@@ -67,9 +97,13 @@ class FlatBucket:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
+    def chunks(self, flat_E: Tensor) -> list[Tensor]:
+        """Returns the chunk of each rank."""
+        return [flat_E[start:stop] for start, stop in pairwise(self.bounds)]
+
     def part(self, flat_E: Tensor, rank: int) -> Tensor:
         """Returns the chunk of one rank."""
-        return flat_E[rank * self.chunk : (rank + 1) * self.chunk]
+        return flat_E[self.bounds[rank] : self.bounds[rank + 1]]
 
     def mine(self, flat_E: Tensor) -> Tensor:
         """Returns this rank's chunk."""
@@ -83,43 +117,72 @@ class FlatBucket:
         self, rank: int, own_C: Tensor, master_C: Tensor | None
     ) -> Iterator[ParameterPiece]:
         """Yields the pieces of one rank, which share memory with its chunk or its masters."""
-        mine = Span(rank * self.chunk, (rank + 1) * self.chunk)
+        mine = Span(self.bounds[rank], self.bounds[rank + 1])
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             part = intersect(mine, Span(offset, offset + math.prod(shape)))
             if part:
                 inside = slice(part.start - mine.start, part.stop - mine.start)
+                seen = (len(part),) if self.dealt.owners is None else shape
+                own = own_C[inside].view(seen)
                 yield ParameterPiece(
                     name,
                     part.start - offset,
-                    nn.Parameter((own_C if master_C is None else master_C)[inside]),
+                    nn.Parameter(own if master_C is None else master_C[inside].view(seen)),
                     shape,
-                    values=None if master_C is None else own_C[inside],
+                    values=None if master_C is None else own,
                 )
 
     def place(self, piece: ParameterPiece, rank: int) -> int:
         """Returns where a piece of one rank begins in that rank's chunk."""
-        return self.offsets[self.names.index(piece.name)] + piece.start - rank * self.chunk
+        return self.offsets[self.names.index(piece.name)] + piece.start - self.bounds[rank]
 
     def group(self) -> PartitionedGroup:
         """Returns how the optimizer's state of these parameters is dealt."""
+        if self.dealt.owners is not None:
+            owners = tuple(self.dealt.owners)
+            return PartitionedGroup(rule="whole", names=tuple(self.names), owners=owners)
         owners = tuple(offset // self.chunk for offset in self.offsets)
         return PartitionedGroup(rule="even", names=tuple(self.names), owners=owners)
 
 
 def deal(
-    parameters: dict[str, nn.Parameter], schemas: Mapping[str, Schema]
-) -> Iterator[Sequence[str]]:
+    parameters: dict[str, nn.Parameter],
+    group_of: Mapping[str, OptimizerGroup],
+    world_size: int,
+) -> Iterator[DealtNames]:
     """Yields the names in each bucket, in the reverse order of `parameters`: a backward has the
     gradients of the last layers first.
 
-    schemas: what the optimizer keeps for each parameter; a bucket's parameters have one dtype, one
-    device and the same keys.
+    A bucket's parameters have one optimizer, dtype and device. Where chunks are equal, the
+    optimizer keeps the same for all of them. Whole parameters go to the rank that has the fewest
+    elements so far, the largest of a bucket first.
     """
+    loads = [0] * world_size
+    for names in _fill(parameters, group_of):
+        if group_of[names[0]].nature.works_on == "elements":
+            yield DealtNames(names=names)
+            continue
+        owner_of: dict[str, int] = {}
+        for name in sorted(names, key=lambda name: -parameters[name].numel()):
+            owner_of[name] = loads.index(min(loads))
+            loads[owner_of[name]] += parameters[name].numel()
+        names = sorted(names, key=owner_of.__getitem__)
+        yield DealtNames(names=names, owners=[owner_of[name] for name in names])
+
+
+def _fill(
+    parameters: dict[str, nn.Parameter], group_of: Mapping[str, OptimizerGroup]
+) -> Iterator[list[str]]:
     open_buckets: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
     for name in reversed(parameters):
-        parameter = parameters[name]
-        kind = (parameter.dtype, parameter.device, tuple(sorted(schemas[name])))
+        parameter, group = parameters[name], group_of[name]
+        kept = [(key, entry.kind) for key, entry in group.schema(name).items()]
+        works_on = group.nature.works_on
+        kind = (
+            *(group.optimizer_name, works_on, parameter.dtype, parameter.device),
+            tuple(sorted(kept)) if works_on == "elements" else (),
+        )
         size = parameter.numel() * parameter.element_size()
         if kind in open_buckets and sizes[kind] + size > BUCKET_BYTES:
             yield open_buckets.pop(kind)

@@ -280,7 +280,8 @@ class GradientScatter:
                 room = (self._world_size - 1) * bucket.chunk
                 received = self._borrow(gradient, room)[:room]
                 gradient.received = received.view(self._world_size - 1, bucket.chunk)
-            gradient.works = begin_reduce_scatter(flat_E, gradient.received, self._mesh)
+            chunks = bucket.chunks(flat_E)
+            gradient.works = begin_reduce_scatter(flat_E, chunks, gradient.received, self._mesh)
         self._under_way.append(gradient)
 
     def _borrow(self, gradient: _Gradient, numel: int) -> Tensor:

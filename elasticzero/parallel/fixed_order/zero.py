@@ -17,13 +17,10 @@ from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, Ranks, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
-from elasticzero.parallel.optimizers import open_optimizer, working_dtype
-from elasticzero.parallel.partitioned import (
-    ParameterPiece,
-    PartitionedGroup,
-    PartitionedOptimizer,
-    PiecedStrategy,
-)
+from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
@@ -37,26 +34,24 @@ class WholeParameters(PiecedStrategy):
         self.shards = setting.world_size
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
-        user_optimizer = open_optimizer(setting.factory, setting.named, pieces=True)
-        self._pieced = PartitionedOptimizer(user_optimizer, specs, setting.place, None)
+        made = setting.factory(list(self._parameters.values()))
+        self.optimizers = open_optimizers(made, setting.named, "elements")
+        self._pieced = PartitionedOptimizer(self.optimizers, specs, setting.place, None)
         self._pieced.fixed_order = True
-        self.optimizer = user_optimizer.optimizer
-        self.group_names = user_optimizer.group_names
-        optimized = {name for names in self.group_names for name in names}
         trained = {
             name: parameter
             for name, parameter in self._parameters.items()
-            if name in optimized and parameter.requires_grad and parameter.numel()
+            if name in self.optimizers.group_of and parameter.requires_grad and parameter.numel()
         }
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
-        kinds = {name: tuple(sorted(self._pieced.schemas[name])) for name in trained}
+        kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in trained}
         self._rank = setting.rank
         self._tree = GradientTree(trained, kinds, Ranks(setting.rank, setting.world_size))
         self._pieced.losses = self._tree.losses
         self._messages = [m for messages in self._tree.rounds for m in messages]
         self._owned = [m for m in self._messages if m.owner == setting.rank]
-        self._pieced.place({p.name: p for m in self._owned for p in _pieces(m)})
+        self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._part: MicroBatch | None = None
@@ -73,7 +68,7 @@ class WholeParameters(PiecedStrategy):
         for message, flat in self._tree.reduce().items():
             for name, place in zip(message.names, message.unpack(flat), strict=True):
                 piece = self._pieced.pieces[name].parameter
-                piece.grad = place.view(-1).to(piece.dtype)
+                piece.grad = place.view(piece.shape).to(piece.dtype)
         return self._pieced.complete(self._tree.used, factor, max_norm)
 
     def _drop_whole(self) -> None:
@@ -131,14 +126,16 @@ class WholeParameters(PiecedStrategy):
             yield [*slots, *more]
 
 
-def _pieces(message: OwnedParameters) -> Iterator[ParameterPiece]:
+def _pieces(message: OwnedParameters, optimizers: Optimizers) -> Iterator[ParameterPiece]:
     """Yields whole parameters as pieces, which share memory with them or are their masters."""
     for name, parameter in zip(message.names, message.parameters, strict=True):
-        flat, dtype = parameter.data.view(-1), working_dtype(parameter.dtype)
+        in_shape = optimizers.group_of[name].nature.works_on == "parameters"
+        seen = parameter.data if in_shape else parameter.data.view(-1)
+        dtype = working_dtype(parameter.dtype)
         yield ParameterPiece(
             name,
             0,
-            nn.Parameter(flat.to(dtype)),
+            nn.Parameter(seen.to(dtype)),
             tuple(parameter.shape),
-            values=None if dtype == flat.dtype else flat,
+            values=None if dtype == seen.dtype else seen,
         )

@@ -160,7 +160,7 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
     found: dict[str, Callable[[ez.Session], None]] = {
         "optimizer object": optimizer_object,
         "no factory": lambda s: s.prepare(network(), "adam") and None,  # type: ignore[arg-type]
-        "made nothing": lambda s: s.prepare(network(), lambda _: None) and None,  # type: ignore[arg-type, return-value]
+        "made nothing": lambda s: s.prepare(network(), lambda _: None) and None,  # type: ignore[type-var]
         "forgotten restore": forgotten_restore,
         "loader": lambda s: data(s, DataLoader(DATA)),
         "evaluated loader": evaluated,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,10 +16,23 @@ from torch import Tensor, nn
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.buckets import gather, layout
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
-from elasticzero.parallel.buckets.layout import FlatBucket, deal
+from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import BufferPool
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers.groups import OptimizerGroup
+from elasticzero.parallel.optimizers.probe import GroupNature
 from elasticzero.state.model import NamedModel
+
+
+def groups(
+    parameters: dict[str, nn.Parameter], works_on: Literal["elements", "parameters"] = "elements"
+) -> dict[str, OptimizerGroup]:
+    """One group of an optimizer that keeps nothing."""
+    nature = GroupNature(works_on=works_on, schemas={}, makes_state_at_once=False)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    group = OptimizerGroup("", optimizer, {}, list(parameters), nature, shapes)
+    return dict.fromkeys(parameters, group)
 
 
 @given(
@@ -34,7 +47,7 @@ def test_each_parameter_is_in_one_bucket_of_its_kind(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BUCKET_BYTES", limit)
-        buckets = list(deal(parameters, {name: {} for name in parameters}))
+        buckets = [dealt.names for dealt in deal(parameters, groups(parameters), 2)]
     assert sorted(name for names in buckets for name in names) == sorted(parameters)
     for names in buckets:
         of = [parameters[name] for name in names]
@@ -50,7 +63,7 @@ def test_the_chunks_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int
     found: dict[str, dict[int, float]] = {name: {} for name in names}
     for rank in range(ranks):
         parameters = [nn.Parameter(value.clone()) for value in values]
-        bucket = FlatBucket(names, parameters, rank, ranks)
+        bucket = FlatBucket(DealtNames(names=names), parameters, rank, ranks)
         assert all(torch.equal(p.data, value) for p, value in zip(parameters, values, strict=True))
         for piece in bucket.pieces():
             for index, element in enumerate(piece.parameter.tolist(), piece.start):
@@ -58,6 +71,32 @@ def test_the_chunks_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int
                 found[piece.name][index] = element
     for name, value in zip(names, values, strict=True):
         assert [found[name][i] for i in range(len(value))] == value.tolist()
+
+
+@given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 5), st.integers(1, 200))
+def test_whole_parameters_are_dealt_evenly_and_never_cut(
+    sizes: list[int], ranks: int, limit: int
+) -> None:
+    """No rank has more than a mean rank and the largest parameter."""
+    parameters = {str(i): nn.Parameter(torch.randn(n, 2)) for i, n in enumerate(sizes)}
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "BUCKET_BYTES", limit)
+        all_dealt = list(deal(parameters, groups(parameters, "parameters"), ranks))
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    for dealt in all_dealt:
+        for rank in range(ranks):
+            own = [parameters[name] for name in dealt.names]
+            bucket = FlatBucket(dealt, own, rank, ranks)
+            assert sum(chunk.numel() for chunk in bucket.chunks(bucket.flat_E)) == bucket.numel
+            for piece in bucket.pieces():
+                assert torch.equal(piece.parameter, values[piece.name])
+                assert dealt.owners is not None
+                assert dealt.owners[dealt.names.index(piece.name)] == rank
+                found[rank].add(piece.name)
+    assert sorted(name for names in found for name in names) == sorted(parameters)
+    loads = [sum(values[name].numel() for name in names) for names in found]
+    assert max(loads) <= sum(loads) / ranks + 2 * max(sizes)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 100)), max_size=60))
@@ -110,13 +149,13 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, list[Work], Par
     """A model whose bucket is being gathered, in a world of two."""
     works: list[Work] = []
 
-    def begin(flat_E: Tensor, mesh: Mesh) -> list[Work]:
+    def begin(flat_E: Tensor, chunks: list[Tensor], mesh: Mesh) -> list[Work]:
         works.append(Work(flat_E))
         return [works[-1]]
 
     monkeypatch.setattr(gather, "begin_all_gather", begin)
     model = nn.Linear(3, 2)
-    bucket = FlatBucket(["weight", "bias"], list(model.parameters()), 0, 2)
+    bucket = FlatBucket(DealtNames(names=["weight", "bias"]), list(model.parameters()), 0, 2)
     found = ParameterGather(model, [bucket], Mesh.of_world(0, 2))
     found.begin(bucket)
     found.leave_pending()
@@ -181,7 +220,7 @@ def test_a_capture_does_not_wait_for_a_peer_that_is_gone(monkeypatch: pytest.Mon
         def wait(self) -> None:
             raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(gather, "begin_all_gather", lambda flat_E, rank: [Lost()])
+    monkeypatch.setattr(gather, "begin_all_gather", lambda flat_E, chunks, rank: [Lost()])
     model = nn.Linear(3, 2)
     setting = Setting(
         model=model,

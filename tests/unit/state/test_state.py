@@ -65,8 +65,8 @@ def build(
     strategy = create(name, setting)
     small = AuxiliaryState(CPU)
     small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups = strategy.optimizer.param_groups
-    small.group_names = strategy.group_names
+    small.groups = [group.options for group in strategy.optimizers.groups]
+    small.group_names = [group.names for group in strategy.optimizers.groups]
     return strategy, small
 
 
@@ -149,10 +149,10 @@ def test_names_are_the_models_own_and_a_tied_tensor_has_one() -> None:
 
 def test_a_boundary_copy_does_not_move_with_the_model() -> None:
     strategy, small = build("ddp")
-    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizer, 1))
+    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizers.as_made, 1))
     copy = small.capture(4, DataPosition(epoch=1))
     small.buffers["mean"] += 1
-    strategy.optimizer.param_groups[0]["lr"] = 9.0
+    strategy.optimizers.as_made.param_groups[0]["lr"] = 9.0
     torch.rand(1)
     assert copy.buffers["model/mean"].sum() == 0
     assert copy.json["groups"][0]["options"]["lr"] == 1e-3
@@ -185,28 +185,51 @@ def test_16_bit_parameters_have_32_bit_partitioned_masters(tmp_path: Path, name:
 
 
 class WholeNorm(torch.optim.SGD):
-    """Not elementwise: it scales by the norm of the whole parameter."""
+    """Not elementwise: it scales by the norm of the whole parameter, or of all of them."""
+
+    together = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for parameter in group["params"]:
+            norms = [parameter.detach().norm() for parameter in group["params"]]
+            for parameter, norm in zip(group["params"], norms, strict=True):
                 if parameter.grad is not None:
-                    parameter.data -= parameter.grad * parameter.detach().norm()
+                    factor = torch.stack(norms).norm() if self.together else norm
+                    parameter.data -= parameter.grad * factor
+
+
+class AllNorms(WholeNorm):
+    together = True
+
+
+class OddState(WholeNorm):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["last"] = torch.zeros(parameter.numel() + 4)
+
+
+def two(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    some, others = parameters[:2], parameters[1:]
+    return {"a": torch.optim.SGD(some), "b": torch.optim.Adam(others)}
 
 
 @pytest.mark.parametrize(
-    ("factory", "complaint"),
+    ("name", "factory", "complaint"),
     [
-        (lambda ps: torch.optim.Adagrad(ps), "makes its state when it is built"),
-        (lambda ps: torch.optim.Adafactor(ps), "Adafactor keeps|does not treat each element"),
-        (lambda ps: WholeNorm(ps, lr=0.1), "does not treat each element by itself"),
-        (lambda ps: torch.optim.LBFGS(ps), "cannot work on flat pieces"),
-        (lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1), "not the model's"),
+        ("zero1", lambda ps: AllNorms(ps, lr=0.1), "AllNorms treats its parameters together"),
+        ("zero1", lambda ps: OddState(ps, lr=0.1), "OddState keeps 'last', whose size does not"),
+        ("zero1", lambda ps: torch.optim.LBFGS(ps), "LBFGS cannot work on parts of a model"),
+        ("zero1", lambda ps: torch.optim.SparseAdam(ps), "does not support dense gradients"),
+        ("ddp", lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))]), "not the model's"),
+        ("ddp", two, "'first.bias' is in two optimizers, 'a' and 'b'"),
     ],
 )
-def test_an_optimizer_that_cannot_be_partitioned_is_refused(factory: Any, complaint: str) -> None:
+def test_an_optimizer_that_cannot_be_partitioned_is_refused(
+    name: str, factory: Any, complaint: str
+) -> None:
     with pytest.raises(UserError, match=complaint):
-        build("zero1", factory)
+        build(name, factory)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +242,9 @@ def test_an_optimizer_that_cannot_be_partitioned_is_refused(factory: Any, compla
         lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
         lambda ps: torch.optim.AdamW(ps, fused=True),
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1), foreach=False),
+        lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.3),
+        torch.optim.Adafactor,
+        lambda ps: {"a": torch.optim.Adafactor(ps[:1]), "b": torch.optim.Adagrad(ps[1:])},
     ],
 )
 @pytest.mark.parametrize(("first", "second"), [("ddp", "zero2"), ("zero1", "ddp")])
@@ -256,12 +282,12 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_tracked_must_be_what_was_tracked(tmp_path: Path) -> None:
     strategy, small = build("ddp")
-    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizer, 1))
+    small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizers.as_made, 1))
     step = save(tmp_path, strategy, small, "ddp")
     again, small_again = build("ddp")
     with pytest.raises(CheckpointMismatch, match="has state for 'scheduler'"):
         restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
-    small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizer, 1))
+    small_again.track("scheduler", torch.optim.lr_scheduler.StepLR(again.optimizers.as_made, 1))
     small_again.track("average", nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatch, match="has no state for 'average'"):
         restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)

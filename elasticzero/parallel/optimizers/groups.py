@@ -1,0 +1,150 @@
+"""Opens the optimizers that a script's factory makes, and names the parameters of their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.errors import UserError
+from elasticzero.parallel.optimizers.probe import GroupNature, copy_without_state, probe
+from elasticzero.parallel.optimizers.state import Schema, put_state
+from elasticzero.state.model import NamedModel
+
+MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+"""What a script's factory returns: an optimizer, or several of them by name."""
+
+Dealt = Literal["nothing", "elements", "rows"]
+"""What a strategy deals to the ranks: nothing; any elements, or whole parameters where an optimizer
+needs these; rows of each parameter."""
+
+ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerGroup:
+    """Describes a group of parameters of one of the script's optimizers."""
+
+    optimizer_name: str
+    """Empty: the script has one optimizer, without a name."""
+    optimizer: torch.optim.Optimizer
+    options: dict[str, Any]
+    """The group as the optimizer has it, its parameters among the options."""
+    names: list[str]
+    nature: GroupNature
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the parameters."""
+
+    def schema(self, name: str) -> Schema:
+        """Returns what the optimizer keeps for a parameter."""
+        return self.nature.schema(len(self.shapes[name]))
+
+
+class Optimizers:
+    """Holds the script's optimizers, just built, and the groups of all of them."""
+
+    def __init__(
+        self, by_name: Mapping[str, torch.optim.Optimizer], groups: list[OptimizerGroup]
+    ) -> None:
+        self.by_name = by_name
+        """One without a name has the empty one."""
+        self.groups = groups
+
+    @property
+    def as_made(self) -> Any:
+        """Returns what the factory has made: an optimizer, or a dict of them."""
+        return self.by_name[""] if "" in self.by_name else dict(self.by_name)
+
+    @cached_property
+    def group_of(self) -> dict[str, OptimizerGroup]:
+        """The group of each parameter, by its name."""
+        return {name: group for group in self.groups for name in group.names}
+
+    def schema(self, name: str) -> Schema:
+        """Returns what is kept for a parameter."""
+        return self.group_of[name].schema(name)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that the optimizers have, by name."""
+        return {
+            name: parameter
+            for group in self.groups
+            for name, parameter in zip(group.names, group.options["params"], strict=True)
+        }
+
+    def copies(self) -> Optimizers:
+        """Returns optimizers of the same kinds, options and groups, with the state that these have
+        made at once and no other; call it before the parameters are dealt."""
+        clones = {name: copy_without_state(each) for name, each in self.by_name.items()}
+        groups = []
+        for group in self.groups:
+            clone = clones[group.optimizer_name]
+            options = dict(group.options)
+            clone.param_groups.append(options)
+            for parameter in options["params"]:
+                if parameter in group.optimizer.state:
+                    clone.state[parameter] = group.optimizer.state[parameter]
+            groups.append(replace(group, optimizer=clone, options=options))
+        return Optimizers(clones, groups)
+
+    def put_state(self, name: str, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
+        """Replaces what is kept for a parameter.
+
+        parameter: what the optimizer has of it: the parameter or a piece.
+        """
+        group = self.group_of[name]
+        at_once = group.nature.makes_state_at_once
+        schema = group.schema(name)
+        put_state(group.optimizer, parameter, stored, schema, made_at_once=at_once)
+
+
+def open_optimizers(made: MadeOptimizers, named: NamedModel, dealt: Dealt) -> Optimizers:
+    """Finds out what the optimizers that were just made work on.
+
+    Raises `UserError` for one that cannot work on what the strategy deals to the ranks, for
+    parameters that are not the model's, and for one that two optimizers have.
+    """
+    by_name = {"": made} if isinstance(made, torch.optim.Optimizer) else dict(made)
+    name_of, owner_of = named.name_of(), dict[str, str]()
+    found: list[OptimizerGroup] = []
+    known: dict[Any, GroupNature] = {}
+    for optimizer_name, optimizer in by_name.items():
+        for options in optimizer.param_groups:
+            names = [_name(parameter, name_of) for parameter in options["params"]]
+            for name in names:
+                if (other := owner_of.setdefault(name, optimizer_name)) != optimizer_name:
+                    raise UserError(
+                        f"parameter {name!r} is in two optimizers, {other!r} and "
+                        f"{optimizer_name!r}: give each parameter to one of them"
+                    )
+            shapes = {name: tuple(named.parameters[name].shape) for name in names}
+            nature = probe(optimizer, options, known, whole_model=dealt == "nothing")
+            if dealt != "nothing":
+                _check(nature, type(optimizer).__name__, dealt)
+            found.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, shapes))
+    return Optimizers(by_name, found)
+
+
+def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
+    if id(parameter) not in name_of:
+        raise UserError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
+            "model's; build it from the parameters that the factory is given"
+        )
+    return name_of[id(parameter)]
+
+
+def _check(nature: GroupNature, kind: str, dealt: Dealt) -> None:
+    """Raises `UserError` where an optimizer cannot work on what is dealt."""
+    if nature.works_on == "elements" or (nature.works_on == "parameters" and dealt == "elements"):
+        return
+    if nature.works_on == "parameters":
+        raise UserError(
+            f"{kind} works on whole parameters, and zero3 divides each of them by rows: use zero1 "
+            f"or zero2, which give it whole parameters, or {ELEMENTWISE}"
+        )
+    raise UserError(f"{kind} {nature.reason}; use strategy ddp, or {ELEMENTWISE}")

@@ -1,0 +1,230 @@
+"""Finds out, on dummies, whether an optimizer can work on parts of parameters, and what it keeps.
+
+Rules:
+ X1  A group works on elements if two cut pieces of a parameter, each stepped alone, come out as the
+     whole parameter does, and if all that is kept has the parameter's shape or one number.
+ X2  Else it works on parameters if two of them, stepped together, come out as each does alone, and
+     if the shapes of all that is kept follow from the parameter's.
+ X3  Else it works on the whole model only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.parallel.optimizers.state import NUMBERS, Schema, StateKey, working_dtype
+from elasticzero.torch_internals import drop_step_hooks
+
+CUT_SHAPE = (2, 3)
+CUT_AT = 4
+SHAPES = (2, 3, 5, 7, 11, 13)
+"""Sizes of the dimensions of a dummy: from such a size in its state follows the dimension."""
+STEPS = 2
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError)
+"""What an optimizer raises in a step that it cannot take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNature:
+    """Describes what an optimizer works on in one group."""
+
+    works_on: Literal["elements", "parameters", "model"]
+    schemas: Mapping[int, Schema]
+    """What is kept for a parameter, by its number of dimensions."""
+    makes_state_at_once: bool
+    """The optimizer has made state when it was built, before its first step."""
+    reason: str = ""
+    """Why it works on the whole model only: the rest of a sentence that begins with its name."""
+
+    def schema(self, dimensions: int) -> Schema:
+        return self.schemas.get(max(1, dimensions), {})
+
+
+def probe(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    known: dict[Any, GroupNature],
+    *,
+    whole_model: bool,
+) -> GroupNature:
+    """Returns what the optimizer works on in a group, by stepping dummies.
+
+    known: what was found for like groups, to which this is added. whole_model: the strategy leaves
+    all to each rank, so that it matters only what is kept.
+    """
+    like = next((p for p in group["params"] if p.requires_grad), None)
+    if like is None:
+        return GroupNature(works_on="elements", schemas={}, makes_state_at_once=False)
+    dimensions = sorted({max(1, p.dim()) for p in group["params"] if p.requires_grad})
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    said = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
+    key = (id(optimizer), like.dtype, like.device, said, tuple(dimensions))
+    if key not in known:
+        trial = _Trial(optimizer, options, like, like.dtype if whole_model else None)
+        known[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
+    return known[key]
+
+
+class _Trial:
+    """Steps copies of one optimizer on dummies of one group."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: Mapping[str, Any],
+        like: nn.Parameter,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._options = dict(options)
+        if isinstance(options.get("lr"), float) and options["lr"] == 0:  # a warm-up begins there
+            self._options["lr"] = 1e-2
+        self._like = like
+        self._dtype = dtype or working_dtype(like.dtype)
+        self._state: Mapping[str, Any] = optimizer.state.get(like, {})
+
+    def schemas_only(self, dimensions: Sequence[int]) -> GroupNature:
+        found: dict[int, Schema] = {}
+        for count in dimensions:
+            try:
+                found[count] = self._schema(SHAPES[:count])
+            except FAILURES:
+                found[count] = {}
+        return self._nature("model", found)
+
+    def nature(self, dimensions: Sequence[int]) -> GroupNature:
+        why_not_cut = ""
+        try:
+            if self._treats_elements_alone():
+                schema = self._schema(CUT_SHAPE)
+                if all(
+                    entry.kind in ("elementwise", "scalar", "number") for entry in schema.values()
+                ):
+                    return self._nature("elements", dict.fromkeys(dimensions, schema))
+        except FAILURES as error:
+            why_not_cut = f" ({error})"
+        try:
+            if not all(self._treats_parameters_alone(SHAPES[:count]) for count in dimensions):
+                reason = "treats its parameters together, so they cannot be dealt to ranks"
+                return self._nature("model", {}, reason)
+            schemas = {count: self._schema(SHAPES[:count]) for count in dimensions}
+        except FAILURES as error:
+            return self._nature(
+                "model", {}, f"cannot work on parts of a model{why_not_cut or f' ({error})'}"
+            )
+        for schema in schemas.values():
+            for key, entry in schema.items():
+                if entry.kind == "other":
+                    reason = f"keeps {key!r}, whose size does not follow from the parameter's"
+                    return self._nature("model", {}, reason)
+        return self._nature("parameters", schemas)
+
+    def _nature(
+        self,
+        works_on: Literal["elements", "parameters", "model"],
+        schemas: Mapping[int, Schema],
+        reason: str = "",
+    ) -> GroupNature:
+        return GroupNature(
+            works_on=works_on,
+            schemas=schemas,
+            makes_state_at_once=bool(self._state),
+            reason=reason,
+        )
+
+    def _treats_elements_alone(self) -> bool:
+        """Follows X1."""
+        [whole], _ = self._step([self._values(CUT_SHAPE)], [self._gradients(CUT_SHAPE, 0)])
+        pieces = []
+        for part in (slice(CUT_AT), slice(CUT_AT, None)):
+            values = self._values(CUT_SHAPE).flatten()[part]
+            gradients = [g.flatten()[part] for g in self._gradients(CUT_SHAPE, 0)]
+            pieces += self._step([values], [gradients])[0]
+        return _close(whole.flatten(), torch.cat(pieces))
+
+    def _treats_parameters_alone(self, shape: tuple[int, ...]) -> bool:
+        """Follows X2."""
+        both = [self._values(shape), self._values(shape) * 0.5]
+        gradients = [self._gradients(shape, 0), [3 * g for g in self._gradients(shape, 7)]]
+        together, _ = self._step(both, gradients)
+        alone = [
+            self._step([value], [given])[0][0] for value, given in zip(both, gradients, strict=True)
+        ]
+        return all(_close(a, b) for a, b in zip(together, alone, strict=True))
+
+    def _schema(self, shape: tuple[int, ...]) -> Schema:
+        [dummy], state = self._step([self._values(shape)], [self._gradients(shape, 0)])
+        return {key: _entry(value, dummy) for key, value in state[0].items() if value is not None}
+
+    def _values(self, shape: tuple[int, ...]) -> Tensor:
+        count = torch.Size(shape).numel()
+        values = torch.linspace(-1.0, 1.0, count, dtype=torch.float64)
+        return values.to(self._like.device, self._dtype).view(shape)
+
+    def _gradients(self, shape: tuple[int, ...], seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn((STEPS, *shape), generator=generator, dtype=torch.float64)
+        return list(drawn.to(self._like.device, self._dtype).unbind())
+
+    def _step(
+        self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    ) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Steps dummies of these values by these gradients of each step, all together.
+
+        Returns the new values, and what is kept for each.
+        """
+        clone = copy_without_state(self._optimizer)
+        dummies = [nn.Parameter(value.clone()) for value in values]
+        clone.param_groups = [{"params": dummies, **copy.deepcopy(self._options)}]
+        for dummy in dummies:
+            if self._state:
+                clone.state[dummy] = {k: self._first(v, dummy) for k, v in self._state.items()}
+        for step in range(STEPS):
+            for dummy, given in zip(dummies, gradients, strict=True):
+                dummy.grad = given[step].clone()
+            clone.step()
+        return [dummy.detach() for dummy in dummies], [dict(clone.state[d]) for d in dummies]
+
+    def _first(self, value: Any, dummy: Tensor) -> Any:
+        """Returns an entry of the state made at once, as it is for a dummy."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return copy.deepcopy(value)
+        if value.shape != self._like.shape:
+            raise TypeError("it makes state of another shape than the parameter's when it is built")
+        return torch.full_like(dummy.detach(), float(value.flatten()[0]))
+
+
+def copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same kind, without state, hooks and groups."""
+    clone = object.__new__(type(optimizer))
+    clone.__dict__ = dict(optimizer.__dict__)
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    drop_step_hooks(clone)
+    return clone
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def _entry(value: Any, dummy: Tensor) -> StateKey:
+    if isinstance(value, Tensor):
+        if value.shape == dummy.shape:
+            return StateKey("elementwise", value.dtype, value.device)
+        if value.dim() == 0:
+            return StateKey("scalar", value.dtype, value.device)
+        sizes = [*dummy.shape]
+        if all(size == 1 or size in sizes for size in value.shape):
+            dimensions = tuple(sizes.index(s) if s in sizes else None for s in value.shape)
+            return StateKey("shaped", value.dtype, value.device, dimensions=dimensions)
+    elif type(value) in NUMBERS:
+        return StateKey("number", NUMBERS[type(value)], torch.device("cpu"), type(value))
+    return StateKey("other", dummy.dtype, dummy.device)

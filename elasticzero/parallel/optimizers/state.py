@@ -1,0 +1,138 @@
+"""Describes the state that an optimizer keeps for a parameter, and puts stored state in its
+place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.errors import CheckpointMismatch
+from elasticzero.state.model import OPTIMIZER, Spec
+
+MASTER = "master"
+"""The key under which a 32-bit copy of a 16-bit parameter is kept beside its optimizer state."""
+
+NUMBERS: dict[type[Any], torch.dtype] = {
+    int: torch.int64,
+    float: torch.float64,
+    bool: torch.bool,
+}
+"""How Python's own numbers in an optimizer's state are stored."""
+
+Kind = Literal["elementwise", "scalar", "number", "shaped", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """Describes one entry that an optimizer keeps for a parameter."""
+
+    kind: Kind
+    """elementwise: shaped like the parameter; scalar: a 0-dim tensor; number: of Python's own;
+    shaped: a tensor that has dimensions of the parameter's sizes."""
+    dtype: torch.dtype
+    device: torch.device
+    python: type[Any] | None = None
+    dimensions: tuple[int | None, ...] = ()
+    """The parameter's dimension from which the size of each one follows; None: the size is 1."""
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the entry for a parameter of shape `of`."""
+        if self.kind == "elementwise":
+            return of
+        return tuple(1 if number is None else of[number] for number in self.dimensions)
+
+
+Schema = Mapping[str, StateKey]
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which pieces of a parameter are optimized."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    """Returns a state entry as it is stored: a number as a 0-dim tensor; None: nothing to store."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else None
+
+
+def put_state(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    stored: Mapping[str, Tensor],
+    schema: Schema,
+    *,
+    made_at_once: bool = False,
+) -> None:
+    """Replaces the optimizer's entries for a parameter with the stored ones.
+
+    Entries that are all zero are those of a parameter that was never stepped: strategies that
+    partition state write zeros for it, and the optimizer makes its first state by itself.
+    made_at_once: the optimizer does not, since it has made its first state when it was built.
+    """
+    if made_at_once and not stored:
+        return
+    optimizer.state.pop(parameter, None)
+    if made_at_once or any(bool(entry.any()) for entry in stored.values()):
+        optimizer.state[parameter] = {
+            key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()
+        }
+
+
+def cut_state(
+    state: Mapping[str, Any], schema: Schema, start: int, piece: nn.Parameter
+) -> dict[str, Any]:
+    """Returns the part of a whole parameter's state that belongs to a piece of it.
+
+    start: the first of the parameter's elements in the piece.
+    """
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in schema and schema[key].kind == "elementwise":
+            part = value.detach().reshape(-1)[start : start + piece.numel()].view(piece.shape)
+            value = part.to(piece.dtype if value.is_floating_point() else value.dtype, copy=True)
+        else:
+            value = copy.deepcopy(value)
+        found[key] = value
+    return found
+
+
+def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
+    """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`."""
+    if entry is None:
+        return stored if stored.dim() == 0 else stored.to(like.device)
+    if entry.python is not None:
+        return entry.python(stored.item())
+    if entry.kind == "scalar":
+        return stored.to(entry.device, entry.dtype)
+    dtype = like.dtype if stored.is_floating_point() else stored.dtype
+    return stored.to(like.device, dtype)
+
+
+def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
+    """Returns the optimizer's stored tensors, by parameter and key."""
+    found: dict[str, dict[str, Spec]] = {}
+    for full, spec in stored.items():
+        if full.startswith(OPTIMIZER):
+            name, _, key = full[len(OPTIMIZER) :].rpartition("/")
+            found.setdefault(name, {})[key] = spec
+    return found
+
+
+def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
+    """Raises `CheckpointMismatch` when these are not the keys that this optimizer keeps."""
+    stored = set(keys) - {MASTER}
+    if stored and stored != set(schema):
+        raise CheckpointMismatch(
+            f"the checkpoint was written with another optimizer: it holds "
+            f"{', '.join(sorted(stored))} for parameter {name!r}, and this optimizer keeps "
+            f"{', '.join(sorted(schema)) or 'nothing'}. An optimizer can only go on from state "
+            "that holds what it keeps itself: use the optimizer that wrote it, or one that keeps "
+            "the same, or start in another checkpoint directory"
+        )
