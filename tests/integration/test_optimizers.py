@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.ipc.assignment import Resume
+from tests.integration import training_gan
 from tests.integration.training_harness import Pool
 from tests.integration.training_optimizer_table import CASES, OPTIMIZERS
 from tests.integration.training_optimizers import (
@@ -128,3 +130,42 @@ def test_muon_and_adamw_on_one_model_through_worlds_and_strategies(
     assert named == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].double() - tensor.double()).abs().max().item() < 1e-9, name
+
+
+def plain_gan(steps: int) -> dict[str, Tensor]:
+    """Each network has the gradient of its own loss, and both are stepped then."""
+    torch.manual_seed(1)
+    gan = training_gan.Gan().double()
+    made = training_gan.optimizers(gan)
+    samples = training_gan.Samples()
+    for step in range(steps):
+        batch = [samples[i % training_gan.SAMPLES] for i in range(step * 6, step * 6 + 6)]
+        noise, real = (torch.stack([s[key] for s in batch]) for key in ("noise", "real"))
+        fake = gan.generator(noise)
+        losses = {
+            "generator": softplus(-gan.critic(fake)).mean(),
+            "critic": (softplus(gan.critic(fake)) + softplus(-gan.critic(real))).mean(),
+        }
+        gradients = {}
+        for name, loss in losses.items():
+            own = list(gan.get_submodule(name).parameters())
+            gradients[name] = torch.autograd.grad(loss, own, retain_graph=True)
+        for name, optimizer in made.items():
+            parameters = gan.get_submodule(name).parameters()
+            for parameter, gradient in zip(parameters, gradients[name], strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    return {f"model/{name}": parameter.detach() for name, parameter in gan.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_gan_with_two_optimizers_is_as_in_one_process(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    told = {"strategy": strategy, "steps": 12, "micro": 1}
+    script = HERE / "training_gan.py"
+    running = pool.start(script, [json.dumps(told)], 2, checkpoint_dir=str(tmp_path))
+    assert running.finish() == 12
+    found = ez_checkpoint.load(tmp_path)
+    for name, tensor in plain_gan(12).items():
+        assert (found[name] - tensor).abs().max().item() < 1e-9, name
