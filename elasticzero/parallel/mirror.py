@@ -140,10 +140,11 @@ class Mirrors:
     def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
         """Begins to follow M1; returns what must be waited for.
 
-        sent: returns this rank's part, one tensor for each of `Mirror.messages`.
+        sent: returns this rank's part, one tensor for each of `Mirror.messages`; empty ones, of
+        buckets whose whole parameters are all other ranks', are not sent.
         """
-        sends = [] if self._kept_by is None else [(t, self._kept_by) for t in sent()]
-        receives = [(tensor, m.rank) for m in self.kept for tensor in m.messages]
+        sends = [] if self._kept_by is None else [(t, self._kept_by) for t in sent() if t.numel()]
+        receives = [(t, mirror.rank) for mirror in self.kept for t in mirror.messages if t.numel()]
         if self._on_cpu:
             works: list[Any] = [dist.irecv(tensor, rank, tag=TAG) for tensor, rank in receives]
             return works + [dist.isend(tensor, rank, tag=TAG) for tensor, rank in sends]

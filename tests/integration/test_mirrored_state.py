@@ -103,6 +103,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         ("zero2", "bfloat16", "AdamW"),
         rare("zero3", "float64", "AdamW"),
         ("zero3", "bfloat16", "SGD"),
+        ("zero1", "float64", "Muon, AdamW"),
+        rare("zero2", "bfloat16", "Muon, AdamW"),
+        ("zero3", "float32", "Adagrad, SGD"),
     ],
 )
 def test_a_mirror_equals_its_owners_part_bit_by_bit(

@@ -27,6 +27,7 @@ from tests.integration.training_precision import (
     Model,
     Samples,
     optimizer_of,
+    several_of,
     squares,
 )
 
@@ -44,18 +45,23 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield started
 
 
-def plain(left_out: set[int], steps: int = STEPS) -> dict[str, torch.Tensor]:
+def plain(
+    left_out: set[int], steps: int = STEPS, *, several: bool = False
+) -> dict[str, torch.Tensor]:
     """The parameters after a plain loop in one process without these batches."""
     torch.manual_seed(1)
     model = Model()
-    optimizer = optimizer_of(model.parameters())
+    optimizers = [optimizer_of(model.parameters())]
+    if several:
+        optimizers = list(several_of(model.parameters()).values())
     for number in range(steps):
         if number in left_out:
             continue
         first = number % PER_EPOCH * GLOBAL_BATCH
-        optimizer.zero_grad()
+        model.zero_grad()
         squares(model, collated(Samples(), range(first, first + GLOBAL_BATCH))).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -137,12 +143,14 @@ def test_a_spike_is_left_out(pool: Pool, tmp_path: Path, strategy: str) -> None:
     assert found["applied"] == [number != BAD_BATCH for number in range(9)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "several"), [*((name, False) for name in STRATEGIES), ("zero1", True)]
+)
 def test_fp16_goes_on_with_its_scale_after_a_kill(
-    pool: Pool, tmp_path: Path, strategy: str
+    pool: Pool, tmp_path: Path, strategy: str, several: bool
 ) -> None:
     """An overflow halves the scale on all ranks, and the scale outlives a killed worker."""
-    told = {"strategy": strategy, "precision": "fp16", "bad": [BAD_SAMPLE]}
+    told = {"strategy": strategy, "precision": "fp16", "bad": [BAD_SAMPLE], "several": several}
     killed = told | {"die": [1, 9], "pause": 0.1}
     resume = killed_state(pool, tmp_path, killed, on_nonfinite="stop")
     running = start(pool, tmp_path, told, generation=2, resume=resume, on_nonfinite="stop")
@@ -154,7 +162,7 @@ def test_fp16_goes_on_with_its_scale_after_a_kill(
     assert {number for number in range(STEPS) if number % PER_EPOCH == 2} <= left_out
     assert len(left_out) == len(skipped) < STEPS / 2, "some overflow by themselves"
     assert guard["scale"] == 2.0 ** (16 - len(skipped))
-    assert_close(tmp_path / "checkpoints", plain(left_out), atol=0.02)
+    assert_close(tmp_path / "checkpoints", plain(left_out, several=several), atol=0.02)
     found = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
     assert found[0]["dtypes"] == ["torch.float16"] and found[0]["applied"] == found[1]["applied"]
     assert found[0]["count"] == STEPS - len(skipped)

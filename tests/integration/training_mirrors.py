@@ -31,6 +31,14 @@ FACTORIES: dict[str, Any] = {
     "AdamW": lambda given: torch.optim.AdamW(given, lr=0.01, amsgrad=True),
     "fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
     "SGD": lambda given: torch.optim.SGD(given, lr=0.01, momentum=0.9),
+    "Muon, AdamW": lambda given: {
+        "muon": torch.optim.Muon(given[0]["params"], lr=0.01),
+        "adamw": torch.optim.AdamW(given[1:], lr=0.01),
+    },
+    "Adagrad, SGD": lambda given: {
+        "adagrad": torch.optim.Adagrad(given[:1], lr=0.01, initial_accumulator_value=0.1),
+        "sgd": torch.optim.SGD(given[1:], lr=0.01, momentum=0.9),
+    },
 }
 
 

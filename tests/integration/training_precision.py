@@ -4,7 +4,7 @@ Argument: JSON with strategy, steps and out (a file), and at will precision, com
 the compiler), micro, bad (indices of samples, each of which makes the loss of its batch NaN), spike
 (the same, which makes it large), pause (seconds a step), die ([rank, batch]: the batch after which
 this rank kills itself), log (a file that gets a line for each batch and rank), parts (the model has
-no forward of its own) and odd (other arguments of rank 2).
+no forward of its own), several (two optimizers) and odd (other arguments of rank 2).
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
+def several_of(parameters: Any) -> dict[str, torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the rest."""
+    given = list(parameters)
+    return {
+        "muon": torch.optim.Muon([p for p in given if p.dim() == 2], lr=0.01),
+        "adamw": optimizer_of([p for p in given if p.dim() != 2]),
+    }
+
+
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     out = model(batch["x"])["out"]
     assert out.dtype == torch.float32
@@ -95,7 +104,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     torch.manual_seed(1)
     whole, _ = session.prepare(
         Parts() if told.get("parts") else Model(),
-        optimizer_of,
+        several_of if told.get("several") else optimizer_of,
         strategy=told["strategy"],
         precision=told.get("precision", "fp32"),
         compile=told.get("compile", False),

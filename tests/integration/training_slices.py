@@ -65,11 +65,20 @@ class Samples:
         return {"x": x, "y": y.to(self.dtype), "tokens": torch.tensor(1 + index % 5)}
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+def several(params: Any) -> dict[str, torch.optim.Optimizer]:
+    given = list(params)
+    return {
+        "muon": torch.optim.Muon([p for p in given if p.dim() == 2], lr=0.02),
+        "sgd": torch.optim.SGD([p for p in given if p.dim() != 2], lr=0.02, momentum=0.9),
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.002),
+    "several": several,
 }
 
 
@@ -86,13 +95,14 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     dtype = getattr(torch, options["dtype"])
     weighted = options.get("weighted", False)
-    model, optimizer = session.prepare(
+    model, made = session.prepare(
         Model().to(dtype),
         OPTIMIZERS[options.get("optimizer", "adamw")],
         strategy=options["strategy"],
     )
+    first = next(iter(made.values())) if isinstance(made, dict) else made
     scheduler = session.track(
-        "scheduler", torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+        "scheduler", torch.optim.lr_scheduler.StepLR(first, step_size=5, gamma=0.9)
     )
     session.restore()
     samples, losses = Samples(dtype), list[float]()

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from elasticzero.errors import UserError
+from elasticzero.parallel import Setting, create
 from elasticzero.parallel.materialize import Materializer
+from elasticzero.state.model import NamedModel
 
 CPU = torch.device("cpu")
 
@@ -63,3 +65,27 @@ def test_a_module_that_cannot_initialise_itself_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), on_meta(Scale))
     with pytest.raises(UserError, match=r"module '1', a Scale, .* no reset_parameters\(\)"):
         Materializer(model, CPU)
+
+
+def test_state_that_is_made_at_once_fits_rows_of_a_model_from_meta() -> None:
+    """Adagrad makes its state for stand-ins, whose parameters have no memory when it is cut."""
+    model = on_meta(Tied)
+    meta = Materializer(model, CPU)
+    meta.put_stand_ins(model)
+    strategy = create(
+        "zero3",
+        Setting(
+            model=model,
+            named=NamedModel(model),
+            factory=lambda params: {
+                "adagrad": torch.optim.Adagrad(params[:1], initial_accumulator_value=0.5),
+                "sgd": torch.optim.SGD(params[1:], momentum=0.9),
+            },
+            device=CPU,
+            rank=0,
+            world_size=1,
+            materialize=meta.materialize,
+        ),
+    )
+    sums = strategy.rank_state().held["optimizer/first.weight/sum"].tensor
+    assert sums.tolist() == [0.5] * 9
