@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Never, TypeVar
 
@@ -16,7 +16,7 @@ from elasticzero.consistency.configuration import Comparison
 from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import UserError
-from elasticzero.ipc.messages import Logged, Restored, Stepped
+from elasticzero.ipc.messages import Logged, Restored
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
@@ -254,19 +254,25 @@ class Session:
         )
         return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        *,
+        only: str | Collection[str] | None = None,
+    ) -> None:
         """Adds the gradient of a micro-batch's mean loss to that of the global batch.
 
         A micro-batch of weight 0 takes no part: its loss may be anything.
 
         loss: a tensor with one element. weight: the divisor of the mean, if it is not the number of
-        samples (tokens, say); give it for every micro-batch or for none. Raises `UserError` for a
-        loss of another shape, and for a second call for one micro-batch.
+        samples (tokens, say); give it for every micro-batch or for none. only: names of optimizers,
+        of the dict of them; no other parameters get a gradient. Raises `UserError` for a loss of
+        another shape, and for a second call for one micro-batch, unless `step(only=…)` was called.
         """
         training, progress = self._prepared("backward"), self._loops.progress
-        batch, part = progress.current("backward")
-        if progress.backward:
-            raise UserError("session.backward was called twice for one micro-batch")
+        names = training.strategy.optimizers.named(only)
+        batch, part = progress.begin_backward(names)
         if loss.numel() != 1:
             raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
         self._link.check()
@@ -276,22 +282,26 @@ class Session:
             amount = 0.0
         progress.add_weight(None if weight is None else amount)
         training.begin_backward()
+        optimizers = training.strategy.optimizers
+        self._loops.require_equal_only(names, optimizers.by_name, self._generation.groups)
+        optimizers.only = names
         training.gradients.show()
         training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
         training.gradients.hide()
         progress.backward = True
 
-    def step(self, max_grad_norm: float | None = None) -> bool:
+    def step(
+        self, max_grad_norm: float | None = None, *, only: str | Collection[str] | None = None
+    ) -> bool:
         """Ends a micro-batch; True if it was a global batch's last, and its step is applied.
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:
-        no limit. Where a loss or a gradient is NaN or infinite the step is not applied: all ranks
-        get False with `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
+        no limit. only: as given to `backward`; those optimizers are stepped. Where a loss or a
+        gradient is NaN or infinite the step is not applied: all ranks get False with
+        `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
         """
         training, progress = self._prepared("step"), self._loops.progress
-        batch, part = progress.current("step")
-        if not progress.backward:
-            raise UserError("session.backward(loss) was not called before session.step()")
+        batch, part = progress.check_step(training.strategy.optimizers.named(only))
         self._loops.end_part(batch, part)
         if not part.last:
             return False
@@ -300,19 +310,7 @@ class Session:
         factor = self._loops.weight_factor(len(batch), self._generation.groups)
         norm = training.strategy.finish(factor / training.guard.scale, max_grad_norm)
         applied = training.apply(norm)
-        now_s = time.monotonic()
-        step_s = now_s - progress.began_s
-        training.stager.stepped(step_s)
-        self._link.send(
-            Stepped(
-                step=training.step,
-                at_s=now_s,
-                step_s=step_s,
-                data_wait_s=progress.data_wait_s,
-                samples=len(batch),
-                total=progress.total(training.step, training.next_position),
-            )
-        )
+        self._loops.end_step(training, batch)
         return applied
 
     def on_gradients(self, function: GradientFunction) -> GradientHook:

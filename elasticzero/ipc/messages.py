@@ -15,6 +15,11 @@ from elasticzero.ipc.assignment import Assignment
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
 ends training by `session.stop`."""
+FLAG_REASONS = {
+    FLAG_LEAVE: "a node leaves",
+    FLAG_GROW: "the world grows",
+    FLAG_STOP: "the job is stopped",
+}
 
 Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "memory", "killed"]
 """Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a

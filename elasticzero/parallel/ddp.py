@@ -53,7 +53,7 @@ class Replicated:
             ranks = Ranks(setting.rank, setting.world_size)
             self._reducer = FixedOrderReducer(self._parameters, ranks)
         elif setting.world_size > 1:
-            self._reducer = Reducer(self._parameters)
+            self._reducer = Reducer(self._parameters, self.optimizers.name_of)
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""
@@ -65,22 +65,24 @@ class Replicated:
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float) -> None:
+        inputs = self.optimizers.inputs(self._parameters)
         if self._reducer is not None:
             assert self._part is not None
-            self._reducer.backward(loss, fraction, self._part)
+            self._reducer.backward(loss, fraction, self._part, inputs)
             return
         if fraction != 0:
             self._losses.add(loss, fraction)
-            (loss * fraction).backward()
+            (loss * fraction).backward(inputs=inputs)
             return
         unused = [p for p in self._parameters.values() if p.grad is None]
-        (loss * fraction).backward()
+        (loss * fraction).backward(inputs=inputs)
         for parameter in unused:  # a micro-batch of weight 0 uses nothing
             parameter.grad = None
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         optimized = self.optimizers.parameters()
         given = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
+        self.optimizers.check_used(given)
         gradients = list(given.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
@@ -112,7 +114,7 @@ class Replicated:
         return Suspects(loss=bad_loss, gradients=not_finite(gradients))
 
     def apply(self) -> None:
-        for optimizer in self.optimizers.by_name.values():
+        for optimizer in self.optimizers.stepped.values():
             optimizer.step()
         self._drop_gradients()
 

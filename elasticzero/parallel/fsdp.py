@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.sampling import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.mesh import Mesh
@@ -123,6 +124,12 @@ class FullyPartitioned(PiecedStrategy):
             self._root.set_requires_all_reduce(part.last)
 
     def backward(self, loss: Tensor, fraction: float) -> None:
+        if self.optimizers.only is not None:
+            raise UserError(
+                "session.backward(…, only=…) is not possible with strategy zero3, because FSDP2 "
+                "gathers and reduces the parameters of all optimizers together: use ddp, zero1 or "
+                "zero2"
+            )
         # FSDP2 divides by the number of ranks
         self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0)
         if fraction != 0:

@@ -113,6 +113,7 @@ class Mirror:
         for mine, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
             changed = {key: value for key, value in theirs.options.items() if key != "params"}
             mine.options.update(changed)
+        self.pieced.optimizers.only = owners.only
         self.pieced.step([list(self.pieced.pieces)])
 
     def renew(self) -> None:

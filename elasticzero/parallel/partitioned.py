@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
@@ -187,6 +188,7 @@ class PartitionedOptimizer:
         self.loss, total, squares, *uses = said
         self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
+        self.optimizers.check_used(self.used)
         for name, piece in self.pieces.items():
             if name not in self.used:
                 piece.parameter.grad = None
@@ -228,14 +230,15 @@ class PartitionedOptimizer:
         self.has_state = self.has_state or bool(self.used)
         self.losses.clear()
         divisible = {}
-        for name, optimizer in self.optimizers.by_name.items():
+        stepped_now = self.optimizers.stepped
+        for name, optimizer in stepped_now.items():
             own = type(optimizer).__module__.partition(".")[0] == "torch"
             divisible[name] = own and not has_step_hooks(optimizer)
             if not divisible[name]:
                 optimizer.step()
-        groups = [g for g in self.optimizers.groups if divisible[g.optimizer_name]]
+        groups = [g for g in self.optimizers.groups if divisible.get(g.optimizer_name)]
         whole = [group.options["params"] for group in groups]
-        stepping = [o for name, o in self.optimizers.by_name.items() if divisible[name]]
+        stepping = [o for name, o in stepped_now.items() if divisible[name]]
         try:
             for index, part in enumerate(parts):
                 pieces = {name: p for name in part if (p := self.pieces.get(name)) is not None}
@@ -355,6 +358,7 @@ class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizer works on pieces."""
 
     _pieced: PartitionedOptimizer
+    _parameters: Mapping[str, nn.Parameter]
 
     @property
     def gradient_hook(self) -> GradientHook | None:
@@ -374,6 +378,12 @@ class PiecedStrategy:
     def discard(self) -> None:
         self._drop_whole()
         self._pieced.discard()
+
+    def _mark_changed(self) -> None:
+        """Lets autograd see that a step has changed parameters that others share memory with: it
+        then refuses the backward of a loss from before the step."""
+        if self._pieced.optimizers.only is not None:
+            increment_version([self._parameters[name] for name in self._pieced.used])
 
     def _drop_whole(self) -> None:
         """Drops what a global batch has left in the model's own parameters."""

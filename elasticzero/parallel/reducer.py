@@ -17,12 +17,14 @@ Rules:
  G5  Autograd may give a parameter's gradient in several parts (a layer shared by segments that are
      checkpointed with `use_reentrant=True`). The first global batch is summed at its end alone and
      shows which these are; their buckets are always summed at the end.
+ G6  Parameters of one bucket are of one optimizer, where the script has several. A backward for
+     some of them fills and sums their buckets alone; all ranks name the same.
 Shapes: E elements of a bucket's gradients, N of its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,20 +104,28 @@ class GradientBucket:
 class Reducer:
     """Sums the gradients of these parameters over all ranks, once a global batch."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizer_of: Mapping[str, str]
+    ) -> None:
+        """optimizer_of: names the optimizer of a parameter; empty: there is one optimizer."""
         trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._buckets = [
-            GradientBucket(names, [parameters[n] for n in names]) for names in _deal(trained)
+            GradientBucket(names, [parameters[n] for n in names])
+            for names in _deal(trained, optimizer_of)
         ]
+        self._active = self._buckets
+        """The buckets that the newest backward gives gradients to."""
         self._next = 0
-        """The first bucket that is not on its way."""
+        """The first of them that is not on its way."""
         self._inside = self._last = self._counts = False
         """A backward of the session's runs; it is the global batch's last; its weight is not 0."""
         self._over = False
         """The global batch's gradients are summed."""
         self._learnt = False
-        """The first global batch is over."""
+        """The first global batch that all parameters take part in is over."""
+        self._knows_late = False
+        """It is known which gradients come in several parts: none where inputs are named."""
         self._losses = LossCheck()
         self.loss = 0.0
         """Mean loss of the global batch, as far as its format holds it; NaN where a loss of any
@@ -124,13 +134,29 @@ class Reducer:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
 
-    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
-        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
+    def backward(
+        self,
+        loss: Tensor,
+        fraction: float,
+        part: MicroBatch,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one.
+
+        inputs: the parameters whose gradients are computed, which are those of whole
+        optimizers; None: all.
+        """
         self._inside, self._last, self._counts = True, part.last, fraction != 0
+        if inputs is None:
+            self._active, self._knows_late = self._buckets, self._learnt
+        else:
+            ids = {id(parameter) for parameter in inputs}
+            self._active = [b for b in self._buckets if any(id(p) in ids for p in b.parameters)]
+            self._knows_late = True
         if self._counts:
             self._losses.add(loss, fraction)
         try:
-            (loss * fraction).backward()
+            (loss * fraction).backward(inputs=inputs)
         finally:
             self._inside = False
         if part.last:
@@ -178,31 +204,32 @@ class Reducer:
             bucket.parts_N[index] += 1
             if bucket.parts_N[index] == 1:
                 bucket.missing -= 1
-                if not bucket.missing and self._learnt:
+                if not bucket.missing and self._knows_late:
                     self._begin_ready()
 
         return added
 
     def _begin_ready(self) -> None:
         """Follows G2."""
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
+        while self._next < len(self._active):
+            bucket = self._active[self._next]
             if bucket.missing or bucket.late:
                 return
             bucket.begin(self._own_loss)
             self._next += 1
 
     def _complete(self) -> None:
-        """Follows G3 and G4."""
+        """Follows G3, G4 and G6."""
         check_frozen(self._frozen)
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._active[self._next :]:
             bucket.begin(self._own_loss)
             bucket.late = bucket.late or max(bucket.parts_N) > 1
-        for bucket in self._buckets:
+        for bucket in self._active:
             bucket.work.wait()
-        self._over = self._learnt = True
-        said = torch.cat([bucket.tail.to(torch.float32) for bucket in self._buckets]).tolist()
-        for bucket in self._buckets:
+        self._over = True
+        self._learnt = self._learnt or self._active is self._buckets
+        said = torch.cat([bucket.tail.to(torch.float32) for bucket in self._active]).tolist()
+        for bucket in self._active:
             count = len(bucket.parameters)
             uses_N, check, said = said[:count], said[count], said[count + 1 :]
             self.loss = check
@@ -213,13 +240,15 @@ class Reducer:
                     parameter.grad = view if uses else None
 
 
-def _deal(parameters: dict[str, nn.Parameter]) -> Iterator[list[str]]:
+def _deal(
+    parameters: dict[str, nn.Parameter], optimizer_of: Mapping[str, str]
+) -> Iterator[list[str]]:
     """Yields the names in each bucket, in the order in which they are summed."""
     buckets: list[list[str]] = []
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     for name in reversed(parameters):
         parameter = parameters[name]
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""))
         names, size = open_buckets.get(kind, ([], 0))
         limit = FIRST_BUCKET_BYTES if buckets and names is buckets[0] else BUCKET_BYTES
         if not names or size >= limit:

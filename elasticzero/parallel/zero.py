@@ -75,7 +75,8 @@ class FlatBuckets(PiecedStrategy):
         self._gather.finish()  # of what no module has needed
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
-        self._scatter.backward(loss, fraction, last=self._last)
+        inputs = self.optimizers.inputs(self._parameters)
+        self._scatter.backward(loss, fraction, last=self._last, inputs=inputs)
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         check_frozen(self._frozen)
@@ -93,9 +94,12 @@ class FlatBuckets(PiecedStrategy):
         return norm
 
     def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:
-        """Gives the pieces of a bucket their gradients, which are parts of the returned chunk."""
+        """Gives the pieces of a bucket their gradients, which are parts of the returned chunk; none
+        where the global batch is for other optimizers."""
         start = bucket.bounds[bucket.rank]
         gradient_C = reduced_C.to(working_dtype(reduced_C.dtype))
+        if not self.optimizers.has_gradients(bucket.names[0]):
+            return gradient_C
         for name, offset in zip(bucket.names, bucket.offsets, strict=True):
             if (piece := self._pieced.pieces.get(name)) is not None:
                 first = offset + piece.start - start
@@ -126,7 +130,9 @@ class FlatBuckets(PiecedStrategy):
 
     def apply(self) -> None:
         self._drop_whole()
-        order = self._forward_order
+        self._mark_changed()
+        has_gradients = self.optimizers.has_gradients
+        order = [bucket for bucket in self._forward_order if has_gradients(bucket.names[0])]
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
         self._mirrors.step(self.optimizers)
         self._gather.leave_pending()

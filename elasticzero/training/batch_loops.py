@@ -22,7 +22,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +35,13 @@ from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
 from elasticzero.data.sampling import GlobalBatch, MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.messages import LoopExited
+from elasticzero.ipc.messages import LoopExited, Stepped
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.training.slices import SliceStates
 from elasticzero.training.training_state import EpochEnd, TrainingState
+
+MASK_MODULUS = (1 << 20) - 3
+"""Of the number that stands for a set of optimizers; small, so that sums of squares are exact."""
 
 AGAIN_NEW = (
     "this loop goes over a new dataset object, of the same kind and length as the one before it: "
@@ -95,6 +98,10 @@ class Loops:
         self._epoch: int | None = None
         self._open: object | None = None
         """Identifies the loop that runs; None: no loop runs."""
+        self._names_optimizers = False
+        """A backward was for some of the script's optimizers."""
+        self._ended: Stepped | None = None
+        """The newest step, of which the agent does not know yet."""
         self._slices: SliceStates | None = None
         """The state of the slices of the loop that runs; None: it has none."""
 
@@ -197,6 +204,7 @@ class Loops:
                     yield samples
                     self._check_part(mine)
                     training.halved_micro_batch = None
+                self._send_step(training)
             else:
                 training.at_boundary(last=True)
         except GeneratorExit:
@@ -205,6 +213,7 @@ class Loops:
             raise
         finally:
             training.in_loop = False
+            self._send_step(training)
             self._link.send(LoopExited())
         self.progress = StepProgress()
 
@@ -228,6 +237,49 @@ class Loops:
         self.progress.stepped = True
         if self._slices is not None:
             self._slices.end(batch, part)
+
+    def end_step(self, training: TrainingState, batch: GlobalBatch) -> None:
+        """Reports a global batch that was applied or skipped; where the script steps some of its
+        optimizers, and may step others, once it comes back for more."""
+        now_s, progress = time.monotonic(), self.progress
+        self._ended = Stepped(
+            step=training.step,
+            at_s=now_s,
+            step_s=now_s - progress.began_s,
+            data_wait_s=progress.data_wait_s,
+            samples=len(batch),
+            total=progress.total(training.step, training.next_position),
+        )
+        if progress.only is None:
+            self._send_step(training)
+
+    def _send_step(self, training: TrainingState) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            training.stager.stepped(ended.step_s)
+            self._link.send(ended)
+
+    def require_equal_only(
+        self, only: tuple[str, ...] | None, known: Iterable[str], groups: ProcessGroups | None
+    ) -> None:
+        """Raises `UserError` unless this backward is for the same optimizers on all ranks, which
+        call this together once one was for some of them.
+
+        known: the names of all optimizers.
+        """
+        self._names_optimizers = self._names_optimizers or only is not None
+        if groups is None or not self._names_optimizers:
+            return
+        bits = [1 << index for index, name in enumerate(known) if only is None or name in only]
+        number = sum(bits) % MASK_MODULUS
+        ranks = groups.rank_info.world_size
+        total, squares = groups.sum(torch.tensor([number, number**2], dtype=torch.float64)).tolist()
+        if (total, squares) != (ranks * number, ranks * number**2):
+            raise UserError(
+                "ranks gave session.backward different only= in one turn; rank "
+                f"{groups.rank_info.rank} gave {only!r}: let what decides on it be the same on all "
+                "ranks, such as the step or a loss that is summed over them"
+            )
 
     def weight_factor(self, samples: int, groups: ProcessGroups | None) -> float:
         """Returns the factor from a mean over samples to a mean over the script's weights."""

@@ -15,10 +15,10 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.sampling import DataPosition, GlobalBatch
+from elasticzero.data.sampling import DataPosition, GlobalBatch, SkippedBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
-from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP, Captured
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.mesh import Mesh
@@ -31,12 +31,6 @@ from elasticzero.training.last_save import save_at_the_end
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-
-FLAG_REASONS = {
-    FLAG_LEAVE: "a node leaves",
-    FLAG_GROW: "the world grows",
-    FLAG_STOP: "the job is stopped",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +89,8 @@ class TrainingState:
         """True while the optimizer applies its step."""
         self._applied = False
         """True if a global batch was applied or skipped since the last boundary."""
+        self._changed = False
+        """True if something of the global batch was applied, of all optimizers or some."""
         self.gradient_norm: float | None = None
         """Norm of the gradient of the newest step that this generation has applied."""
         self._epoch_end: EpochEnd | None = None
@@ -153,6 +149,7 @@ class TrainingState:
         if ends is not None and ends.run is None:
             after, self._epoch_end = ends.after, None
         self.next_position = replace(after, skipped=self.position.skipped)
+        self._changed = False
 
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
@@ -222,8 +219,8 @@ class TrainingState:
         self.applying = True
         self.strategy.apply()
         self.applying = False
-        self._applied = True
-        self.step += 1
+        self._count_batch(self.position.skipped)
+        self._changed = True
         return True
 
     def _skip(self, reason: str, *, finite: bool) -> None:
@@ -231,15 +228,26 @@ class TrainingState:
         the random generators and what the guard keeps."""
         own = "" if finite else own_findings(self.strategy)
         if own or self._link.assignment.rank == 0:
-            print_skipped(self.step + 1, reason, own)
+            print_skipped(self._step_under_way, reason, own)
         self._link.unless_shutting_down(self._mark_torn)
         self.strategy.discard()
         put_back(self.auxiliary.buffers, self.boundary_copy())
         assert self._batch is not None
-        skipped = self.position.skipped_with(self._batch)
-        self.next_position = replace(self.next_position, skipped=skipped)
-        self._applied = True
-        self.step += 1
+        self._count_batch(self.position.skipped_with(self._batch))
+
+    def _count_batch(self, skipped: tuple[SkippedBatch, ...]) -> None:
+        """Counts the global batch, once, however often optimizers are stepped by themselves.
+
+        skipped: what is left out so far, unless some optimizer has been stepped with the batch.
+        """
+        if not self._changed:
+            self.next_position = replace(self.next_position, skipped=skipped)
+        self.step, self._applied = self._step_under_way, True
+
+    @property
+    def _step_under_way(self) -> int:
+        """Returns the number that the global batch has."""
+        return self.step if self._applied else self.step + 1
 
     def _stopped_by(self, reason: str) -> NotFinite:
         """Returns the error that ends training, once the state of the boundary is saved.
@@ -247,12 +255,13 @@ class TrainingState:
         reason: empty where numbers that are not finite are the reason. All ranks call this
         together.
         """
-        text = f"step {self.step + 1} was not applied: {reason}"
+        text = f"step {self._step_under_way} was not applied: {reason}"
         if not reason:
             findings = all_findings(
-                self.strategy, self._groups, self._link.assignment, self.step + 1
+                self.strategy, self._groups, self._link.assignment, self._step_under_way
             )
-            self.clean, text = not findings.state, findings.sentence()
+            self.clean = self.clean and not findings.state
+            text = findings.sentence()
         return NotFinite(f"{text}; {self._saved_at_the_end()}")
 
     def _saved_at_the_end(self) -> str:

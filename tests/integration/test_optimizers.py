@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from elasticzero import checkpoint as ez_checkpoint
+from elasticzero.checkpoint.io.reader import open_step
+from elasticzero.checkpoint.steps.catalog import newest_good
+from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.messages import Failed, Stepped
 from tests.integration import training_gan
 from tests.integration.training_harness import Pool
 from tests.integration.training_optimizer_table import CASES, OPTIMIZERS
@@ -44,9 +48,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield started
 
 
-def test_each_optimizer_of_torch_equals_plain_torch_or_is_refused(
-    pool: Pool, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: Path) -> None:
     """100 steps of 2 ranks, which have whole matrices of Muon's and Adafactor's."""
     known = {
         name
@@ -169,3 +172,130 @@ def test_a_gan_with_two_optimizers_is_as_in_one_process(
     found = ez_checkpoint.load(tmp_path)
     for name, tensor in plain_gan(12).items():
         assert (found[name] - tensor).abs().max().item() < 1e-9, name
+
+
+def plain_turns(steps: int, turns: str, bad: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    """The two networks are stepped one after the other, each by its own loss."""
+    torch.manual_seed(1)
+    gan = training_gan.Gan().double()
+    made = training_gan.optimizers(gan)
+    samples = training_gan.Samples()
+    for step in range(steps):
+        batch = [samples[i % training_gan.SAMPLES] for i in range(step * 6, step * 6 + 6)]
+        noise, real = (torch.stack([s[key] for s in batch]) for key in ("noise", "real"))
+        for name in ("critic", "generator") if turns == "within" else (training_gan.turn(step),):
+            if name == "generator" and step in bad:
+                continue
+            gan.zero_grad()
+            loss = gan.critic_loss(noise, real) if name == "critic" else gan.generator_loss(noise)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(gan.get_submodule(name).parameters(), training_gan.CLIP)
+            made[name].step()
+    return {f"model/{name}": parameter.detach() for name, parameter in gan.named_parameters()}
+
+
+def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
+    found = ez_checkpoint.load(folder)
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max().item() < 1e-9, name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(("turns", "micro"), [("within", None), ("between", 1)])
+def test_two_networks_in_turn_are_as_in_one_process(
+    pool: Pool, tmp_path: Path, strategy: str, turns: str, micro: int | None
+) -> None:
+    """Worlds of 3, of 2 nodes with 2 workers, and of 2; the gradient of one network is not that of
+    the other's loss."""
+    told = {"strategy": strategy, "micro": micro, "turns": turns}
+    script, resume = HERE / "training_gan.py", Resume(tier="fresh")
+    node = "world" if strategy == "ddp" else "node"
+    worlds = ((3, 1, "world", 5), (4, 2, node, 10), (2, 1, "world", 15))
+    for generation, (world_size, row, shard, steps) in enumerate(worlds, 1):
+        running = pool.start(
+            script,
+            [json.dumps(told | {"steps": steps})],
+            world_size,
+            row=row,
+            shard=shard,
+            generation=generation,
+            resume=resume,
+            checkpoint_dir=str(tmp_path),
+        )
+        assert running.finish() == steps
+        counted = [stepped.step for stepped in running.workers[0].all(Stepped)]
+        assert counted == list(range(resume.step + 1, steps + 1)), "one for each global batch"
+        resume = Resume(tier="storage", step=steps)
+    assert_equal(tmp_path, plain_turns(15, turns))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_worker_killed_between_two_optimizers_changes_nothing(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """The generator has not been stepped: training goes on from the newest state of a boundary."""
+    told = {"strategy": strategy, "turns": "within", "steps": 12, "die": [1, 6]}
+    script = HERE / "training_gan.py"
+    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    running = pool.start(script, [json.dumps(told)], 3, generation=1, **given)
+    running.until(running.ended)
+    newest = newest_good(open_directory(str(tmp_path)))
+    assert newest is not None and newest <= 6
+    resume = Resume(tier="storage", step=newest)
+    running = pool.start(script, [json.dumps(told)], 2, generation=2, resume=resume, **given)
+    assert running.finish() == 12
+    assert_equal(tmp_path, plain_turns(12, "within"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_bad_loss_of_one_network_is_left_out_and_the_other_is_stepped(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    told = {"strategy": strategy, "turns": "within", "steps": 8, "bad": [3]}
+    line = json.dumps(told | {"out": str(tmp_path / "applied")})
+    running = pool.start(
+        HERE / "training_gan.py", [line], 2, checkpoint_dir=str(tmp_path), on_nonfinite="skip"
+    )
+    assert running.finish() == 8
+    for rank in range(2):
+        applied = json.loads((tmp_path / f"applied-{rank}").read_text())
+        assert applied == [index != 7 for index in range(16)]
+    assert_equal(tmp_path, plain_turns(8, "within", bad=(3,)))
+    manifest = open_step(open_directory(str(tmp_path)).step(f"step-{8:012d}")).manifest
+    assert manifest.state["position"].get("skipped", []) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"strategy": "zero3"}, "is not possible with strategy zero3"),
+        ({"strategy": "zero1", "micro": 1}, "in the middle of a global batch"),
+        ({"strategy": "ddp", "odd": ["generator"]}, "ranks gave session.backward different only="),
+        ({"strategy": "zero1", "odd": ["critic", "generator"]}, "different only= in one turn"),
+        ({"strategy": "ddp", "stale": True}, "modified by an inplace operation"),
+        ({"strategy": "zero1", "stale": True}, "modified by an inplace operation"),
+    ],
+)
+def test_a_step_of_one_network_alone_is_refused_where_it_would_be_wrong(
+    pool: Pool, tmp_path: Path, told: dict[str, Any], message: str
+) -> None:
+    line = json.dumps({"turns": "within", "steps": 2} | told)
+    running = pool.start(HERE / "training_gan.py", [line], 2, checkpoint_dir=str(tmp_path))
+    running.until(running.ended)
+    assert any(message in worker.log.read_text() for worker in running.workers), running.logs()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_stop_between_two_optimizers_saves_no_half_of_a_step(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """The critic has been stepped when the generator's loss is NaN."""
+    line = json.dumps({"strategy": strategy, "turns": "within", "steps": 8, "bad": [3]})
+    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    running = pool.start(HERE / "training_gan.py", [line], 2, **given)
+    running.until(running.ended)
+    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any("step 4 was not applied" in message for message in said), running.logs()
+    newest = newest_good(open_directory(str(tmp_path)))
+    assert newest in (2, 3)
+    assert_equal(tmp_path, plain_turns(newest, "within"))

@@ -1,4 +1,4 @@
-"""Trains a small model with each optimizer of torch's under each strategy, beside plain torch.
+"""Trains a small model with each optimizer of torch's under each strategy, beside torch's DDP.
 
 Argument: JSON with rank, world_size, port and out, the name of a file without the rank. Writes, by
 strategy and optimizer, the greatest difference of a weight after STEPS steps, or the refusal.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
@@ -52,15 +53,16 @@ CASES = {
 """The optimizers that are tried under each strategy."""
 
 
-class Matrices(nn.Module):
-    """Nothing but matrices, which is all that Muon takes."""
+class Model(nn.Module):
+    """Matrices, which are all that Muon takes, and vectors for the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.first = nn.Linear(5, 7, bias=False, dtype=torch.float64)
-        self.second = nn.Linear(7, 6, bias=False, dtype=torch.float64)
-        self.third = nn.Linear(6, 2, bias=False, dtype=torch.float64)
+        given: Any = {"bias": name != "Muon", "dtype": torch.float64}
+        self.first = nn.Linear(5, 7, **given)
+        self.second = nn.Linear(7, 6, **given)
+        self.third = nn.Linear(6, 2, **given)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -77,33 +79,38 @@ def loss_of(model: nn.Module, samples: range) -> Tensor:
     return squared.mean()
 
 
-def plain(factory: Callable[[Any], optim.Optimizer]) -> dict[str, Tensor]:
-    model = Matrices()
-    optimizer = factory(list(model.parameters()))
+def samples_of(rank: int, world_size: int) -> range:
+    return range(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+
+
+def by_ddp(name: str, rank: int, world_size: int) -> dict[str, Tensor]:
+    """The weights that torch's DDP and the plain optimizer give."""
+    model = Model(name)
+    distributed = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, range(8)).backward()
+        loss_of(distributed, samples_of(rank, world_size)).backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def trained(
-    factory: Callable[[Any], optim.Optimizer], strategy: str, rank: int, world_size: int
-) -> dict[str, Tensor]:
+def trained(name: str, strategy: str, rank: int, world_size: int) -> dict[str, Tensor]:
     """The weights of this rank, by name; under zero3 its rows alone."""
-    model = Matrices()
+    model = Model(name)
+    names = list(NamedModel(model).parameters)
     laid = create(
         strategy,
         Setting(
             model=model,
             named=NamedModel(model),
-            factory=check_factory(factory),
+            factory=check_factory(OPTIMIZERS[name]),
             device=torch.device("cpu"),
             rank=rank,
             world_size=world_size,
         ),
     )
-    mine = range(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+    mine = samples_of(rank, world_size)
     for _ in range(STEPS):
         laid.expect(MicroBatch(positions=Span(0, 1), weight=1, last=True))
         laid.backward(loss_of(laid.model, mine), len(mine) / 8)
@@ -111,15 +118,15 @@ def trained(
         laid.apply()
     laid.settle()
     held = laid.rank_state().held
-    return {name: held[f"model/{name}"].tensor for name in NamedModel(Matrices()).parameters}
+    return {name: held[f"model/{name}"].tensor for name in names}
 
 
 def compare(name: str, strategy: str, rank: int, world_size: int) -> float | str:
     try:
-        found = trained(OPTIMIZERS[name], strategy, rank, world_size)
+        found = trained(name, strategy, rank, world_size)
     except UserError as error:
         return str(error)
-    expected = plain(OPTIMIZERS[name])
+    expected = by_ddp(name, rank, world_size)
     worst = 0.0
     for parameter, tensor in found.items():
         whole = expected[parameter]

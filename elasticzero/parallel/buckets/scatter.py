@@ -162,8 +162,10 @@ class GradientScatter:
         self.used: set[str] = set()
         """Parameters that this rank has used in the global batch."""
         self._under_way: deque[_Gradient] = deque()
+        self._active = self._gradients
+        """The buckets that the newest backward gives gradients to."""
         self._next = 0
-        """The first bucket whose exchange has not begun in this backward."""
+        """The first of them whose exchange has not begun in this backward."""
         self._inside = self._sums = self._counts = False
         """A backward of the session's runs; it is summed; its weight is not 0."""
         self._last = False
@@ -171,23 +173,39 @@ class GradientScatter:
         self._over = False
         """The global batch's gradients are summed."""
         self._learnt = False
-        """The first global batch is over."""
+        """The first global batch that all parameters take part in is over."""
+        self._knows_late = False
+        """It is known which gradients come in several parts: none where inputs are named."""
         for gradient in self._gradients:
             for index, parameter in enumerate(gradient.bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(gradient, index))
 
-    def backward(self, loss: Tensor, fraction: float, *, last: bool) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        fraction: float,
+        *,
+        last: bool,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         """Adds the gradient of `fraction * loss`; a micro-batch of fraction 0 uses no parameter.
 
-        last: the micro-batch is the last of its global batch.
+        last: the micro-batch is the last of its global batch. inputs: the parameters whose
+        gradients are computed, which are those of whole buckets; None: all.
         """
         self._finish_all()  # what the micro-batch before has begun
         self._inside, self._counts = True, fraction != 0
         self._sums, self._next, self._last = last or not self._keeps, 0, last
-        for gradient in self._gradients:
+        if inputs is None:
+            self._active, self._knows_late = self._gradients, self._learnt
+        else:
+            ids = {id(parameter) for parameter in inputs}
+            named = [g for g in self._gradients if any(id(p) in ids for p in g.bucket.parameters)]
+            self._active, self._knows_late = named, True
+        for gradient in self._active:
             gradient.new_backward()
         try:
-            (loss * fraction).backward()
+            (loss * fraction).backward(inputs=inputs)
         finally:
             self._inside = False
         if self._sums:
@@ -195,11 +213,12 @@ class GradientScatter:
         self._over = last
 
     def reduced(self) -> list[Tensor]:
-        """Returns this rank's chunk of each bucket's gradient, once its sums are complete."""
+        """Returns this rank's chunk of each bucket's gradient, once its sums are complete; that of
+        a bucket which no backward was for has no meaning."""
         self._finish_all()
-        for gradient in self._gradients:
+        for gradient in self._active:
             self._begin_replicas(gradient)
-        for gradient in self._gradients:
+        for gradient in self._active:
             for work in gradient.replica_works or ():
                 work.wait()
         return [gradient.reduced_C for gradient in self._gradients]
@@ -209,7 +228,8 @@ class GradientScatter:
         for gradient in self._gradients:
             gradient.clear()
         self.used.clear()
-        self._over, self._learnt = False, True
+        self._over = False
+        self._learnt = self._learnt or self._active is self._gradients
 
     def _hook(self, gradient: _Gradient, index: int) -> Callable[[Tensor], None]:
         name = gradient.bucket.names[index]
@@ -220,7 +240,7 @@ class GradientScatter:
                 return
             if given.layout is not torch.strided:
                 raise sparse(name)
-            if self._over or (gradient.begun and (self._keeps or self._learnt)):
+            if self._over or (gradient.begun and (self._keeps or self._knows_late)):
                 raise too_late(name)
             if self._counts or not self._inside:
                 self.used.add(name)
@@ -232,7 +252,7 @@ class GradientScatter:
             self._lay(gradient, index)
             if self._sums and self._inside and gradient.parts_N[index] == 1:
                 gradient.missing -= 1
-                if not gradient.missing and (self._learnt or not self._keeps):
+                if not gradient.missing and (self._knows_late or not self._keeps):
                     self._begin_ready()
 
         return added
@@ -255,8 +275,8 @@ class GradientScatter:
 
     def _begin_ready(self) -> None:
         """Follows F2."""
-        while self._next < len(self._gradients):
-            gradient = self._gradients[self._next]
+        while self._next < len(self._active):
+            gradient = self._active[self._next]
             if gradient.missing or gradient.late:
                 return
             self._begin(gradient)
@@ -318,7 +338,7 @@ class GradientScatter:
         for buffer in gradient.lent:
             gradient.pool.give(buffer)
         gradient.lent = []
-        if self._last and (self._keeps or self._learnt):  # nothing is exchanged once more
+        if self._last and (self._keeps or self._knows_late):  # nothing is exchanged once more
             self._begin_replicas(gradient)
 
     def _begin_replicas(self, gradient: _Gradient) -> None:
@@ -328,12 +348,12 @@ class GradientScatter:
 
     def _complete(self) -> None:
         """Follows F3 and F4."""
-        for gradient in self._gradients[self._next :]:
+        for gradient in self._active[self._next :]:
             self._begin(gradient)
-        if not self._learnt:
+        if not self._knows_late:
             if not self._keeps:
                 self._repeat_late()
-            for gradient in self._gradients:
+            for gradient in self._active:
                 gradient.late = gradient.late or max(gradient.parts_N) > 1
 
     def _repeat_late(self) -> None:

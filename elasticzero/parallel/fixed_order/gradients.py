@@ -13,7 +13,7 @@ Nothing overlaps with the backward, and a rank holds up to log2(slices) + 1 whol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,24 @@ class GradientTree:
         self._ranks = ranks
         self._sums: PartialSums[Gradient] | None = None
 
-    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
-        """Adds the gradient of `fraction * loss` to the tree (rule W1)."""
+    def backward(
+        self,
+        loss: Tensor,
+        fraction: float,
+        part: MicroBatch,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Adds the gradient of `fraction * loss` to the tree (rule W1).
+
+        inputs: the parameters whose gradients are computed; None: all.
+        """
         if self._sums is None:
             self._sums = PartialSums(part.slices, _add)
         if part.slice is None:
             return
         if fraction != 0:
             self.losses.add(loss, fraction)
-            (loss * fraction).backward()
+            (loss * fraction).backward(inputs=inputs)
         gradient: Gradient = {}
         for name, parameter in self._parameters.items():
             given, parameter.grad = parameter.grad, None
@@ -159,9 +168,18 @@ class FixedOrderReducer:
         self.loss = 0.0
         """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
-    def backward(self, loss: Tensor, fraction: float, part: MicroBatch) -> None:
-        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one."""
-        self._tree.backward(loss, fraction, part)
+    def backward(
+        self,
+        loss: Tensor,
+        fraction: float,
+        part: MicroBatch,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one.
+
+        inputs: the parameters whose gradients are computed; None: all.
+        """
+        self._tree.backward(loss, fraction, part, inputs)
         if part.last:
             self._complete()
 

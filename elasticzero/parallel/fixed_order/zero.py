@@ -61,7 +61,7 @@ class WholeParameters(PiecedStrategy):
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         assert self._part is not None
-        self._tree.backward(loss, fraction, self._part)
+        self._tree.backward(loss, fraction, self._part, self.optimizers.inputs(self._parameters))
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         check_frozen(self._frozen)
@@ -78,6 +78,7 @@ class WholeParameters(PiecedStrategy):
 
     def apply(self) -> None:
         self._drop_whole()
+        self._mark_changed()
         self._pieced.step([message.names for message in self._owned] or [[]])
         if self.shards > 1:
             for messages in self._tree.rounds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -53,6 +53,64 @@ class Optimizers:
         self.by_name = by_name
         """One without a name has the empty one."""
         self.groups = groups
+        self.only: tuple[str, ...] | None = None
+        """The optimizers that the present global batch has gradients for; None: all."""
+
+    def named(self, only: str | Collection[str] | None) -> tuple[str, ...] | None:
+        """Returns the names that a script gives as `only=`, in one order; None: it gives none.
+
+        Raises `UserError` for a name that no optimizer has.
+        """
+        if only is None:
+            return None
+        names = tuple(sorted({only} if isinstance(only, str) else set(only)))
+        if "" in self.by_name:
+            raise UserError(
+                f"only={only!r} names optimizers of a dict, and the function that session.prepare "
+                "was given made one optimizer, without a name: let it return a dict of them"
+            )
+        known = ", ".join(map(repr, self.by_name))
+        if not names or (unknown := [name for name in names if name not in self.by_name]):
+            which = repr(unknown[0]) if names else "no optimizer"
+            raise UserError(f"only= names {which}; the script's optimizers are {known}")
+        return names
+
+    @property
+    def stepped(self) -> Mapping[str, torch.optim.Optimizer]:
+        """Returns those that the present global batch has gradients for, by name."""
+        only = self.only
+        return {n: each for n, each in self.by_name.items() if only is None or n in only}
+
+    def has_gradients(self, name: str) -> bool:
+        """Tells whether the present global batch is for the optimizer of this parameter."""
+        return self.only is None or self.group_of[name].optimizer_name in self.only
+
+    def inputs(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter] | None:
+        """Returns the parameters whose gradients a backward computes; None: all of them.
+
+        parameters: those of the model, by name. Raises `UserError` where none is trained.
+        """
+        if self.only is None:
+            return None
+        own = [parameters[name] for name in self.group_of if self.has_gradients(name)]
+        if not (trained := [parameter for parameter in own if parameter.requires_grad]):
+            raise UserError(
+                f"no parameter of the optimizer {' or '.join(map(repr, self.only))} needs a "
+                "gradient, so session.backward(…, only=…) computes nothing: leave out the call"
+            )
+        return trained
+
+    def check_used(self, used: Collection[str]) -> None:
+        """Raises `UserError` where a rank has gradients that this rank's `only` does not name."""
+        if self.only is None:
+            return
+        for name in used:
+            if name in self.group_of and not self.has_gradients(name):
+                raise UserError(
+                    f"a rank has a gradient of {name!r}, of which no optimizer is named by "
+                    f"only={list(self.only)}: compute gradients of parameters by session.backward "
+                    "alone"
+                )
 
     @property
     def as_made(self) -> Any:
@@ -63,6 +121,12 @@ class Optimizers:
     def group_of(self) -> dict[str, OptimizerGroup]:
         """The group of each parameter, by its name."""
         return {name: group for group in self.groups for name in group.names}
+
+    @property
+    def name_of(self) -> dict[str, str]:
+        """Returns the name of each parameter's optimizer; none where there is one optimizer."""
+        groups = self.groups if len(self.by_name) > 1 else ()
+        return {name: group.optimizer_name for group in groups for name in group.names}
 
     def schema(self, name: str) -> Schema:
         """Returns what is kept for a parameter."""

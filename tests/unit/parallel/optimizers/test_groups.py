@@ -1,0 +1,66 @@
+"""Which of a script's optimizers a global batch is for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticzero.errors import UserError
+from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.state.model import NamedModel
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 3)
+        self.b = nn.Linear(3, 1)
+
+
+def several(model: Two) -> Optimizers:
+    made = {name: torch.optim.SGD(model.get_submodule(name).parameters(), lr=0.1) for name in "ab"}
+    return open_optimizers(made, NamedModel(model), "nothing")
+
+
+def test_names_are_given_one_or_several_in_any_order() -> None:
+    optimizers = several(Two())
+    assert optimizers.named(None) is None
+    assert optimizers.named("b") == ("b",)
+    assert optimizers.named(["b", "a", "b"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [("c", "only= names 'c'; the script's optimizers are 'a', 'b'"), ([], "names no optimizer")],
+)
+def test_names_of_no_optimizer_are_refused(only: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        several(Two()).named(only)
+
+
+def test_an_optimizer_without_a_name_cannot_be_named() -> None:
+    model = Two()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = open_optimizers(made, NamedModel(model), "nothing")
+    with pytest.raises(UserError, match="let it return a dict"):
+        optimizers.named("a")
+
+
+def test_gradients_are_computed_for_what_the_named_optimizers_train() -> None:
+    model = Two()
+    optimizers, named = several(model), NamedModel(model).parameters
+    assert optimizers.inputs(named) is None and list(optimizers.stepped) == ["a", "b"]
+    optimizers.only = ("b",)
+    model.b.bias.requires_grad_(False)
+    assert optimizers.inputs(named) == [model.b.weight]
+    assert list(optimizers.stepped) == ["b"]
+    optimizers.check_used(["b.weight"])
+    with pytest.raises(UserError, match="a rank has a gradient of 'a"):
+        optimizers.check_used(["b.weight", "a.bias"])
+    model.b.weight.requires_grad_(False)
+    with pytest.raises(UserError, match="no parameter of the optimizer 'b' needs a gradient"):
+        optimizers.inputs(named)
