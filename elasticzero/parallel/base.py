@@ -63,6 +63,8 @@ class Setting:
     device: torch.device
     rank: int
     world_size: int
+    alone: bool = False
+    """No other rank takes part, now or later."""
     materialize: Callable[[nn.Module], list[nn.Parameter]] = lambda module: []
     """Gives the module memory and values where it has none yet, and returns those parameters."""
     gathered_dtype: torch.dtype | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -45,6 +45,7 @@ class Replicated:
         self.optimizers = open_optimizers(made, setting.named, "nothing")
         self._ranks = setting.world_size
         self._device = setting.device
+        self._may_be_sparse = setting.alone
         self._part: MicroBatch | None = None
         self._losses = LossCheck()
         self._fixed_order = setting.deterministic
@@ -81,6 +82,8 @@ class Replicated:
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         optimized = self.optimizers.parameters()
+        if not self._may_be_sparse:
+            _make_dense(optimized.values())
         given = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
         self.optimizers.check_used(given)
         gradients = list(given.values())
@@ -182,6 +185,13 @@ class Replicated:
         yield slots
         for name, parameter, tensors in states:
             self.optimizers.put_state(name, parameter, tensors)
+
+
+def _make_dense(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes sparse gradients dense, as they are where several ranks sum them."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _values(parameter: nn.Parameter) -> Tensor:

@@ -193,9 +193,8 @@ class Reducer:
                 if bucket.work is not None or self._over:
                     raise too_late(bucket.names[index])
                 if gradient is not view:
-                    if gradient.layout is not torch.strided:
-                        raise sparse(bucket.names[index])
-                    view.copy_(gradient)
+                    dense = gradient.layout is torch.strided
+                    view.copy_(gradient if dense else gradient.to_dense())
                     parameter.grad = view
                 if self._counts or not self._inside:
                     bucket.used_N[index] = True
@@ -273,14 +272,6 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
                 "called, so it is not summed over the ranks: freeze it after session.prepare, "
                 "which every generation calls anew"
             )
-
-
-def sparse(name: str) -> UserError:
-    """Returns the error for a sparse gradient."""
-    return UserError(
-        f"the gradient of {name!r} is sparse, and sparse gradients are not summed over ranks; "
-        "build the layer with sparse=False"
-    )
 
 
 def too_late(name: str) -> UserError:

@@ -17,11 +17,12 @@ def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alon
 
     alone: no other rank takes part, now or later.
     """
-    if not (alone and strategy == "ddp"):
+    if strategy == "zero3":
         for name in _sparse(model):
             raise UserError(
-                f"module {name!r} is an embedding with sparse=True, and sparse gradients are not "
-                "summed over ranks: build it with sparse=False"
+                f"module {name!r} is an embedding with sparse=True, and zero3 sums no sparse "
+                "gradients, for FSDP2 does not: build it with sparse=False, or use ddp, zero1 or "
+                "zero2, which make its gradient dense"
             )
     if device.type == "cpu" and not (alone and strategy != "zero3"):
         for name, module in model.named_modules():

@@ -102,6 +102,7 @@ def prepare_training(
         device=place.device,
         rank=assignment.rank,
         world_size=assignment.world_size,
+        alone=groups is None,
         materialize=meta.materialize,
         gathered_dtype=compute.dtype,
         mesh=rows.mesh,

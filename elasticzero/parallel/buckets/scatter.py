@@ -45,7 +45,7 @@ from elasticzero.parallel.buckets.exchange import (
 )
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.reducer import sparse, too_late
+from elasticzero.parallel.reducer import too_late
 
 
 class BufferPool:
@@ -239,7 +239,7 @@ class GradientScatter:
             if given is None:
                 return
             if given.layout is not torch.strided:
-                raise sparse(name)
+                parameter.grad = given.to_dense()
             if self._over or (gradient.begun and (self._keeps or self._knows_late)):
                 raise too_late(name)
             if self._counts or not self._inside:

@@ -26,7 +26,7 @@ from elasticzero.data.slices import dealt
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
-from elasticzero.parallel.reducer import check_frozen, sparse
+from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 
 TAG = 0x657B
@@ -82,10 +82,8 @@ class GradientTree:
             if given is None:
                 gradient[name] = torch.zeros_like(parameter.data)
                 continue
-            if given.layout is not torch.strided:
-                raise sparse(name)
             self.used.add(name)
-            gradient[name] = given
+            gradient[name] = given if given.layout is torch.strided else given.to_dense()
         self._sums.put(Span(part.slice, part.slice + 1), gradient)
 
     def reduce(self) -> dict[OwnedParameters, Tensor]:
