@@ -22,6 +22,10 @@ Dealt = Literal["nothing", "elements", "rows"]
 """What a strategy deals to the ranks: nothing; any elements, or whole parameters where an optimizer
 needs these; rows of each parameter."""
 
+PACKING = ("torchao", "bitsandbytes")
+"""Packages whose optimizers keep state in 8 bits or fewer, with a scale for each block of it. Those
+of the second keep it in plain tensors, which are stored where nothing is dealt."""
+
 ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
 
 
@@ -177,6 +181,7 @@ def open_optimizers(made: MadeOptimizers, named: NamedModel, dealt: Dealt) -> Op
     found: list[OptimizerGroup] = []
     known: dict[Any, GroupNature] = {}
     for optimizer_name, optimizer in by_name.items():
+        _check_package(type(optimizer), dealt)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -200,6 +205,17 @@ def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
             "model's; build it from the parameters that the factory is given"
         )
     return name_of[id(parameter)]
+
+
+def _check_package(kind: type[torch.optim.Optimizer], dealt: Dealt) -> None:
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    for package in PACKING[:1] if dealt == "nothing" else PACKING:
+        if package in packages:
+            raise UserError(
+                f"{kind.__name__} of {package} keeps packed state, with a scale for each block of "
+                "it, which cannot be divided or stored by parameter: use torch.optim.AdamW, whose "
+                "state zero1, zero2 and zero3 divide among the ranks"
+            )
 
 
 def _check(nature: GroupNature, kind: str, dealt: Dealt) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elasticzero.errors import UserError
-from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.groups import Dealt, Optimizers, open_optimizers
 from elasticzero.state.model import NamedModel
 
 
@@ -64,3 +64,17 @@ def test_gradients_are_computed_for_what_the_named_optimizers_train() -> None:
     model.b.weight.requires_grad_(False)
     with pytest.raises(UserError, match="no parameter of the optimizer 'b' needs a gradient"):
         optimizers.inputs(named)
+
+
+@pytest.mark.parametrize(
+    ("package", "dealt"),
+    [("torchao.optim.adam", "nothing"), ("bitsandbytes.optim.adamw", "elements")],
+)
+def test_packed_state_is_refused_before_a_step(package: str, dealt: Dealt) -> None:
+    model = nn.Linear(2, 2)
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": package})
+    own = type("Own", (kind,), {})
+    for each in (kind, own):
+        made = each(model.parameters())
+        with pytest.raises(UserError, match=f"{each.__name__} of {package[:5]}.* packed state"):
+            open_optimizers(made, NamedModel(model), dealt)
