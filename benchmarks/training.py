@@ -5,7 +5,8 @@
 
 Contenders take their steps by turns in the same processes, one thread a rank, fused AdamW, gloo;
 each turn gives one ratio against the contender's reference. Memory is the growth of a process that
-runs one contender alone, beside what `elasticzero plan` computes.
+runs one contender alone, beside what `elasticzero plan` computes. DeepSpeed takes part where it is
+installed (DS_BUILD_OPS=0 python -m pip install deepspeed).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,16 @@ HERE = Path(__file__).resolve().parent
 RANK = HERE / "training_ranks.py"
 WIDTHS = {"17M": 1024, "105M": 2560}
 """Width of the blocks, by the model's number of parameters."""
-GROUPS = (("DDP", "ddp", "zero1", "zero2", "DDP + ZRO"), ("FSDP2", "zero3"))
+DEEPSPEED = ("DeepSpeed 1", "DeepSpeed 2") if find_spec("deepspeed") else ()
+"""Its stages, where it is installed."""
+GROUPS = (("DDP", "ddp", "zero1", "zero2", "DDP + ZRO", *DEEPSPEED), ("FSDP2", "zero3"))
 """Contenders that take turns with each other."""
 TARGETS = {
     "ddp": ("DDP", 1.01),
     "zero1": ("DDP", 1.0),
     "zero2": ("zero1", 1.05),
     "zero3": ("FSDP2", 1.0),
-    "DDP + ZRO": ("DDP", math.inf),
+    **dict.fromkeys(("DDP + ZRO", "DeepSpeed 1", "DeepSpeed 2"), ("DDP", math.inf)),
 }
 """By contender: its reference, and the greatest ratio wanted."""
 MOST_MEMORY = 1.1
@@ -73,6 +77,7 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    common |= {"DS_ACCELERATOR": "cpu"}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     processes = [
         subprocess.Popen(

@@ -21,6 +21,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training_steps import Step, fully_sharded, strategy_step, torch_step
 
+DEEPSPEED = "DeepSpeed "
+"""Before the stage, in the name of a contender."""
 BLOCKS = 4
 SAMPLES = 4096
 BATCH = 16
@@ -45,6 +47,26 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
+def deepspeed_step(stage: int, model: nn.Module) -> Step:
+    """Returns a step of DeepSpeed's engine with its default options."""
+    import deepspeed
+
+    options = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adam(model.parameters()), dist_init_required=False, config=options
+    )
+
+    def step(x: Tensor, y: Tensor) -> None:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+
+    return step
+
+
 def contender(name: str, width: int) -> Step:
     """Returns the step of torch's own strategy, or of one of ours."""
     torch.manual_seed(0)
@@ -61,6 +83,8 @@ def contender(name: str, width: int) -> Step:
             fused=True,
         )
         return torch_step(DistributedDataParallel(model), parted)
+    if name.startswith(DEEPSPEED):
+        return deepspeed_step(int(name.removeprefix(DEEPSPEED)), model)
     if name == "FSDP2":
         sharded = fully_sharded(model, model.children(), device)
         return torch_step(sharded, adam(sharded.parameters()))
