@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.format.layout import TensorSpec
@@ -22,7 +22,7 @@ from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, unconverted
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.spans import STRATEGIES
+from elasticzero.spans import STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_error, print_result, shown, size_text
 
 _T = TypeVar("_T")
@@ -47,6 +47,19 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
         choices=STRATEGIES,
         help="The tensors are distributed over the ranks as this strategy does. (default: as in "
         "the checkpoint)",
+    )
+    command.add_argument(
+        "--shard",
+        choices=get_args(ShardOver),
+        default="world",
+        help="The state is divided among all ranks, or among those of each node, and then every "
+        "node writes a part of each shard. (default: world)",
+    )
+    command.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="With --shard node, the ranks are those of N nodes, as many on each.",
     )
     _add_dtype(command)
     _add_copy_options(command)
@@ -185,7 +198,11 @@ BULK_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 def _reshard(args: argparse.Namespace) -> int:
     source = catalog.resolve(args.path)
     shape = reshard.TargetShape(
-        world_size=args.world_size, strategy=args.strategy, dtype=args.dtype
+        world_size=args.world_size,
+        strategy=args.strategy,
+        dtype=args.dtype,
+        shard=args.shard,
+        nodes=args.nodes,
     )
 
     def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:

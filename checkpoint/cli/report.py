@@ -107,7 +107,7 @@ def step_text(seen: StepSummary) -> str:
         ("step", str(manifest.step)),
         ("generation", f"{manifest.generation} (token {manifest.token})"),
         ("strategy", manifest.strategy),
-        ("world", count_text(manifest.layout.world_size, "rank")),
+        ("world", _world_text(manifest)),
         ("tensors", f"{len(tensors)}, {size_text(elements)}"),
         ("written", _written_text(seen.written_s)),
         (
@@ -131,6 +131,13 @@ def step_text(seen: StepSummary) -> str:
             table_text(("tensor", "dtype", "shape", "size", "dealt"), _tensor_rows(manifest)),
         ]
     )
+
+
+def _world_text(manifest: Manifest) -> str:
+    text = count_text(manifest.layout.world_size, "rank")
+    if manifest.layout.replicas > 1:
+        text += f" on {manifest.layout.replicas} nodes, each of which had the whole state"
+    return text
 
 
 def _trouble_text(unreadable: bool, reason: str) -> str:

@@ -33,7 +33,7 @@ from elasticzero.checkpoint.rewrite.step_copy import (
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Directory, Readable
 from elasticzero.errors import UserError
-from elasticzero.spans import STRATEGIES, Rule, Span
+from elasticzero.spans import STRATEGIES, Rule, ShardOver, Span
 
 MOST_RANKS = 100_000
 _TOKEN_VERSION = b"reshard 1"
@@ -48,14 +48,37 @@ class TargetShape:
     """Distribute the tensors as this strategy does; None: by their present rules."""
     dtype: str | None = None
     """The dtype of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
+    shard: ShardOver = "world"
+    """Divide the state among all ranks, or among those of each node."""
+    nodes: int | None = None
+    """Number of nodes, of as many ranks each, with shard "node"; else None."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MOST_RANKS:
             raise UserError(f"a world of {self.world_size} ranks: give 1 to {MOST_RANKS}")
+        if self.shard == "node" and self.nodes is None:
+            raise UserError("--shard node needs the number of nodes: give --nodes N")
+        if self.shard != "node" and self.nodes is not None:
+            raise UserError(f"--nodes {self.nodes} is for --shard node: give both or neither")
+        if self.nodes is not None and (self.nodes < 1 or self.world_size % self.nodes):
+            raise UserError(
+                f"a world of {self.world_size} ranks cannot be {self.nodes} nodes of as many ranks "
+                "each, which --shard node needs: give another --nodes or --world-size"
+            )
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise UserError(f"strategy {self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(CAST_DTYPES)}")
+        check_shard(self.shard, self.strategy)
+
+
+def check_shard(shard: ShardOver, strategy: str | None) -> None:
+    """Raises `UserError` for a strategy that divides no state within nodes."""
+    if shard == "node" and strategy == "ddp":
+        raise UserError(
+            "--shard node cannot be had with strategy ddp, which divides no state: give --strategy "
+            "zero1, zero2 or zero3"
+        )
 
 
 def rule_of(strategy: str) -> Rule:
@@ -76,7 +99,9 @@ def reshape_layout(layout: Layout, shape: TargetShape) -> Layout:
         for group in layout.groups
     )
     tensors = cast_specs(layout.tensors, shape.dtype)
-    return Layout(world_size=shape.world_size, tensors=tensors, groups=groups)
+    return Layout(
+        world_size=shape.world_size, tensors=tensors, groups=groups, replicas=shape.nodes or 1
+    )
 
 
 def reshard(
@@ -92,6 +117,7 @@ def reshard(
     """
     catalog.check_outside_steps(directory.where)
     old = catalog.read_manifest(source)
+    check_shard(shape.shard, shape.strategy or old.strategy)
     target = directory.step(step_directory(old.step))
     if target.where == source.where:
         raise UserError(f"{source.where} cannot be resharded into its own directory: give another")

@@ -144,6 +144,19 @@ def test_reshard(directory: Path, tmp_path: Path, capsys: Output) -> None:
     assert main(["verify", target]) == 0
 
 
+def test_reshard_for_nodes_that_hold_everything(
+    directory: Path, tmp_path: Path, capsys: Output
+) -> None:
+    order = ["reshard", str(directory), str(tmp_path / "new"), "--world-size", "4"]
+    assert main([*order, "--strategy", "zero1", "--shard", "node", "--nodes", "2"]) == 0
+    assert main(["verify", str(tmp_path / "new")]) == 0
+    assert main(["diff", str(directory), str(tmp_path / "new")]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "new")]) == 0
+    wanted = "world       4 ranks on 2 nodes, each of which had the whole state\n"
+    assert wanted in capsys.readouterr().out
+
+
 def test_one_rank_is_one_rank(directory: Path, tmp_path: Path, capsys: Output) -> None:
     target = str(tmp_path / "one")
     assert main(["reshard", str(directory), target, "--world-size", "1"]) == 0

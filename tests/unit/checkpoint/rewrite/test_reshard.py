@@ -7,6 +7,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.spans import STRATEGIES, Rule, Span
+from elasticzero.spans import EMPTY, STRATEGIES, Rule, Span
 from tests.unit.checkpoint.cases import (
     cut,
     draft_of,
@@ -53,7 +54,7 @@ def assert_holds(storage: Storage, contents: dict[str, bytes]) -> Manifest:
     return manifest
 
 
-def resharded(source: Readable, directory: Path, world_size: int, **wishes: str) -> Storage:
+def resharded(source: Readable, directory: Path, world_size: int, **wishes: Any) -> Storage:
     done = reshard(source, DiskDirectory(directory), TargetShape(world_size=world_size, **wishes))
     assert not done.already
     return open_storage(done.where)
@@ -79,10 +80,17 @@ class Watched:
 
 
 @settings(max_examples=30)
-@given(layouts(), st.integers(1, 7), st.sampled_from([None, *STRATEGIES]))
-def test_resharding_keeps_every_element(layout: Layout, world: int, strategy: str | None) -> None:
+@given(layouts(), st.integers(1, 7), st.sampled_from([None, *STRATEGIES]), st.data())
+def test_resharding_keeps_every_element(
+    layout: Layout, world: int, strategy: str | None, data: st.DataObject
+) -> None:
+    """Over the world, and within nodes."""
     contents = elements(layout.tensors)
-    shape = TargetShape(world_size=world, strategy=strategy)
+    counts = [n for n in range(1, world + 1) if world % n == 0 and strategy != "ddp"]
+    nodes = data.draw(st.sampled_from([None, *counts]))
+    shape = TargetShape(
+        world_size=world, strategy=strategy, shard="node" if nodes else "world", nodes=nodes
+    )
     with tempfile.TemporaryDirectory() as directory:
         source = write_step(Path(directory) / "old", draft_of(layout), contents)
         done = reshard(source, DiskDirectory(Path(directory) / "new"), shape)
@@ -100,6 +108,35 @@ def test_two_to_three_and_back_is_the_same_bytes(tmp_path: Path) -> None:
     three = resharded(source, tmp_path / "b", 3)
     two = resharded(three, tmp_path / "c", 2)
     assert assert_holds(two, contents).layout == layout
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_nodes_of_a_resharded_step_divide_it_as_those_of_a_job(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Two nodes of three ranks: ranks 1 and 4 have the halves of the second shard of three."""
+    layout = simple_layout(world_size=4)
+    contents = elements(layout.tensors)
+    source = write_step(tmp_path / "a", draft_of(layout), contents)
+    shape = TargetShape(world_size=6, strategy=strategy, shard="node", nodes=2)
+    done = reshard(source, DiskDirectory(tmp_path / "b"), shape)
+    found = assert_holds(open_storage(done.where), contents).layout
+    assert (found.world_size, found.replicas) == (6, 2)
+    three = reshape_layout(layout, TargetShape(world_size=3, strategy=strategy))
+    for shard in range(3):
+        for name, whole in three.spans(shard).items():
+            parts = [found.spans(rank).get(name, EMPTY) for rank in (shard, shard + 3)]
+            if name == "optimizer/w/step":  # which is on one rank
+                assert parts[0] == whole
+                continue
+            assert sum(map(len, parts)) == len(whole)
+            assert all(whole.start <= p.start <= p.stop <= whole.stop for p in parts if p)
+    again = reshard(source, DiskDirectory(tmp_path / "b"), shape)
+    assert again.already
+    with pytest.raises(UserError, match="holds a checkpoint already"):
+        reshard(source, DiskDirectory(tmp_path / "b"), TargetShape(world_size=6, strategy=strategy))
+    back = resharded(open_storage(done.where), tmp_path / "c", 4, strategy="zero2")
+    assert assert_holds(back, contents).layout == layout
 
 
 def test_strategies_deal_by_their_own_rules() -> None:
@@ -127,6 +164,19 @@ def test_bad_wishes_are_refused(tmp_path: Path) -> None:
         TargetShape(world_size=0)
     with pytest.raises(UserError, match="'zero9' is not one of"):
         TargetShape(world_size=1, strategy="zero9")
+    with pytest.raises(UserError, match="needs the number of nodes: give --nodes N"):
+        TargetShape(world_size=4, shard="node")
+    with pytest.raises(UserError, match="--nodes 2 is for --shard node"):
+        TargetShape(world_size=4, nodes=2)
+    with pytest.raises(UserError, match="4 ranks cannot be 3 nodes of as many ranks"):
+        TargetShape(world_size=4, shard="node", nodes=3)
+    with pytest.raises(UserError, match="cannot be had with strategy ddp"):
+        TargetShape(world_size=4, strategy="ddp", shard="node", nodes=2)
+    ddp = write_step(tmp_path / "ddp", draft_of(layout, strategy="ddp"), elements(layout.tensors))
+    with pytest.raises(UserError, match="cannot be had with strategy ddp"):
+        reshard(
+            ddp, DiskDirectory(tmp_path / "d"), TargetShape(world_size=4, shard="node", nodes=2)
+        )
     with pytest.raises(UserError, match="'int8' is not one of"):
         TargetShape(world_size=1, dtype="int8")
     with pytest.raises(UserError, match="too small: give 4 MiB or more"):
