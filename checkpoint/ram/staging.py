@@ -19,7 +19,7 @@ from elasticzero.checkpoint.format.finite import CHECKED_DTYPES, Range
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs
 from elasticzero.checkpoint.io.writer import TensorPiece, ordered_pieces
-from elasticzero.checkpoint.ram.slots import MemorySlot, Slots
+from elasticzero.checkpoint.ram.slots import MemorySlot, Slots, SlotsInUse
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import as_storage_error
 from elasticzero.errors import StorageError
@@ -107,7 +107,7 @@ class SharedMemoryStager:
             if (self._store.path_of(shard) / draft.file_name(rank)).exists():
                 return size
             self._store.drop(shard)  # the shard is of another run with the same numbers
-        slot = self._slots.take(size, extra=options.extra)
+        slot = self._free_slot(size, options)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._copy(draft, rank, pieces, memory[len(head) : size])
@@ -121,6 +121,18 @@ class SharedMemoryStager:
             (path / draft.file_name(rank)).unlink(missing_ok=True)  # frees the slot again
             raise
         return size
+
+    def _free_slot(self, size: int, options: _StagingOptions) -> MemorySlot:
+        """Returns a free slot; drops shards of states that this node also holds whole if it must.
+
+        Where every node holds the whole state, a worker that is stopped right after a capture has
+        a part of that state in one slot, and all of it in the other.
+        """
+        try:
+            return self._slots.take(size, extra=options.extra)
+        except SlotsInUse:
+            self._store.drop_superseded()
+            return self._slots.take(size, extra=options.extra)
 
     def close(self) -> None:
         for memory in self._memory.values():

@@ -206,6 +206,18 @@ class SnapshotStore:
             if of in name:
                 (path / name).unlink(missing_ok=True)
 
+    def drop_superseded(self) -> None:
+        """Removes the shards of each state that is also here whole, in fewer shards."""
+        whole = {
+            (held.generation, held.step): held.world_size
+            for held in reversed(self.held())
+            if len(held.ranks) == held.world_size
+        }
+        for shard in [*self._shards(rank_of_snapshot_manifest), *self.drafts()]:
+            size = whole.get((shard.generation, shard.step), shard.world_size)
+            if shard.world_size > size:
+                self.drop(shard)
+
     def drop_draft(self, shard: ShardName) -> None:
         """Removes the draft of a shard that cannot be sealed."""
         path = self.path_of(shard)

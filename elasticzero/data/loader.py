@@ -126,6 +126,8 @@ class RankSchedule:
     """The most that memory has sufficed for, under `auto`; None: it was never short."""
     virtual_batch: int | None = None
     """Number of samples in a slice; None: what one rank computes at once depends on the world."""
+    left_out: frozenset[GlobalBatch] = frozenset()
+    """Global batches that are passed over, of which nothing is read."""
 
     def __post_init__(self) -> None:
         size, total = self.virtual_batch, self.plan.global_batch
@@ -175,7 +177,8 @@ class RankSchedule:
         """Yields the samples of every micro-batch from `position` to the end."""
         order: SampleOrder = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
-            spans = (part.positions for batch, _ in batches for part in self.parts(batch))
+            kept = (batch for batch, _ in batches if batch not in self.left_out)
+            spans = (part.positions for batch in kept for part in self.parts(batch))
             for first in spans:
                 ahead = min(_AHEAD, _AHEAD_SAMPLES // max(1, len(first)))
                 some = [first, *islice(spans, max(0, ahead - 1))]

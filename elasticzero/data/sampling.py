@@ -9,7 +9,7 @@ Shapes: N samples of the dataset, P positions asked for, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,6 +148,16 @@ class DataPosition:
             return Mark(dataset=dataset, epoch=self.epoch, offset=self.offset, order=self.order)
         unused = Mark(dataset=dataset, epoch=0, offset=0)
         return next((mark for mark in self.others if mark.dataset == dataset), unused)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """Describes the work at the boundary after an epoch's last step."""
+
+    run: Callable[[], object] | None
+    """The script's `on_epoch_end`."""
+    after: DataPosition
+    """Position in the data once the function has run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from elasticzero.errors import ExitCode, OperatorError
-from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.ipc.assignment import Assignment, LeftOutBatch, Resume
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.ipc.messages import (
     Abort,
@@ -60,6 +60,18 @@ class GenerationEnded(BaseException):
         self.reason = reason
         self.aborted = aborted
         """True if the agent has ended the generation; False if all ranks agreed at a boundary."""
+
+
+class RolledBack(GenerationEnded):
+    """Ends the script's loop on all ranks, because training goes back to a held state."""
+
+    def __init__(self, reason: str, own: str, left_out: LeftOutBatch) -> None:
+        """reason: why. own: what is not finite on this rank. left_out: the batch from now on."""
+        super().__init__(
+            f"step {left_out.step} was not applied: {reason}{f' (here {own})' if own else ''}; "
+            "training goes back to a held state, and leaves this batch out"
+        )
+        self.left_out = left_out
 
 
 class AgentClient:

@@ -6,9 +6,11 @@ Pure. `torchrun_environment` gives the same to scripts that read torchrun's vari
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+from elasticzero.errors import UserError
 from elasticzero.spans import ShardOver
 
 
@@ -46,9 +48,23 @@ class KnownError:
     generation: int
 
 
-OnNonFinite = Literal["stop", "skip"]
+OnNonFinite = Literal["stop", "skip", "rollback"]
 """Says what happens to a global batch whose loss or gradient is not finite: the job stops before
-its step, or the batch is left out."""
+its step, the batch is skipped, or training goes back to a held state and leaves the batch out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutBatch:
+    """Names a global batch that training leaves out after a rollback."""
+
+    step: int
+    """Number of the boundary after it."""
+    dataset: int
+    """Number of its dataset object, from 0, in the order in which loops first used them."""
+    epoch: int
+    start: int
+    stop: int
+    """It has the positions `[start, stop)` of the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,27 @@ class SpikeLimit:
 
     def __str__(self) -> str:
         return f"{self.action}:{self.deviations:g}:{self.steps}"
+
+
+def spike_limit(flag: str, text: str) -> SpikeLimit | None:
+    """Parses ACTION:K:N; returns None for off. Raises `UserError` that names the option `flag`."""
+    if text == "off":
+        return None
+    action, _, rest = text.partition(":")
+    deviations, _, steps = rest.partition(":")
+    try:
+        limit, count = float(deviations), int(steps)
+    except ValueError:
+        limit, count = math.nan, 0
+    known: tuple[OnNonFinite, ...] = get_args(OnNonFinite)
+    found = next((name for name in known if name == action), None)
+    if found is None or not 0 < limit < math.inf or count < 2:
+        raise UserError(
+            f"{flag} {text}: off, stop:K:N, skip:K:N or rollback:K:N is expected, such as "
+            "skip:6:100 for losses more than 6 standard deviations above the mean of the last 100 "
+            "steps"
+        )
+    return SpikeLimit(action=found, deviations=limit, steps=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +161,8 @@ class Assignment:
     """True if this node has made steps with this job in an earlier generation."""
     micro_batch: int | None = None
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
+    left_out: tuple[LeftOutBatch, ...] = ()
+    """Global batches that are left out because training was rolled back."""
     bad_steps: tuple[int, ...] = ()
     """Checkpoints that were found damaged; a save of such a step replaces the damaged one."""
     connect_timeout_s: float = 30.0
@@ -152,6 +191,12 @@ class Assignment:
     """Ranks whose part of the state this worker keeps a live copy of."""
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this worker's part; None: none does."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Returns whether a bad global batch can take training back to a held state."""
+        spike = self.on_spike is not None and self.on_spike.action == "rollback"
+        return spike or self.on_nonfinite == "rollback"
 
     @property
     def row(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.assignment import Assignment, LeftOutBatch
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
@@ -21,10 +21,20 @@ FLAG_REASONS = {
     FLAG_STOP: "the job is stopped",
 }
 
-Blame = Literal["user", "peer", "checkpoint", "storage", "environment", "memory", "killed"]
+FLAG_REASONS = {
+    FLAG_LEAVE: "a node leaves",
+    FLAG_GROW: "the world grows",
+    FLAG_STOP: "the job is stopped",
+}
+"""Reasons for which a generation ends at a boundary, by flag."""
+
+Blame = Literal[
+    "user", "peer", "checkpoint", "storage", "environment", "memory", "rollback", "killed"
+]
 """Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a
 damaged checkpoint; storage: the last checkpoint could not be written; environment: anything else
-outside; memory: it did not suffice for a micro-batch that can be halved; killed: a signal."""
+outside; memory: it did not suffice for a micro-batch that can be halved; rollback: all ranks go
+back to a held state, and leave a global batch out; killed: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +260,8 @@ class Failed:
     found."""
     micro_batch: int | None = None
     """Samples of the micro-batches that are tried next, where memory did not suffice."""
+    left_out: LeftOutBatch | None = None
+    """Global batch that is left out from now on, where training is rolled back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,8 @@ class StateStager:
         self._saving = saving and a.checkpoint_dir is not None
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
-        held_once = shards == a.world_size and not link.standalone
-        self._takes_snapshots = held_once and a.snapshot_every != 0
+        needed = (shards == a.world_size or a.rolls_back) and not link.standalone
+        self._takes_snapshots = needed and a.snapshot_every != 0
         self._schedule = CaptureSchedule(start=0)
         self._layout: Layout | None = None
         self._trained: Collection[str] = ()

@@ -32,13 +32,13 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
-from elasticzero.data.sampling import GlobalBatch, MicroBatch
+from elasticzero.data.sampling import EpochEnd, GlobalBatch, MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited, Stepped
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.training.slices import SliceStates
-from elasticzero.training.training_state import EpochEnd, TrainingState
+from elasticzero.training.training_state import TrainingState
 
 MASK_MODULUS = (1 << 20) - 3
 """Of the number that stands for a set of optimizers; small, so that sums of squares are exact."""
@@ -175,6 +175,7 @@ class Loops:
         mine: object,
     ) -> Iterator[Any]:
         progress = self.progress = StepProgress(schedule.plan)
+        schedule = self._without_left_out(schedule, training.position.dataset)
         data = reader.batches(schedule.requests(training.position))
         if schedule.virtual_batch is not None:
             seed, dataset = schedule.plan.order.seed, training.position.dataset
@@ -192,6 +193,9 @@ class Loops:
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
                 )
                 training.begin_step(batch, after, ends)
+                if batch in schedule.left_out:
+                    training.pass_over()
+                    continue
                 progress.begin(batch)
                 for part in schedule.parts(batch):
                     began_s = time.monotonic()
@@ -216,6 +220,15 @@ class Loops:
             self._send_step(training)
             self._link.send(LoopExited())
         self.progress = StepProgress()
+
+    def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
+        """Returns the schedule that leaves out the batches of this dataset that are to be."""
+        batches = [
+            GlobalBatch(epoch=found.epoch, start=found.start, stop=found.stop)
+            for found in self._link.assignment.left_out
+            if found.dataset == dataset
+        ]
+        return replace(schedule, left_out=frozenset(batches))
 
     def _check_part(self, mine: object) -> None:
         """Checks that the script is done with its micro-batch when it requests the next one."""

@@ -28,10 +28,14 @@ def own_findings(strategy: Strategy) -> str:
     return " and ".join(found)
 
 
-def print_skipped(step: int, reason: str, own: str) -> None:
-    """Prints that a step was skipped. own: what is not finite on this rank."""
+def print_skipped(rank: int, step: int, reason: str, own: str = "") -> None:
+    """Prints, on rank 0 and where `own` is given, that a step was skipped.
+
+    own: what is not finite on this rank.
+    """
     more = f" (on this rank {own})" if own else ""
-    print(f"step {step} was skipped: {reason}{more}", file=sys.stderr, flush=True)
+    if own or rank == 0:
+        print(f"step {step} was skipped: {reason}{more}", file=sys.stderr, flush=True)
 
 
 def all_findings(

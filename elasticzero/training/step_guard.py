@@ -9,9 +9,17 @@ Rules:
  Q4  `--on-spike` says what becomes of a loss that is more than K standard deviations above the mean
      of the last N applied steps, once there are N. The deviation counts as SMALLEST_DEVIATION of
      the mean at least, so that a loss that hardly varies has no spikes.
- Q5  Where MOST_SKIPPED batches in a row were skipped, training stops.
-Invariant: a batch is applied on all ranks or on none, and a skipped one is recorded in the position
-in the data.
+ Q5  Where MOST_SKIPPED batches in a row were skipped, or MOST_ROLLED_BACK for a rollback, training
+     stops.
+ Q6  A rollback ends the generation, and hands no state over. The next one begins, as after a lost
+     worker, from the newest state that memory holds whole, or from the newest checkpoint if that is
+     newer; so nothing that is committed is undone. The batch is in `left_out` of every `world` from
+     then on, until a state that a generation begins from records it. Training passes over it
+     without a forward, and records it as skipped. A generation that began without it (all agents
+     that knew of it were lost) meets the batch again, and rolls back again. A rollback is no
+     failure: it does not count against --max-restarts.
+Invariant: a batch is applied on all ranks or on none, and one that is skipped or left out is
+recorded in the position in the data.
 """
 
 from __future__ import annotations
@@ -33,13 +41,16 @@ SMALLEST_DEVIATION = 0.01
 """Smallest standard deviation that counts, as a share of the mean loss."""
 MOST_SKIPPED = 100
 """Maximum number of batches in a row that are skipped."""
+MOST_ROLLED_BACK = 10
+"""Maximum number of batches in a row that are left out or skipped before one is rolled back: the
+held state itself is then likely to be bad."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
     """Says what becomes of a global batch."""
 
-    action: Literal["apply", "skip", "stop"]
+    action: Literal["apply", "skip", "rollback", "stop"]
     reason: str = ""
     """Completes "step 30 was not applied: …"; empty: the numbers that are not finite do."""
 
@@ -75,7 +86,7 @@ class StepGuard:
     @property
     def keeps_state(self) -> bool:
         """Returns whether something of this is part of the training state."""
-        return self._scales or self.watches_loss or self._on_nonfinite == "skip"
+        return self._scales or self.watches_loss or self._on_nonfinite != "stop"
 
     def judge(self, norm: float, loss: float) -> StepVerdict:
         """Returns what becomes of a global batch; changes the scale and what is recorded.
@@ -90,9 +101,16 @@ class StepGuard:
         else:
             verdict = StepVerdict(self._on_spike.action, reason)
         self._in_a_row += 1
-        if verdict.action == "skip" and self._in_a_row > MOST_SKIPPED:
-            return StepVerdict("stop", f"{MOST_SKIPPED} batches before it were skipped")
+        if verdict.action == "stop":
+            return verdict
+        most = MOST_SKIPPED if verdict.action == "skip" else MOST_ROLLED_BACK
+        if self._in_a_row > most:
+            return StepVerdict("stop", f"{most} batches before it were skipped")
         return verdict
+
+    def passed_over(self) -> None:
+        """Records that a batch was left out (Q6)."""
+        self._in_a_row += 1
 
     def _of_nonfinite(self) -> StepVerdict:
         """Follows Q2 and Q3."""
@@ -104,7 +122,7 @@ class StepGuard:
             )
         if self._on_nonfinite == "stop":
             return StepVerdict("stop")
-        return StepVerdict("skip", "a loss or a gradient is NaN or infinite")
+        return StepVerdict(self._on_nonfinite, "a loss or a gradient is NaN or infinite")
 
     def _spike(self, loss: float, limit: SpikeLimit) -> str:
         """Follows Q4; returns a description of the spike, or nothing."""

@@ -6,8 +6,7 @@ At this boundary captures are taken, and the end of a generation is detected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 
 from torch import Tensor
 
@@ -15,9 +14,10 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.sampling import DataPosition, GlobalBatch, SkippedBatch
+from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, SkippedBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
-from elasticzero.ipc.agent_client import AgentClient, GenerationEnded
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
+from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
@@ -31,16 +31,6 @@ from elasticzero.training.last_save import save_at_the_end
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnd:
-    """Describes the work at the boundary after an epoch's last step."""
-
-    run: Callable[[], object] | None
-    """The script's `on_epoch_end`."""
-    after: DataPosition
-    """Position in the data once the function has run."""
 
 
 class TrainingState:
@@ -203,16 +193,18 @@ class TrainingState:
         """Lets the optimizer take its step, or skips it; the state is torn until the next boundary.
 
         norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Returns
-        whether the step is applied. Where training is to stop nothing is changed, the state of the
-        boundary is saved, and `NotFinite` raised.
+        whether the step is applied; raises `NotFinite` or `RolledBack`, with nothing changed.
         """
         self.rows.verify_gradients(self._verify_collectives)
         value = float(norm)
         verdict = self.guard.judge(value, self.strategy.loss if self.guard.watches_loss else 0.0)
         if verdict.action == "stop":
             raise self._stopped_by(verdict.reason)
-        if verdict.action == "skip":
-            self._skip(verdict.reason, finite=math.isfinite(value))
+        if verdict.action != "apply":
+            own = "" if math.isfinite(value) else own_findings(self.strategy)
+            if verdict.action == "rollback":
+                raise self._rolled_back(verdict.reason, own)
+            self._skip(verdict.reason, own)
             return False
         self.gradient_norm = value
         self._link.unless_shutting_down(self._mark_torn)
@@ -223,17 +215,25 @@ class TrainingState:
         self._changed = True
         return True
 
-    def _skip(self, reason: str, *, finite: bool) -> None:
-        """Leaves the global batch out: its boundary differs from the one before in the position,
-        the random generators and what the guard keeps."""
-        own = "" if finite else own_findings(self.strategy)
-        if own or self._link.assignment.rank == 0:
-            print_skipped(self._step_under_way, reason, own)
+    def _skip(self, reason: str, own: str) -> None:
+        """Leaves the global batch out; position, random generators and guard go on."""
+        print_skipped(self._link.assignment.rank, self._step_under_way, reason, own)
         self._link.unless_shutting_down(self._mark_torn)
         self.strategy.discard()
         put_back(self.auxiliary.buffers, self.boundary_copy())
+        self._count_batch(self._skipped_too())
+
+    def pass_over(self) -> None:
+        """Leaves the global batch out without a forward, on all ranks (Q6 in `step_guard`)."""
+        self.begin_backward()
+        print_skipped(self._link.assignment.rank, self._step_under_way, "left out by a rollback")
+        self._link.unless_shutting_down(self._mark_torn)
+        self.guard.passed_over()
+        self._count_batch(self._skipped_too())
+
+    def _skipped_too(self) -> tuple[SkippedBatch, ...]:
         assert self._batch is not None
-        self._count_batch(self.position.skipped_with(self._batch))
+        return self.position.skipped_with(self._batch)
 
     def _count_batch(self, skipped: tuple[SkippedBatch, ...]) -> None:
         """Counts the global batch, once, however often optimizers are stepped by themselves.
@@ -249,26 +249,29 @@ class TrainingState:
         """Returns the number that the global batch has."""
         return self.step if self._applied else self.step + 1
 
-    def _stopped_by(self, reason: str) -> NotFinite:
-        """Returns the error that ends training, once the state of the boundary is saved.
+    def _rolled_back(self, reason: str, own: str) -> RolledBack:
+        """Returns the error by which training goes back, once all ranks will raise it."""
+        self._link.unless_shutting_down(self._mark_torn)  # so that this state is not handed over
+        if self._groups is not None:
+            self._groups.control_tree.allreduce_max(0)
+        batch = astuple(self._skipped_too()[-1])
+        return RolledBack(reason, own, LeftOutBatch(self._step_under_way, *batch))
 
-        reason: empty where numbers that are not finite are the reason. All ranks call this
-        together.
+    def _stopped_by(self, reason: str) -> NotFinite:
+        """Returns the error that ends training, once all ranks have saved the boundary's state.
+
+        reason: empty where numbers are not finite. A state that is not finite is not saved.
         """
-        text = f"step {self._step_under_way} was not applied: {reason}"
+        step = self._step_under_way
+        text = f"step {step} was not applied: {reason}"
         if not reason:
-            findings = all_findings(
-                self.strategy, self._groups, self._link.assignment, self._step_under_way
-            )
+            findings = all_findings(self.strategy, self._groups, self._link.assignment, step)
             self.clean = self.clean and not findings.state
             text = findings.sentence()
-        return NotFinite(f"{text}; {self._saved_at_the_end()}")
-
-    def _saved_at_the_end(self) -> str:
-        """Saves the boundary's state if it is finite; returns a description of the result."""
         copy = self.boundary_copy() if self.clean else None
         with self._link.busy(f"saving the state of step {self.step}"):
-            return save_at_the_end(self._link, self._groups, self.stager, copy)
+            saved = save_at_the_end(self._link, self._groups, self.stager, copy)
+        return NotFinite(f"{text}; {saved}")
 
     def _verify_collectives(self) -> None:
         """Raises, as collectives do, if a peer is lost; otherwise their results are right."""
@@ -276,10 +279,7 @@ class TrainingState:
             self._groups.verify_collectives()
 
     def _verify_unless_no_collective(self) -> RuntimeError | None:
-        """Raises if results that the state depends on may be wrong.
-
-        If this rank has begun no collective, it returns the error of a lost peer instead.
-        """
+        """Raises if results may be wrong; returns a lost peer's error if none has been begun."""
         untouched = self._groups is not None and self._groups.no_collective_since_verified
         try:
             self._verify_collectives()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece, write_checkpoint
@@ -27,7 +27,7 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retent
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
-from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.assignment import OnNonFinite, Resume, SpikeLimit, spike_limit
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
@@ -54,8 +54,8 @@ class Settings:
 
     strategy: str = "ddp"
     deterministic: bool = False
-    skip_nonfinite: bool = False
-    """True: a global batch whose loss or gradient is not finite is left out."""
+    on_nonfinite: OnNonFinite = "stop"
+    on_spike: SpikeLimit | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -82,11 +82,19 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             raise UserError(f"{PREFIX}{name}={value}: must be a whole number")
         return None if value is None else int(value)
 
+    not_finite = one_of("ON_NONFINITE", get_args(OnNonFinite), "stop")
+    spike = spike_limit(PREFIX + "ON_SPIKE", given("ON_SPIKE") or "off")
+    if "rollback" in (not_finite, spike.action if spike is not None else ""):
+        raise UserError(
+            f"{PREFIX}ON_NONFINITE and {PREFIX}ON_SPIKE must stop or skip in a process without an "
+            "agent, which holds no state to go back to; for rollback start it by elasticzero run"
+        )
     strict = one_of("STRICT_CHECKPOINT", _YES + _NO, "no")
     return Settings(
         strategy=one_of("STRATEGY", (*STRATEGIES, AUTO), "ddp"),
         deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
-        skip_nonfinite=one_of("ON_NONFINITE", ("stop", "skip"), "stop") == "skip",
+        on_nonfinite="skip" if not_finite == "skip" else "stop",
+        on_spike=spike,
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
         keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
@@ -156,7 +164,8 @@ class LocalLink(AgentClient):
             token=f"g{STANDALONE.generation:06d}-{secrets.token_hex(8)}",
             strategy=settings.strategy,
             deterministic=settings.deterministic,
-            on_nonfinite="skip" if settings.skip_nonfinite else "stop",
+            on_nonfinite=settings.on_nonfinite,
+            on_spike=settings.on_spike,
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
             resume=self._newest_good(),

@@ -11,7 +11,9 @@ Rules:
      snapshot and sends `Captured`. If it cannot write it, it sends `Failed`, so that the stop does
      not count as a clean one.
  S4  It exits at once; nothing of the script runs any more. But where the agent keeps processes, and
-     this generation ended at a boundary or by a peer, `process_reuse` takes over.
+     this generation ended at a boundary or by a peer or a rollback, `process_reuse` takes over.
+ S5  All ranks raise a rollback together, when none waits for another any more. Each sends `Failed`,
+     and leaves the sockets as they are. Its state is torn, so that it hands none over.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from elasticzero.errors import (
     one_line,
     same_error,
 )
-from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, exit_now
+from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
 from elasticzero.peer_errors import is_peer_error
 from elasticzero.text import count_text
@@ -109,6 +111,16 @@ def _report_memory(
     return 1, True
 
 
+def _report_rollback(link: AgentClient, error: RolledBack, step: int) -> tuple[int, bool]:
+    """Reports that training goes back to a held state (S5); returns as `_explain` does."""
+    text = str(error)
+    link.send(
+        Failed(step=step, blame="rollback", message=text, traceback="", left_out=error.left_out)
+    )
+    print(text, file=sys.stderr)
+    return ExitCode.LEFT, False
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether a device, or the machine, had no memory for a tensor."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
@@ -122,6 +134,8 @@ def _trace(error: BaseException) -> str:
 
 def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
     """Carries out rule S1; returns (exit code, whether the failure is this rank's own)."""
+    if isinstance(error, RolledBack):
+        return _report_rollback(link, error, state.step)
     if isinstance(error, GenerationEnded):
         if error.aborted:
             state.shut()

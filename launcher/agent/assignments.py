@@ -66,6 +66,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             micro_batch=world.micro_batch,
             on_nonfinite=options.on_nonfinite,
             on_spike=options.on_spike,
+            left_out=world.left_out,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
             start_timeout_s=start_s,

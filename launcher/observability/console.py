@@ -126,7 +126,7 @@ class ClusterConsole:
                     f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
-            case "failed" if event["blame"] not in ("peer", "checkpoint"):
+            case "failed" if event["blame"] not in ("peer", "checkpoint", "rollback"):
                 self.print_line(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
             case "looked" if event["blame"] == "hung":
                 self.print_line(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)

@@ -190,6 +190,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "odd": "whether this rank's state differs from that of a majority",
             "verified": "newest step at which all ranks had the same state, or null",
             "micro_batch": "samples of the next micro-batches where memory was short, or null",
+            "left_out": "the global batch that a rollback leaves out from now on, or null",
         },
     ),
     "paced": EventSpec(
@@ -258,7 +259,8 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "rank": _RANK,
             "step": "last step of the worker",
-            "blame": "`user`, `peer`, `checkpoint`, `storage`, `environment`, `memory` or `killed`",
+            "blame": "`user`, `peer`, `checkpoint`, `storage`, `environment`, `memory`, "
+            "`rollback` or `killed`",
             "message": "the error in one line",
             "traceback": "its traceback",
             "final": "whether the same input would fail in the same way again",
@@ -266,6 +268,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "odd": "whether this rank's state differs from that of a majority",
             "verified": "newest step at which all ranks had the same state, or null",
             "micro_batch": "samples of the next micro-batches where memory was short, or null",
+            "left_out": "the global batch that a rollback leaves out from now on, or null",
         },
     ),
     "ended": EventSpec(

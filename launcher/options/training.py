@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+from elasticzero.ipc.assignment import OnNonFinite, spike_limit
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.values import (
     at_least_zero,
-    spike_limit,
     steps_or_auto,
     whole_number,
 )
@@ -119,15 +119,17 @@ TRAINING_OPTIONS = (
     Option(
         ("--on-nonfinite",),
         "Where a loss or a gradient is NaN or infinite, stop ends the job with the state before "
-        "that step saved, and skip leaves the global batch out.",
+        "that step saved, skip leaves the global batch out, and rollback goes back to a held state "
+        "and leaves the batch out from there.",
         "stop",
-        choices=("stop", "skip"),
+        choices=get_args(OnNonFinite),
         field="on_nonfinite",
     ),
     Option(
         ("--on-spike",),
         "Where a loss is more than K standard deviations above the mean of the last N steps, the "
-        "job stops (stop:K:N) or leaves the global batch out (skip:K:N).",
+        "job stops (stop:K:N), leaves the global batch out (skip:K:N), or goes back to a held "
+        "state and leaves it out from there (rollback:K:N).",
         "off",
         metavar="ACTION:K:N",
         parse=spike_limit,

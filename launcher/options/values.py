@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import SpikeLimit
 
 MAX_PORT = 65535
 Parse = Callable[[str, Any], Any]
@@ -54,24 +53,6 @@ def steps_or_auto(flag: str, text: str) -> int | None:
     if not text.isdecimal():
         raise UserError(f"{flag} {text}: a number of steps, 0 or auto is expected")
     return int(text)
-
-
-def spike_limit(flag: str, text: str) -> SpikeLimit | None:
-    """Parses ACTION:K:N; returns None for off."""
-    if text == "off":
-        return None
-    action, _, rest = text.partition(":")
-    deviations, _, steps = rest.partition(":")
-    try:
-        limit, count = float(deviations), int(steps)
-    except ValueError:
-        limit, count = math.nan, 0
-    if action not in ("stop", "skip") or not 0 < limit < math.inf or count < 2:
-        raise UserError(
-            f"{flag} {text}: off, stop:K:N or skip:K:N is expected, such as skip:6:100 for losses "
-            "more than 6 standard deviations above the mean of the last 100 steps"
-        )
-    return SpikeLimit(action="skip" if action == "skip" else "stop", deviations=limit, steps=count)
 
 
 def seconds_or_auto(flag: str, text: str) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
 from elasticzero.serialization import decode, decode_rows, encode
 from elasticzero.spans import ShardOver
 
@@ -108,6 +108,8 @@ class World:
     """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
     micro_batch: int | None = None
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
+    left_out: tuple[LeftOutBatch, ...] = ()
+    """Global batches after `resume` that are left out because training was rolled back."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -165,7 +167,7 @@ class Holding:
 
 
 FailureKind = Literal[
-    "user", "checkpoint", "storage", "environment", "memory", "hung", "killed", "peer"
+    "user", "checkpoint", "storage", "environment", "memory", "rollback", "hung", "killed", "peer"
 ]
 
 
@@ -174,9 +176,7 @@ class Failure:
     """Describes the first error of a node's workers."""
 
     rank: int
-    blame: Literal[
-        "user", "checkpoint", "storage", "environment", "memory", "hung", "killed", "peer"
-    ]
+    blame: FailureKind
     message: str
     step: int = 0
     final: bool = False
@@ -192,6 +192,8 @@ class Failure:
     difference was found."""
     micro_batch: int | None = None
     """Blame `memory`: samples of the micro-batches that are tried next."""
+    left_out: LeftOutBatch | None = None
+    """Blame `rollback`: the global batch that is left out from now on."""
 
 
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
@@ -267,6 +269,7 @@ LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "shard", "world"),
     (World, "redundancy", "snapshot"),
     (World, "micro_batch", None),
+    (World, "left_out", ()),
     (Done, "end_reason", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions
@@ -281,8 +284,9 @@ def to_bytes(document: Any) -> bytes:
         if isinstance(document, kind) and getattr(document, name) == usual:
             del value[name]
     failure = getattr(document, "failure", None)
-    if failure is not None and failure.micro_batch is None:
-        del value["failure"]["micro_batch"]
+    for name in ("micro_batch", "left_out"):
+        if failure is not None and getattr(failure, name) is None:
+            del value["failure"][name]
     if isinstance(document, World):
         value["members"] = [list(encode(member).values()) for member in document.members]
         value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]

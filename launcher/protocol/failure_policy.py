@@ -8,9 +8,10 @@ Pure. Rules:
      that counts has thrown the state back since. Failures never count of a lost or leaving node, or
      of a node that could not read the state to start from because a holder of it is gone; nor if
      storage cannot be written (E5 in `termination` bounds that), nor if memory did not suffice and
-     the next generation has smaller micro-batches, which at one sample ends. Progress resets the
-     count. But a state that advances by snapshots has made no progress as long as the same error
-     ends each generation at the same step, and the state is not past that step.
+     the next generation has smaller micro-batches, which at one sample ends; nor is a rollback a
+     failure, which leaves a batch out (Q6 in `training/step_guard`). Progress resets the count. But
+     a state that advances by snapshots has made no progress as long as the same error ends each
+     generation at the same step, and the state is not past that step.
  B2  The first error of each generation since the last progress is remembered, and all of them are
      named when the job is given up. An error is remembered until the state is past its step.
  B3  Consecutive errors of one kind, of the same rank or after the same step, are reported as the
@@ -65,7 +66,10 @@ FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
 """Kinds of failure that can be a node's own fault; a lost peer, unwritable storage and a damaged
 checkpoint are not."""
-BLAME_ORDER = ("user", "checkpoint", "storage", "environment", "memory", "hung", "killed", "peer")
+BLAME_ORDER = (
+    *("user", "checkpoint", "storage", "environment", "memory"),
+    *("rollback", "hung", "killed", "peer"),
+)
 """Kinds of failure, the ones that explain others first; a lost peer explains nothing."""
 MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
 """Parts of the names of exceptions that concern files and connections."""
@@ -96,7 +100,7 @@ def failures_without_progress(
     """
     if _comes_on(world, resume_step, cause):
         return 0
-    excused |= cause is not None and cause[1].blame in ("storage", "memory")
+    excused |= cause is not None and cause[1].blame in ("storage", "memory", "rollback")
     if cause is None or excused or _leaves(reports.get(cause[0])):
         return world.fruitless
     all_stay = not any(_leaves(reports.get(member.node)) for member in world.members)
@@ -154,7 +158,7 @@ def setbacks(
     before = world.setbacks
     if _comes_on(world, resume_step, cause):
         before = tuple(setback for setback in before if setback.step >= resume_step)
-    if cause is None or cause[1].blame == "memory":
+    if cause is None or cause[1].blame in ("memory", "rollback"):
         return before
     return (*before, _setback(world, cause, reports or {}))[-KEPT_SETBACKS:]
 

@@ -232,6 +232,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         furthest=resume.step,
         bad_steps=view.bad_steps,
         micro_batch=world.micro_batch,
+        left_out=tuple(batch for batch in world.left_out if batch.step > resume.step),
         setbacks=world.setbacks,
         strikes=world.strikes,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.assignment import LeftOutBatch, Resume
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, WriteWorld, wait
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import (
@@ -167,6 +167,7 @@ def _judged(
         furthest=progress_floor(world, resume.step, count),
         bad_steps=view.bad_steps,
         micro_batch=micro_batch_limit(world, reports),
+        left_out=left_out_after(world, resume, reports),
         setbacks=setbacks(world, resume.step, recorded, reports),
         strikes=strikes(world, reports, lasted_s, found.odd),
         trained=0,
@@ -179,6 +180,18 @@ def micro_batch_limit(world: World, reports: Mapping[str, Report]) -> int | None
     failures = [report.failure for report in reports.values()]
     halved = [failure.micro_batch for failure in failures if failure is not None]
     return min((size for size in (world.micro_batch, *halved) if size is not None), default=None)
+
+
+def left_out_after(
+    world: World, resume: Resume, reports: Mapping[str, Report]
+) -> tuple[LeftOutBatch, ...]:
+    """Returns the global batches after `resume` that are left out; the state of `resume` records
+    those before it as skipped."""
+    failures = [report.failure for report in reports.values()]
+    new = [failure.left_out for failure in failures if failure is not None]
+    every = {*world.left_out, *(batch for batch in new if batch is not None)}
+    after = [batch for batch in every if batch.step > resume.step]
+    return tuple(sorted(after, key=lambda batch: batch.step))
 
 
 def _next_world(
@@ -324,7 +337,9 @@ def _why(view: View, world: World, following: World, found: _Round, *, damage: b
     if cause is not None and cause[1].blame != "peer":
         node, failure = cause
         verb = "hung" if failure.blame == "hung" else "failed"
-        if node not in struck or quarantine_reason(following.strikes, node) == AGAIN:
+        if failure.blame == "rollback":
+            parts.append(failure.message)
+        elif node not in struck or quarantine_reason(following.strikes, node) == AGAIN:
             message = f" ({failure.message})" if damage or failure.bad_step is None else ""
             parts.append(f"rank {failure.rank} on {node} {verb}{message}")
         if not found.odd and (alike := repeated_failure_note(following.setbacks)):

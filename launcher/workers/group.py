@@ -353,6 +353,7 @@ class WorkerGroup:
             odd=message.odd,
             verified=message.verified,
             micro_batch=message.micro_batch,
+            left_out=message.left_out,
             traceback=message.traceback[-MAX_TRACEBACK:],
         )
         self._fail(failure)

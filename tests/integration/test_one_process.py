@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from elasticzero.data.sampling import SampleOrder
+from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import spike_limit
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.worker.single_process import read_settings
 
@@ -206,10 +208,13 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
         "ELASTICZERO_KEEP_EVERY": "10",
         "ELASTICZERO_STRATEGY": "zero2",
         "ELASTICZERO_STRICT_CHECKPOINT": "TRUE",
+        "ELASTICZERO_ON_NONFINITE": "skip",
+        "ELASTICZERO_ON_SPIKE": "stop:3:10",
     }
     options = {option.variable: option for option in RUN_OPTIONS}
     for environment in (given, {}, dict.fromkeys(given, "")):
         wanted = [options[name].default_in(environment) for name in given]
+        wanted[-1] = spike_limit("", wanted[-1])
         found = read_settings(environment)
         keep = [None if n is None else str(n) for n in (found.keep.last, found.keep.every)]
         assert wanted == [
@@ -218,4 +223,15 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
             *keep,
             found.strategy,
             found.strict,
+            found.on_nonfinite,
+            found.on_spike,
         ]
+
+
+@pytest.mark.parametrize("name", ["NONFINITE", "SPIKE"])
+def test_a_rollback_needs_an_agent(name: str) -> None:
+    value = "rollback" if name == "NONFINITE" else "rollback:3:10"
+    with pytest.raises(UserError, match="for rollback start it by elasticzero run"):
+        read_settings({f"ELASTICZERO_ON_{name}": value})
+    with pytest.raises(UserError, match=f"ELASTICZERO_ON_{name}.later: "):
+        read_settings({f"ELASTICZERO_ON_{name}": "later"})

@@ -123,7 +123,7 @@ def test_a_request_names_what_the_order_says() -> None:
         ({}, "smaller than the world of 7 ranks"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(given_sizes: dict[str, int], text: str) -> None:
+def test_sizes_that_cannot_be_are_refused(given_sizes: dict[str, Any], text: str) -> None:
     plan = BatchPlan(order=SampleOrder(samples=20), global_batch=6, epochs=1)
     with pytest.raises(UserError, match=text):
         RankSchedule(plan=plan, rank=0, world_size=7, **given_sizes)

@@ -8,12 +8,12 @@ import math
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import SpikeLimit
-from elasticzero.launcher.options.values import spike_limit
+from elasticzero.ipc.assignment import SpikeLimit, spike_limit
 from elasticzero.training.step_guard import (
     FIRST_SCALE,
     GROWTH_STEPS,
     MAX_SCALE,
+    MOST_ROLLED_BACK,
     MOST_SKIPPED,
     StepGuard,
 )
@@ -39,6 +39,18 @@ def test_skip_leaves_batches_out_but_not_forever() -> None:
         guard.judge(NAN, NAN)
     verdict = guard.judge(NAN, NAN)
     assert verdict.action == "stop" and str(MOST_SKIPPED) in verdict.reason
+
+
+def test_a_rollback_stops_where_the_batches_before_were_left_out_too() -> None:
+    for count in range(MOST_ROLLED_BACK + 1):
+        guard = StepGuard("rollback")
+        for _ in range(count):
+            guard.passed_over()
+        verdict = guard.judge(NAN, NAN)
+        assert verdict.action == ("stop" if count == MOST_ROLLED_BACK else "rollback")
+        assert str(MOST_ROLLED_BACK) in verdict.reason or verdict.action == "rollback"
+    guard.judge(1.0, 1.0)
+    assert guard.judge(NAN, NAN).action == "rollback" and guard.keeps_state
 
 
 @pytest.mark.parametrize(("on_nonfinite", "at_last"), [("stop", "stop"), ("skip", "skip")])
@@ -97,10 +109,13 @@ def test_state_goes_through_json_to_an_equal_guard() -> None:
     "text", ["skip", "skip:3", "keep:3:10", "skip:0:10", "stop:3:1", "skip:x:9"]
 )
 def test_other_limits_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=f"--on-spike {text}: off, stop:K:N or skip:K:N"):
+    with pytest.raises(
+        UserError, match=f"--on-spike {text}: off, stop:K:N, skip:K:N or rollback:K:N"
+    ):
         spike_limit("--on-spike", text)
 
 
 def test_limits_are_read() -> None:
     assert spike_limit("--on-spike", "off") is None
     assert spike_limit("--on-spike", "skip:4:10") == SPIKE and str(SPIKE) == "skip:4:10"
+    assert str(spike_limit("--on-spike", "rollback:4:10")) == "rollback:4:10"

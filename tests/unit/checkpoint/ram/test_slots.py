@@ -122,6 +122,21 @@ def test_with_both_slots_kept_there_is_no_third_but_for_a_stop(tmp_path: Path) -
     assert len(list((tmp_path / SLOTS).iterdir())) == 2
 
 
+def test_a_state_that_is_here_whole_takes_one_slot_if_the_other_is_needed(tmp_path: Path) -> None:
+    """A part of it was captured, and at the same step all of it, as the last of a generation."""
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    part, whole = draft(1, world_size=2), draft(1)
+    for manifest in (part, whole):
+        writer.write(manifest, 0, pieces(manifest), set(), extra=manifest is whole)
+    for shard in store.drafts():
+        store.seal(shard)
+    after = SharedMemoryStager(tmp_path, 0)
+    following = draft(2, generation=2)
+    after.write(following, 0, pieces(following), {(1, 1)})
+    assert not store.has(ShardName(1, 1, 0, 2)) and store.has(ShardName(1, 1, 0, 1))
+    assert torch.equal(read(store, 1), TENSORS["a"])
+
+
 def test_a_slot_is_not_written_while_somebody_reads_it(tmp_path: Path) -> None:
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     shard = captured(writer, 1)

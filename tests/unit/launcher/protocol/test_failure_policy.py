@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
 from elasticzero.launcher.protocol.documents import (
     Failure,
     FailureRecord,
@@ -15,6 +15,8 @@ from elasticzero.launcher.protocol.documents import (
     NodeStrikes,
     Report,
     World,
+    to_bytes,
+    world_from_bytes,
 )
 from elasticzero.launcher.protocol.failure_policy import (
     FORGIVEN_S,
@@ -35,6 +37,7 @@ from elasticzero.launcher.protocol.failure_policy import (
     strikes,
     trained,
 )
+from elasticzero.launcher.protocol.regroup import left_out_after
 
 OWN = Failure(rank=0, blame="user", message="ValueError: no", step=20)
 PEER = Failure(rank=1, blame="peer", message="connection reset")
@@ -93,6 +96,29 @@ def test_a_lack_of_memory_counts_for_nothing() -> None:
     assert setbacks(world(), 20, ("a", short), reports) == ()
     assert strikes(world(), reports, 1.0) == ()
     assert outliers(world(trained=1), reports, "ab", 1) == {}
+
+
+def test_a_rollback_is_no_failure() -> None:
+    batch = LeftOutBatch(31, 0, 0, 240, 248)
+    back = Failure(rank=0, blame="rollback", message="step 31", step=30, left_out=batch)
+    reports = {"a": said(back), "b": said(PEER)}
+    assert root_cause(reports) == ("a", back)
+    assert failures_without_progress(world(), 20, ("a", back), reports) == world().fruitless
+    assert setbacks(world(), 20, ("a", back), reports) == ()
+    assert strikes(world(), reports, 1.0) == ()
+    assert outliers(world(trained=1), reports, "ab", 1) == {}
+
+
+def test_a_batch_is_left_out_until_a_state_records_it() -> None:
+    batches = [LeftOutBatch(step, 0, 0, 8 * step - 8, 8 * step) for step in (25, 31, 32)]
+    failures = [Failure(rank=0, blame="rollback", message="", left_out=b) for b in batches[1:]]
+    before = world(left_out=(batches[0],))
+    reports = {"a": said(failures[0]), "b": said(failures[1]), "c": said(PEER)}
+    for step, left in ((20, batches), (25, batches[1:]), (31, batches[2:]), (40, [])):
+        assert list(left_out_after(before, Resume(tier="ram", step=step), reports)) == left
+    stored = world(left_out=tuple(batches))
+    assert world_from_bytes(to_bytes(stored)) == stored
+    assert b"left_out" not in to_bytes(world())
 
 
 HELD_BY_C = Resume(
