@@ -24,6 +24,12 @@ def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alon
                 "gradients, for FSDP2 does not: build it with sparse=False, or use ddp, zero1 or "
                 "zero2, which make its gradient dense"
             )
+        if "forward" not in vars(model) and type(model).forward is nn.Module.forward:
+            raise UserError(
+                f"the model, a {type(model).__name__}, has no forward, and zero3 gathers "
+                "parameters where the model itself is called: give it a forward that calls its "
+                "parts, or use ddp, zero1 or zero2"
+            )
     if device.type == "cpu" and not (alone and strategy != "zero3"):
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):

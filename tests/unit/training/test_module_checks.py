@@ -22,6 +22,17 @@ def test_a_sparse_embedding_is_refused_with_its_name_by_zero3_alone(kind: type[n
         check_modules(model, "zero3", CPU, alone=True)
 
 
+def test_zero3_needs_a_model_with_a_forward_of_its_own() -> None:
+    parts = nn.ModuleDict({"one": nn.Linear(2, 2)})
+    for strategy in set(STRATEGIES) - {"zero3"}:
+        check_modules(parts, strategy, CPU, alone=False)
+    with pytest.raises(UserError, match="a ModuleDict, has no forward, "):
+        check_modules(parts, "zero3", CPU, alone=False)
+    check_modules(nn.Sequential(nn.Linear(2, 2)), "zero3", CPU, alone=False)
+    parts.forward = parts["one"].forward
+    check_modules(parts, "zero3", CPU, alone=False)
+
+
 def test_a_synchronized_batch_norm_needs_a_gpu() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3))
     with pytest.raises(UserError, match="'0' is a SyncBatchNorm"):
