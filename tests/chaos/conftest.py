@@ -1,5 +1,5 @@
 """The fixtures of the integration tests."""
 
-from tests.integration.conftest import job, reference
+from tests.integration.conftest import etcd, job, reference
 
-__all__ = ["job", "reference"]
+__all__ = ["etcd", "job", "reference"]

@@ -26,6 +26,7 @@ STEPS = (
     "restoring",  # one rank builds its model, the others are inside session.restore()
     "saving",  # all ranks but one have captured what becomes a checkpoint
     "reducing",  # one rank is inside its backward, the others wait for its buckets of gradients
+    "between",  # one rank has all sums and no step yet, the others are beyond theirs
     "gathering",  # one rank is inside its optimizer's step, the others are beyond theirs
 )
 PROVOKED = ("regrouping", "written", "connecting", "restoring")

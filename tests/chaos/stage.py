@@ -218,7 +218,7 @@ class Stage:
                 self._at("restore", generation + 1, rest)
             case "saving":
                 self._in_a_save(generation, late, set(rest))
-            case "reducing" | "gathering":
+            case "reducing" | "between" | "gathering":
                 self._hold(cell.step, generation, [late])
                 self._at(cell.step, generation, [late])
 

@@ -107,15 +107,21 @@ def wait_within_steps(
     session: ez.Session, model: nn.Module, optimizer: torch.optim.Optimizer, holds: Holds
 ) -> None:
     """Waits inside a backward, between the gradients of two layers, before gradients go to the rank
-    that keeps a live copy, and after the optimizer's step, which zero1 and zero2 call for each of
-    their buckets."""
+    that keeps a live copy, between the last sum over ranks and the optimizer's step, and after that
+    step, which zero1 and zero2 call for each of their buckets."""
+    summed = False
 
     def inside(place: str) -> None:
         holds.wait(place, session.generation, session.rank)
 
+    def reduce(*_: Any) -> None:
+        nonlocal summed
+        summed = True
+        inside("reducing")
+
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.register_full_backward_pre_hook(lambda *_: inside("reducing"))
+            layer.register_full_backward_pre_hook(reduce)
     exchange = mirror.Mirrors.exchange
 
     def wait_and_exchange(*given: Any) -> Any:
@@ -127,6 +133,10 @@ def wait_within_steps(
 
     @functools.wraps(step)
     def step_and_wait(*args: Any, **options: Any) -> Any:
+        nonlocal summed
+        if summed:  # by `session.step`: no bucket is stepped yet
+            summed = False
+            inside("between")
         found = step(*args, **options)
         inside("gathering")
         return found
