@@ -24,6 +24,7 @@ SCRIPT = Path(script.__file__)
 STEPS = 36
 BAD = 29
 """The global batch of step 30, counted from 0."""
+ROWS = ("--shard", "node", "--nproc-per-node", "2")
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -87,8 +88,8 @@ def long(*words: str) -> Any:
         long("zero1"),
         long("zero2"),
         long("zero2", "--redundancy", "mirror", "--keep-workers"),
-        long("zero2", "--shard", "node", "--nproc-per-node", "2"),
-        long("zero3", "--shard", "node", "--nproc-per-node", "2", "--keep-workers"),
+        long("zero2", *ROWS),
+        long("zero3", *ROWS, "--keep-workers"),
     ],
 )
 def test_bad_batches_are_left_out_after_going_back(
@@ -143,12 +144,15 @@ def test_a_spike_goes_back_to_a_checkpoint_where_no_snapshot_is_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "words", [*((s,) for s in STRATEGIES), *((s, *ROWS) for s in STRATEGIES[1:])], ids=" ".join
+)
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_the_other_choices_go_back_to_nothing(
-    action: str, strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
+    action: str, words: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    given = options(tmp_path, strategy, {"bad": [BAD]}, "--on-nonfinite", action)
+    strategy, *more = words
+    given = options(tmp_path, strategy, {"bad": [BAD]}, *more, "--on-nonfinite", action)
     with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *given], nodes=2) as told:
         codes = set(told.wait_for_end().values())
     assert len(computed(tmp_path)) == (BAD + 1 if action == "stop" else STEPS)
