@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
@@ -35,7 +36,7 @@ RANK = HERE / "training_ranks.py"
 WIDTHS = {"17M": 1024, "105M": 2560}
 """Width of the blocks, by the model's number of parameters."""
 DEEPSPEED = ("DeepSpeed 1", "DeepSpeed 2") if find_spec("deepspeed") else ()
-"""Its stages, where it is installed."""
+"""DeepSpeed takes part with these stages, where it is installed."""
 GROUPS = (("DDP", "ddp", "zero1", "zero2", "DDP + ZRO", *DEEPSPEED), ("FSDP2", "zero3"))
 """Contenders that take turns with each other."""
 TARGETS = {
@@ -129,13 +130,15 @@ def planned_bytes(strategy: str, size: str, ranks: int) -> int:
     return rank_memory(strategy, model, STATE_VALUES["adamw"], line_up).total
 
 
+def lines_of(found: dict[str, Any], headings: str, rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table under a line that says what was measured."""
+    about = f"{found['size']} parameters, {found['ranks']} ranks:"
+    rule = "|" + "---|" * (headings.count("|") - 1)
+    return "\n".join([about, "", headings, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
 def memory_table(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['size']} parameters, {found['ranks']} ranks:",
-        "",
-        "| | anonymous memory, MB | planned, MB | ratio | wanted | |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, grown in found["anonymous_bytes"].items():
         row = [name, f"{grown / 1e6:.0f}"]
         if name in STRATEGIES:
@@ -145,17 +148,12 @@ def memory_table(found: dict[str, Any]) -> str:
             row += [f"{planned / 1e6:.0f}", f"{ratio:.2f}", f"≤ {MOST_MEMORY}", met]
         else:
             row += [""] * 4
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return lines_of(found, "| | anonymous memory, MB | planned, MB | ratio | wanted | |", rows)
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['size']} parameters, {found['ranks']} ranks:",
-        "",
-        "| | step, ms | against | ratio | 95 % range | wanted | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, seconds in found["seconds"].items():
         row = [name, f"{statistics.median(seconds) * 1e3:.0f}"]
         if name in TARGETS:
@@ -166,8 +164,8 @@ def table(found: dict[str, Any]) -> str:
             row += [f"≤ {most:g}", met] if most < math.inf else ["", ""]
         else:
             row += [""] * 5
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return lines_of(found, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
 
 
 def main() -> None:

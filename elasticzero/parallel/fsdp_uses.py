@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-BLOCKS_MODULUS = (1 << 20) - 3
-"""Of the number that stands for a sequence of blocks; small, so that sums of squares are exact."""
+from elasticzero.parallel import same_number
 
 
 class Uses:
@@ -87,7 +86,7 @@ class Uses:
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
-            self.blocks = (self.blocks * 8191 + index) % BLOCKS_MODULUS
+            self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
 from elasticzero.parallel.finite import (
     LossCheck,
@@ -106,10 +107,10 @@ class PartitionedOptimizer:
         over the ranks. All ranks call this together.
 
         used: the parameters that this rank has used; they travel with the norm, in one message.
-        blocks: a number below 2**20 that stands for what has run here; where it is not the same on
-        all ranks the norm is NaN, and `suspects` raises `UserError`. exchange: called once the
-        gradients are as they are to be stepped, but for clipping; what it returns is waited for
-        before the norm is summed.
+        blocks: a number that stands for what has run here, as for `same_number`; where it is not
+        the same on all ranks the norm is NaN, and `suspects` raises `UserError`. exchange: called
+        once the gradients are as they are to be stepped, but for clipping; what it returns is
+        waited for before the norm is summed.
         """
         if self._agreement is not None:
             self._agreement.begin()
@@ -120,7 +121,9 @@ class PartitionedOptimizer:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
-        said = torch.tensor([0, blocks, blocks**2, *uses], dtype=torch.float64, device=device)
+        said = torch.tensor(
+            [0, *same_number.with_square(blocks), *uses], dtype=torch.float64, device=device
+        )
         if self.losses.mean is not None:
             said[0] = self.losses.mean
         if self.gradient_hook is None:
@@ -186,7 +189,7 @@ class PartitionedOptimizer:
         said: the sums over ranks of the loss, `blocks`, its square, and the uses of each parameter.
         """
         self.loss, total, squares, *uses = said
-        self._differ = total != self._ranks * blocks or squares != self._ranks * blocks**2
+        self._differ = not same_number.is_same(blocks, self._ranks, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)
         for name, piece in self.pieces.items():

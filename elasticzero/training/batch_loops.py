@@ -37,11 +37,9 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited, Stepped
 from elasticzero.ipc.thread_location import place_of
+from elasticzero.parallel import same_number
 from elasticzero.training.slices import SliceStates
 from elasticzero.training.training_state import TrainingState
-
-MASK_MODULUS = (1 << 20) - 3
-"""Of the number that stands for a set of optimizers; small, so that sums of squares are exact."""
 
 AGAIN_NEW = (
     "this loop goes over a new dataset object, of the same kind and length as the one before it: "
@@ -284,10 +282,10 @@ class Loops:
         if groups is None or not self._names_optimizers:
             return
         bits = [1 << index for index, name in enumerate(known) if only is None or name in only]
-        number = sum(bits) % MASK_MODULUS
-        ranks = groups.rank_info.world_size
-        total, squares = groups.sum(torch.tensor([number, number**2], dtype=torch.float64)).tolist()
-        if (total, squares) != (ranks * number, ranks * number**2):
+        number = sum(bits) % same_number.MODULUS
+        given = torch.tensor(same_number.with_square(number), dtype=torch.float64)
+        total, squares = groups.sum(given).tolist()
+        if not same_number.is_same(number, groups.rank_info.world_size, (total, squares)):
             raise UserError(
                 "ranks gave session.backward different only= in one turn; rank "
                 f"{groups.rank_info.rank} gave {only!r}: let what decides on it be the same on all "

@@ -113,20 +113,12 @@ def test_muon_and_adamw_on_one_model_through_worlds_and_strategies(
     pool: Pool, tmp_path: Path, strategies: tuple[str, ...], bucket_bytes: int
 ) -> None:
     """Worlds of 3, 2 and 1, each with another strategy; schedulers on both optimizers."""
-    resume = Resume(tier="fresh")
     told = {"micro": 1, "clip": 0.5, "bucket_bytes": bucket_bytes}
-    worlds = zip(strategies, (3, 2, 1), (6, 13, 20), strict=True)
-    for generation, (strategy, world_size, steps) in enumerate(worlds, 1):
-        running = pool.start(
-            HERE / "training_optimizers.py",
-            [json.dumps(told | {"strategy": strategy, "steps": steps})],
-            world_size,
-            generation=generation,
-            resume=resume,
-            checkpoint_dir=str(tmp_path),
-        )
-        assert running.finish() == steps
-        resume = Resume(tier="storage", step=steps)
+    worlds = [
+        (ranks, told | {"strategy": strategy, "steps": steps})
+        for strategy, ranks, steps in zip(strategies, (3, 2, 1), (6, 13, 20), strict=True)
+    ]
+    pool.train_through(HERE / "training_optimizers.py", tmp_path, worlds)
     found = ez_checkpoint.load(tmp_path)
     expected = plain(20, 0.5)
     named = {n for n in found if n.startswith(("model/", "optimizer/"))}
@@ -135,15 +127,21 @@ def test_muon_and_adamw_on_one_model_through_worlds_and_strategies(
         assert (found[name].double() - tensor.double()).abs().max().item() < 1e-9, name
 
 
+def gan_batch(step: int) -> tuple[Tensor, Tensor]:
+    """The noise and the real samples of the global batch of this step."""
+    samples = training_gan.Samples()
+    batch = [samples[i % training_gan.SAMPLES] for i in range(step * 6, step * 6 + 6)]
+    noise, real = (torch.stack([sample[key] for sample in batch]) for key in ("noise", "real"))
+    return noise, real
+
+
 def plain_gan(steps: int) -> dict[str, Tensor]:
     """Each network has the gradient of its own loss, and both are stepped then."""
     torch.manual_seed(1)
     gan = training_gan.Gan().double()
     made = training_gan.optimizers(gan)
-    samples = training_gan.Samples()
     for step in range(steps):
-        batch = [samples[i % training_gan.SAMPLES] for i in range(step * 6, step * 6 + 6)]
-        noise, real = (torch.stack([s[key] for s in batch]) for key in ("noise", "real"))
+        noise, real = gan_batch(step)
         fake = gan.generator(noise)
         losses = {
             "generator": softplus(-gan.critic(fake)).mean(),
@@ -179,10 +177,8 @@ def plain_turns(steps: int, turns: str, bad: tuple[int, ...] = ()) -> dict[str, 
     torch.manual_seed(1)
     gan = training_gan.Gan().double()
     made = training_gan.optimizers(gan)
-    samples = training_gan.Samples()
     for step in range(steps):
-        batch = [samples[i % training_gan.SAMPLES] for i in range(step * 6, step * 6 + 6)]
-        noise, real = (torch.stack([s[key] for s in batch]) for key in ("noise", "real"))
+        noise, real = gan_batch(step)
         for name in ("critic", "generator") if turns == "within" else (training_gan.turn(step),):
             if name == "generator" and step in bad:
                 continue

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
-from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
@@ -75,18 +74,8 @@ def plain(
 
 def run(pool: Pool, folder: Path, told: dict[str, Any], worlds: dict[int, int]) -> None:
     """Train under a world of each size until the step that is given for it."""
-    resume = Resume(tier="fresh")
-    for generation, (world_size, steps) in enumerate(worlds.items(), 1):
-        running = pool.start(
-            SCRIPT,
-            [json.dumps(told | {"steps": steps})],
-            world_size,
-            generation=generation,
-            resume=resume,
-            checkpoint_dir=str(folder),
-        )
-        assert running.finish() == steps
-        resume = Resume(tier="storage", step=steps)
+    every = ((ranks, told | {"steps": steps}) for ranks, steps in worlds.items())
+    pool.train_through(SCRIPT, folder, every)
 
 
 def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:

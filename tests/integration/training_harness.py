@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,6 +98,18 @@ class Pool:
 
     def fileno(self) -> int:
         return self._server.fileno()
+
+    def train_through(
+        self, script: Path, folder: Path, worlds: Iterable[tuple[int, dict[str, Any]]]
+    ) -> None:
+        """Trains in one world after the other, each going on from the last checkpoint of the one
+        before. worlds: the number of ranks, and what the script is told, with its `steps`."""
+        resume = Resume(tier="fresh")
+        for generation, (world_size, told) in enumerate(worlds, 1):
+            places = {"generation": generation, "resume": resume, "checkpoint_dir": str(folder)}
+            running = self.start(script, [json.dumps(told)], world_size, **places)
+            assert running.finish() == told["steps"]
+            resume = Resume(tier="storage", step=told["steps"])
 
     def start(
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any

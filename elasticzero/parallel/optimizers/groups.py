@@ -16,11 +16,11 @@ from elasticzero.parallel.optimizers.state import Schema, put_state
 from elasticzero.state.model import NamedModel
 
 MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-"""What a script's factory returns: an optimizer, or several of them by name."""
+"""A script's factory returns this: an optimizer, or several of them by name."""
 
 Dealt = Literal["nothing", "elements", "rows"]
-"""What a strategy deals to the ranks: nothing; any elements, or whole parameters where an optimizer
-needs these; rows of each parameter."""
+"""Says what a strategy deals to the ranks: nothing; any elements, or whole parameters where an
+optimizer needs these; rows of each parameter."""
 
 PACKING = ("torchao", "bitsandbytes")
 """Packages whose optimizers keep state in 8 bits or fewer, with a scale for each block of it. Those
@@ -41,7 +41,7 @@ class OptimizerGroup:
     names: list[str]
     nature: GroupNature
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the parameters."""
+    """Holds the shape of each parameter, by its name."""
 
     def schema(self, name: str) -> Schema:
         """Returns what the optimizer keeps for a parameter."""

@@ -28,7 +28,7 @@ SHAPES = (2, 3, 5, 7, 11, 13)
 """Sizes of the dimensions of a dummy: from such a size in its state follows the dimension."""
 STEPS = 2
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError)
-"""What an optimizer raises in a step that it cannot take."""
+"""An optimizer raises one of these in a step that it cannot take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class GroupNature:
 
     works_on: Literal["elements", "parameters", "model"]
     schemas: Mapping[int, Schema]
-    """What is kept for a parameter, by its number of dimensions."""
+    """Says what is kept for a parameter, by its number of dimensions."""
     makes_state_at_once: bool
     """The optimizer has made state when it was built, before its first step."""
     reason: str = ""
