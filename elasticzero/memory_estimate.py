@@ -23,7 +23,7 @@ from elasticzero.spans import STRATEGIES, ShardOver
 AUTO = "auto"
 """The name under which users leave the choice of a strategy to `first_that_fits`."""
 FLAT_BUCKET_BYTES = 16 << 20
-"""Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
+"""Default size of a bucket of zero1 and zero2, in bytes."""
 POOL_BUCKETS = 3
 """Maximum number of the largest buckets whose memory the pool of zero1 and zero2 lends."""
 GATHERED_MODULES = 2
@@ -94,6 +94,8 @@ class LineUp:
     """The ranks over which a strategy divides state."""
     direct: bool = False
     """True if ranks exchange gradients by direct messages, which need room, as on the CPU."""
+    bucket_bytes: int = FLAT_BUCKET_BYTES
+    """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
 
     @property
     def ranks(self) -> int:
@@ -145,7 +147,7 @@ def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
     needed = all_bytes if strategy == "zero2" else 0
     if line_up.direct:
         needed += all_bytes * (ranks - 1) // ranks
-    bucket = min(all_bytes, max(FLAT_BUCKET_BYTES, model.largest * b))
+    bucket = min(all_bytes, max(line_up.bucket_bytes, model.largest * b))
     return min(needed, POOL_BUCKETS * bucket)
 
 

@@ -53,6 +53,11 @@ OnNonFinite = Literal["stop", "skip", "rollback"]
 its step, the batch is skipped, or training goes back to a held state and leaves the batch out."""
 
 
+BucketBytes = int | Literal["auto"] | None
+"""Size in bytes beyond which a bucket of gradients takes no further parameter; auto: one that rank
+0 finds by measuring; None: the strategy's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOutBatch:
     """Names a global batch that training leaves out after a rollback."""
@@ -146,6 +151,8 @@ class Assignment:
     """Address at which other nodes reach this one."""
     deterministic: bool = False
     """True: gradients are summed slice by slice in one fixed order, by deterministic kernels."""
+    bucket_bytes: BucketBytes = None
+    """Limit of the size of a bucket of gradients."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None

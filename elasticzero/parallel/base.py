@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
@@ -69,6 +70,8 @@ class Setting:
     """Gives the module memory and values where it has none yet, and returns those parameters."""
     gathered_dtype: torch.dtype | None = None
     """Format in which partitioned parameters are gathered for the forward; None: their own."""
+    bucket_plan: BucketPlan = DEFAULT_PLAN
+    """Says how ddp, zero1 and zero2 fill their buckets."""
     deterministic: bool = False
     """Gradients of slices are summed in one fixed order, whatever the world."""
     mesh: Mesh | None = None

@@ -54,7 +54,8 @@ class Replicated:
             ranks = Ranks(setting.rank, setting.world_size)
             self._reducer = FixedOrderReducer(self._parameters, ranks)
         elif setting.world_size > 1:
-            self._reducer = Reducer(self._parameters, self.optimizers.name_of)
+            plan = setting.bucket_plan
+            self._reducer = Reducer(self._parameters, self.optimizers.name_of, plan)
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""

@@ -1,9 +1,9 @@
 """Sums gradients over the ranks in flat buckets, while the backward that makes them still runs.
 
-Parameters are laid end to end in buckets of one dtype and device, in reverse order, since the last
-layers have their gradients first. Behind the gradients a bucket has one element for each of its
-parameters, 1 where this rank used it, and one that is the rank's part of the mean loss, NaN where
-it is not finite: what all ranks must know of these needs no message of its own.
+Parameters are laid end to end in buckets of one dtype and device, in the order in which a backward
+has their gradients (`buckets/plan.py`). Behind the gradients a bucket has one element for each of
+its parameters, 1 where this rank used it, and one that is the rank's part of the mean loss, NaN
+where it is not finite: what all ranks must know of these needs no message of its own.
 
 Rules:
  G1  A gradient is copied into its bucket when autograd has it; `grad` is a view of the bucket from
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import LossCheck
 
 BUCKET_BYTES = 25 << 20
@@ -105,14 +106,18 @@ class Reducer:
     """Sums the gradients of these parameters over all ranks, once a global batch."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizer_of: Mapping[str, str]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer_of: Mapping[str, str],
+        plan: BucketPlan,
     ) -> None:
         """optimizer_of: names the optimizer of a parameter; empty: there is one optimizer."""
-        trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
+        order = plan.filling_order(list(parameters))
+        trained = {n: p for n in order if (p := parameters[n]).requires_grad and p.numel()}
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._buckets = [
             GradientBucket(names, [parameters[n] for n in names])
-            for names in _deal(trained, optimizer_of)
+            for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES)
         ]
         self._active = self._buckets
         """The buckets that the newest backward gives gradients to."""
@@ -240,16 +245,17 @@ class Reducer:
 
 
 def _deal(
-    parameters: dict[str, nn.Parameter], optimizer_of: Mapping[str, str]
+    parameters: dict[str, nn.Parameter], optimizer_of: Mapping[str, str], size_bytes: int
 ) -> Iterator[list[str]]:
     """Yields the names in each bucket, in the order in which they are summed."""
     buckets: list[list[str]] = []
     open_buckets: dict[Any, tuple[list[str], int]] = {}
-    for name in reversed(parameters):
+    first_bytes = min(size_bytes, FIRST_BUCKET_BYTES)
+    for name in parameters:
         parameter = parameters[name]
         kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""))
         names, size = open_buckets.get(kind, ([], 0))
-        limit = FIRST_BUCKET_BYTES if buckets and names is buckets[0] else BUCKET_BYTES
+        limit = first_bytes if buckets and names is buckets[0] else size_bytes
         if not names or size >= limit:
             names, size = [], 0
             buckets.append(names)

@@ -48,12 +48,15 @@ class FlatBuckets(PiecedStrategy):
         self._pieced = PartitionedOptimizer(self.optimizers, specs, mesh, setting.agreement)
         trained = {
             name: parameter
-            for name, parameter in self._parameters.items()
-            if name in self.optimizers.group_of and parameter.requires_grad and parameter.numel()
+            for name in setting.bucket_plan.filling_order(list(self._parameters))
+            if name in self.optimizers.group_of
+            and (parameter := self._parameters[name]).requires_grad
+            and parameter.numel()
         }
+        size_bytes = setting.bucket_plan.size_bytes
         self._buckets = [
             FlatBucket(dealt, [trained[n] for n in dealt.names], mesh.shard, mesh.shards)
-            for dealt in deal(trained, self.optimizers.group_of, mesh.shards)
+            for dealt in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})

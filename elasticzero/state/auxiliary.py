@@ -25,6 +25,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
+class SharedByRankZero(Stateful, Protocol):
+    """Describes state that rank 0 finds, and gives all ranks at a boundary."""
+
+    def shared(self) -> dict[str, Tensor]: ...
+
+    def take_shared(self) -> None: ...
+
+
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Returns the value as `flatten` does, with the tensors copied."""
     found: dict[str, Tensor] = {}
@@ -62,6 +70,8 @@ class AuxiliaryState:
         self.tracked: dict[str, Stateful] = {}
         self.guard: Stateful | None = None
         """What decides whether steps are applied; None: it keeps nothing."""
+        self.buckets: SharedByRankZero | None = None
+        """What is known of the buckets of gradients; None: nothing is kept of them."""
         self.buffers: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
@@ -77,6 +87,15 @@ class AuxiliaryState:
         if name in self.tracked or not name or "/" in name:
             raise UserError(f"session.track: {name!r} is empty, has a slash, or is used twice")
         self.tracked[name] = thing
+
+    def of_rank_zero(self) -> dict[str, Tensor]:
+        """Returns what all ranks take from rank 0 at a boundary, to be filled in place."""
+        return {**self.buffers, **(self.buckets.shared() if self.buckets is not None else {})}
+
+    def take_shared(self) -> None:
+        """Takes over, after a step, what rank 0 has shared at the boundary before."""
+        if self.buckets is not None:
+            self.buckets.take_shared()
 
     def capture(self, step: int, position: DataPosition) -> BoundaryCopy:
         tensors: dict[str, Tensor] = {}
@@ -94,6 +113,8 @@ class AuxiliaryState:
         json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": self.aliases}
         if self.guard is not None:
             json["guard"] = self.guard.state_dict()
+        if self.buckets is not None:
+            json["buckets"] = self.buckets.state_dict()
         return BoundaryCopy(
             step=step,
             position=position,
@@ -134,6 +155,8 @@ class AuxiliaryState:
                     group[key] = value
         if self.guard is not None:
             self.guard.load_state_dict(json.get("guard", {}))
+        if self.buckets is not None:
+            self.buckets.load_state_dict(json.get("buckets", {}))
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
 

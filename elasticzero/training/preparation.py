@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
@@ -17,9 +18,13 @@ from elasticzero.consistency.configuration import Comparison, of_model, of_optim
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
+from elasticzero.parallel.buckets.choice import BucketChoice
+from elasticzero.parallel.buckets.measure import exchange_cost
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.snapshots.mirrored_shards import MirroredShards
+from elasticzero.snapshots.restore import open_source
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
@@ -85,6 +90,7 @@ def prepare_training(
     described = {**of_model(named, strategy, assignment), **compute.described()}
     described["--on-nonfinite"] = assignment.on_nonfinite
     described["--on-spike"] = str(assignment.on_spike or "off")
+    described["--bucket-bytes"] = str(assignment.bucket_bytes)
     place.comparison.require_equal(Call.PREPARE, described)
     compute.check(named.parameters, strategy)
     check_modules(model, strategy, place.device, alone=groups is None)
@@ -95,6 +101,8 @@ def prepare_training(
         groups.broadcast({key: tensor.data for key, tensor in every.items()})
     names = StateNames.of(model, named)
     rows = Rows.arrange(assignment, groups, strategy)
+    source = _open_source(place)
+    buckets = _choose_buckets(place, source, strategy, named, rows.mesh)
     setting = Setting(
         model=model,
         named=named,
@@ -107,6 +115,7 @@ def prepare_training(
         gathered_dtype=compute.dtype,
         mesh=rows.mesh,
         agreement=rows.agreement,
+        bucket_plan=buckets.used(assignment.bucket_bytes),
         deterministic=assignment.deterministic,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,
@@ -129,13 +138,50 @@ def prepare_training(
     scales = compute.precision == "fp16"
     guard = StepGuard(assignment.on_nonfinite, assignment.on_spike, scales=scales)
     auxiliary.guard = guard if guard.keeps_state else None
+    auxiliary.buckets = buckets
     mirrored = MirroredShards(assignment, strategy, place.device, laid.mirrored_states)
     state = TrainingState(place.link, groups, laid, auxiliary, stager, mirrored)
-    state.guard = guard
+    state.guard, state.source = guard, source
     state.rows = rows
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())
     return Prepared(training=state, state_dict=lambda: gather_state_dict(names, laid, groups))
+
+
+def _open_source(place: Place) -> Checkpoint | None:
+    """Opens the state that this generation starts from; None: it starts afresh, or without an
+    agent, which then chooses the state later."""
+    if place.groups is None or place.link.assignment.resume.tier == "fresh":
+        return None
+    with place.link.exit_on_abort():
+        return open_source(place.link.assignment)
+
+
+def _choose_buckets(
+    place: Place, source: Checkpoint | None, strategy: str, named: NamedModel, mesh: Mesh
+) -> BucketChoice:
+    """Returns what the job has chosen for its buckets; all ranks call this together.
+
+    source: the state that the generation starts from.
+    """
+    assignment, groups = place.link.assignment, place.groups
+    buckets = BucketChoice(named.parameters, place.device)
+    if source is not None:
+        buckets.load_state_dict(source.manifest.state.get("buckets", {}))
+    if groups is None or strategy == "zero3" or assignment.deterministic:
+        return buckets
+    buckets.begin_recording(named.parameters, assignment.rank)
+    known = buckets.plan.size_bytes is not None
+    if assignment.bucket_bytes == "auto" and assignment.world_size > 1 and not known:
+        cost = exchange_cost(strategy, mesh, place.device)
+        trained = [p for p in named.parameters.values() if p.requires_grad]
+        best = cost.best_bytes(sum(p.numel() * p.element_size() for p in trained))
+        size = torch.tensor([best], device=place.device)
+        groups.broadcast({"size": size})
+        buckets.take_size(int(size.item()))
+        if assignment.rank == 0:
+            print(cost.sentence(best), file=sys.stderr, flush=True)
+    return buckets
 
 
 def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:

@@ -11,6 +11,7 @@ import torch
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.memory_estimate import (
+    FLAT_BUCKET_BYTES,
     LineUp,
     ModelSize,
     first_that_fits,
@@ -80,12 +81,13 @@ def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: b
 
 def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
     """Returns the ranks of a generation; nodes have the same number of workers."""
-    local = assignment.local_world_size
+    local, size_bytes = assignment.local_world_size, assignment.bucket_bytes
     return LineUp(
         nodes=-(-assignment.world_size // local),
         ranks_per_node=local,
         shard=assignment.shard,
         direct=direct,
+        bucket_bytes=size_bytes if isinstance(size_bytes, int) else FLAT_BUCKET_BYTES,
     )
 
 

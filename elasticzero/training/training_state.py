@@ -10,9 +10,11 @@ from dataclasses import astuple, replace
 
 from torch import Tensor
 
+from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.comm.rank_zero import broadcast_from_rank_zero
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, SkippedBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
@@ -50,6 +52,8 @@ class TrainingState:
         """What decides whether steps are applied."""
         self.auxiliary = auxiliary
         self.stager = stager
+        self.source: Checkpoint | None = None
+        """What this generation starts from, where `session.prepare` has opened it."""
         self._mirrored = mirrored
         self._mirrors = bool(link.assignment.mirrors) and strategy.shards > 1
         """Whether this rank keeps live copies of others' parts of the state."""
@@ -100,7 +104,7 @@ class TrainingState:
         """Loads the state that the assignment names; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
-            checkpoint = open_source(assignment)
+            checkpoint = self.source or open_source(assignment)
             self.position = restore_state(
                 checkpoint, self.strategy, self.auxiliary, assignment.rank
             )
@@ -310,7 +314,8 @@ class TrainingState:
             if self.auxiliary.tracked or self.strategy.shards > 1:
                 lost = self._verify_unless_no_collective()
             self.position = self.next_position
-            lost = lost or self._sync_buffers()
+            self.auxiliary.take_shared()
+            lost = lost or self._take_from_rank_zero()
         self.copy = self.auxiliary.capture(self.step, self.position)
         self.clean = True
         self._link.check()
@@ -382,19 +387,11 @@ class TrainingState:
         """Returns whether memory is free for the state as it is now, and has a use for it."""
         return self._mirrors or self.stager.can_stop_with_state()
 
-    def _sync_buffers(self) -> RuntimeError | None:
-        """Takes rank 0's buffers; returns the error of a lost peer.
+    def _take_from_rank_zero(self) -> RuntimeError | None:
+        """Takes what all ranks have from rank 0; returns the error of a lost peer.
 
-        After such an error this rank keeps its own, which are as valid for the step: a complete
-        snapshot has one rank's buffers, and a divided one has rank 0's.
+        After such an error this rank keeps its own buffers, which are as valid for the step: a
+        complete snapshot has one rank's buffers, and a divided one has rank 0's.
         """
-        buffers = self.auxiliary.buffers
-        if self._groups is None or not buffers or self._link.aborted is not None:
-            return None
-        try:
-            self._groups.broadcast(buffers)
-        except RuntimeError as error:
-            if not is_peer_error(error) and self._link.aborted is None:
-                raise
-            return error
-        return None
+        shared = self.auxiliary.of_rank_zero()
+        return broadcast_from_rank_zero(self._groups, shared, lambda: self._link.aborted)

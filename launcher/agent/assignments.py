@@ -59,6 +59,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             snapshot_root=str(options.snapshot_dir),
             overflow_root=str(options.overflow_dir) if options.overflow_dir is not None else "",
             deterministic=options.deterministic,
+            bucket_bytes=options.bucket_bytes,
             checkpoint_dir=options.checkpoint_dir,
             checkpoint_every=options.checkpoint_every,
             snapshot_every=options.snapshot_every,

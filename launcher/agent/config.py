@@ -14,7 +14,7 @@ from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.assignment import OnNonFinite, SpikeLimit, WorkerSettings
+from elasticzero.ipc.assignment import BucketBytes, OnNonFinite, SpikeLimit, WorkerSettings
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.validation import (
     check_folder,
@@ -54,6 +54,8 @@ class AgentOptions:
     agent alone."""
     deterministic: bool = False
     """True: the bits of the result do not depend on the world."""
+    bucket_bytes: BucketBytes = None
+    """Limit of the size of a bucket of gradients."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     snapshot_every: int | None = None

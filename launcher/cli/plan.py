@@ -10,6 +10,7 @@ from typing import Any, get_args
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.memory_estimate import (
+    FLAT_BUCKET_BYTES,
     STATE_VALUES,
     LineUp,
     ModelSize,
@@ -94,6 +95,13 @@ def add_plan_options(parser: Parser) -> None:
         metavar="N",
         help="N of the parameters are not trained. (default: 0)",
     )
+    add(
+        "--bucket-bytes",
+        type=_bytes,
+        default=f"{FLAT_BUCKET_BYTES >> 20}MiB",
+        metavar="SIZE",
+        help="zero1 and zero2 send gradients in buckets of SIZE.",
+    )
     add("--json", action="store_true", help="The result is printed as JSON, for scripts.")
     parser.set_defaults(run_command=_plan)
 
@@ -141,7 +149,12 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         outer=args.outer_params,
         frozen_bytes=(args.params - trained) * element_bytes,
     )
-    line_up = LineUp(nodes=args.nodes, ranks_per_node=args.gpus, shard=args.shard)
+    line_up = LineUp(
+        nodes=args.nodes,
+        ranks_per_node=args.gpus,
+        shard=args.shard,
+        bucket_bytes=args.bucket_bytes,
+    )
     values = STATE_VALUES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
     rows = []

@@ -12,6 +12,7 @@ from elasticzero.ipc.assignment import OnNonFinite, spike_limit
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.values import (
     at_least_zero,
+    bytes_or_auto,
     steps_or_auto,
     whole_number,
 )
@@ -43,6 +44,15 @@ TRAINING_OPTIONS = (
         False,
         is_switch=True,
         field="deterministic",
+    ),
+    Option(
+        ("--bucket-bytes",),
+        "ddp, zero1 and zero2 send gradients in buckets of SIZE, such as 16MiB; auto measures once "
+        "in a job with which size they take the least time. (default: 25MiB for ddp, 16MiB for "
+        "zero1 and zero2)",
+        metavar="SIZE",
+        parse=bytes_or_auto,
+        field="bucket_bytes",
     ),
     Option(
         ("--redundancy",),

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import BucketBytes
+from elasticzero.text import bytes_of
 
 MAX_PORT = 65535
 Parse = Callable[[str, Any], Any]
@@ -53,6 +55,21 @@ def steps_or_auto(flag: str, text: str) -> int | None:
     if not text.isdecimal():
         raise UserError(f"{flag} {text}: a number of steps, 0 or auto is expected")
     return int(text)
+
+
+def bytes_or_auto(flag: str, text: str | None) -> BucketBytes:
+    """Parses a size of at least one byte, which may be absent, or auto."""
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    try:
+        size = bytes_of(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UserError(f"{flag} {text}: a size such as 16MiB, or auto, is expected")
+    return size
 
 
 def seconds_or_auto(flag: str, text: str) -> float | None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elasticzero import memory_estimate
 from elasticzero.ipc.assignment import Resume
 from elasticzero.memory_estimate import LineUp, ModelSize, rank_memory, snapshot_bytes
 from elasticzero.spans import STRATEGIES
@@ -32,22 +32,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def test_the_estimate_is_what_tensors_take(
     pool: Pool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     strategy: str,
     dtype: str,
     element_bytes: int,
 ) -> None:
     """Two ranks, two micro-batches a step; buckets are small, so that the pool is too."""
-    monkeypatch.setattr(memory_estimate, "FLAT_BUCKET_BYTES", BUCKET_BYTES)
-    told = {"strategy": strategy, "dtype": dtype, "micro": 1, "bucket_bytes": BUCKET_BYTES}
-    running = pool.start(
-        SCRIPT, [json.dumps({**told, "out": str(tmp_path / "peak")})], RANKS, snapshot_every=0
-    )
+    told = {"strategy": strategy, "dtype": dtype, "micro": 1, "out": str(tmp_path / "peak")}
+    given: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
+    running = pool.start(SCRIPT, [json.dumps(told)], RANKS, **given)
     running.finish()
     model = ModelSize(
         elements=24 * LAYER, element_bytes=element_bytes, largest=256 * 256, layer=LAYER
     )
-    line_up = LineUp(nodes=RANKS, ranks_per_node=1, direct=True)
+    line_up = LineUp(nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES)
     expected = rank_memory(strategy, model, 2, line_up).total
     for rank in range(RANKS):
         measured = json.loads((tmp_path / f"peak-{rank}").read_text())
@@ -68,7 +65,7 @@ def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path
     small = int(room / 0.8) - 4 * 24 * LAYER
     resume = Resume(tier="fresh")
     for ranks, ram, steps, chosen in ((2, small, 2, "zero3"), (1, 1 << 30, 4, "ddp")):
-        told = {"strategy": "auto", "dtype": "float32", "micro": 1, "bucket_bytes": 1 << 24}
+        told = {"strategy": "auto", "dtype": "float32", "micro": 1}
         told |= {"ram": ram, "steps": steps, "out": str(tmp_path / "peak")}
         running = pool.start(
             SCRIPT,
@@ -90,9 +87,10 @@ def test_a_model_on_meta_trains_as_one_that_is_not(
     """It has the same first values, and under zero3 no rank has the whole of it at any time."""
     found, built = [], []
     for meta in (False, True):
-        told = {"strategy": strategy, "dtype": "float32", "micro": 2, "bucket_bytes": 1 << 19}
+        told = {"strategy": strategy, "dtype": "float32", "micro": 2}
         told |= {"meta": meta, "out": str(tmp_path / "out")}
-        pool.start(SCRIPT, [json.dumps(told)], RANKS, snapshot_every=0).finish()
+        given: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
+        pool.start(SCRIPT, [json.dumps(told)], RANKS, **given).finish()
         found.append(json.loads((tmp_path / "out-weights-0").read_text()))
         built.append(json.loads((tmp_path / "out-built-1").read_text()))
     assert found[0].keys() == found[1].keys()

@@ -100,16 +100,19 @@ class Pool:
         return self._server.fileno()
 
     def train_through(
-        self, script: Path, folder: Path, worlds: Iterable[tuple[int, dict[str, Any]]]
-    ) -> None:
+        self, script: Path, folder: Path, worlds: Iterable[tuple[int, dict[str, Any]]], **given: Any
+    ) -> list[Running]:
         """Trains in one world after the other, each going on from the last checkpoint of the one
-        before. worlds: the number of ranks, and what the script is told, with its `steps`."""
-        resume = Resume(tier="fresh")
+        before. worlds: the number of ranks, and what the script is told, with its `steps`. given:
+        goes into each assignment."""
+        resume, made = Resume(tier="fresh"), []
         for generation, (world_size, told) in enumerate(worlds, 1):
             places = {"generation": generation, "resume": resume, "checkpoint_dir": str(folder)}
-            running = self.start(script, [json.dumps(told)], world_size, **places)
+            running = self.start(script, [json.dumps(told)], world_size, **places, **given)
             assert running.finish() == told["steps"]
             resume = Resume(tier="storage", step=told["steps"])
+            made.append(running)
+        return made
 
     def start(
         self, script: Path, arguments: Sequence[str], world_size: int, **given: Any

@@ -1,6 +1,6 @@
 """Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
 
-Argument: JSON with strategy, dtype, micro, bucket_bytes and out (a file); at will steps, ram (the
+Argument: JSON with strategy, dtype, micro and out (a file); at will steps, ram (the
 bytes of RAM that seem to be free), and meta (the model is built on the meta device). The count is
 that of the storages of all living tensors after each operation, from the second step on; the model
 is built while they are counted.
@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import elasticzero as ez
-from elasticzero.parallel import reducer
-from elasticzero.parallel.buckets import layout
 from elasticzero.training import strategy_choice
 
 LAYERS, WIDTH, STEPS = 24, 256, 3
@@ -108,5 +106,4 @@ if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     if "ram" in told:
         strategy_choice.free_ram_bytes = seeming_ram
-    layout.BUCKET_BYTES = reducer.BUCKET_BYTES = told["bucket_bytes"]
     ez.run(train)

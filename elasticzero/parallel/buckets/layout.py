@@ -149,16 +149,17 @@ def deal(
     parameters: dict[str, nn.Parameter],
     group_of: Mapping[str, OptimizerGroup],
     world_size: int,
+    size_bytes: int | None = None,
 ) -> Iterator[DealtNames]:
-    """Yields the names in each bucket, in the reverse order of `parameters`: a backward has the
-    gradients of the last layers first.
+    """Yields the names in each bucket, which is filled in the order of `parameters`.
 
     A bucket's parameters have one optimizer, dtype and device. Where chunks are equal, the
     optimizer keeps the same for all of them. Whole parameters go to the rank that has the fewest
-    elements so far, the largest of a bucket first.
+    elements so far, the largest of a bucket first. size_bytes: a bucket takes no further parameter
+    beyond it; None: `BUCKET_BYTES`.
     """
     loads = [0] * world_size
-    for names in _fill(parameters, group_of):
+    for names in _fill(parameters, group_of, size_bytes or BUCKET_BYTES):
         if group_of[names[0]].nature.works_on == "elements":
             yield DealtNames(names=names)
             continue
@@ -171,11 +172,11 @@ def deal(
 
 
 def _fill(
-    parameters: dict[str, nn.Parameter], group_of: Mapping[str, OptimizerGroup]
+    parameters: dict[str, nn.Parameter], group_of: Mapping[str, OptimizerGroup], size_bytes: int
 ) -> Iterator[list[str]]:
     open_buckets: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
-    for name in reversed(parameters):
+    for name in parameters:
         parameter, group = parameters[name], group_of[name]
         kept = [(key, entry.kind) for key, entry in group.schema(name).items()]
         works_on = group.nature.works_on
@@ -184,7 +185,7 @@ def _fill(
             tuple(sorted(kept)) if works_on == "elements" else (),
         )
         size = parameter.numel() * parameter.element_size()
-        if kind in open_buckets and sizes[kind] + size > BUCKET_BYTES:
+        if kind in open_buckets and sizes[kind] + size > size_bytes:
             yield open_buckets.pop(kind)
         open_buckets.setdefault(kind, []).append(name)
         sizes[kind] = size + (sizes[kind] if len(open_buckets[kind]) > 1 else 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elasticzero.parallel import Setting, create
-from elasticzero.parallel.buckets import gather, layout
+from elasticzero.parallel.buckets import gather
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import BufferPool
@@ -45,15 +45,13 @@ def test_each_parameter_is_in_one_bucket_of_its_kind(
     parameters = {
         str(i): nn.Parameter(torch.empty(n, dtype=dtype)) for i, (n, dtype) in enumerate(drawn)
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "BUCKET_BYTES", limit)
-        buckets = [dealt.names for dealt in deal(parameters, groups(parameters), 2)]
+    buckets = [dealt.names for dealt in deal(parameters, groups(parameters), 2, limit)]
     assert sorted(name for names in buckets for name in names) == sorted(parameters)
     for names in buckets:
         of = [parameters[name] for name in names]
         assert len({p.dtype for p in of}) == 1
         assert len(names) == 1 or sum(p.numel() * p.element_size() for p in of) <= limit
-        assert [int(n) for n in names] == sorted((int(n) for n in names), reverse=True)
+        assert [int(n) for n in names] == sorted(int(n) for n in names)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 5))
@@ -80,9 +78,7 @@ def test_whole_parameters_are_dealt_evenly_and_never_cut(
     """No rank has more than a mean rank and the largest parameter."""
     parameters = {str(i): nn.Parameter(torch.randn(n, 2)) for i, n in enumerate(sizes)}
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "BUCKET_BYTES", limit)
-        all_dealt = list(deal(parameters, groups(parameters, "parameters"), ranks))
+    all_dealt = list(deal(parameters, groups(parameters, "parameters"), ranks, limit))
     found: list[set[str]] = [set() for _ in range(ranks)]
     for dealt in all_dealt:
         for rank in range(ranks):
