@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,6 +86,10 @@ class PretendedWorkers:
     @property
     def generation(self) -> int:
         return self._workers.generation
+
+    def poll(self, addresses: Collection[str]) -> Collection[str]:
+        """Stands for connections to agents: the hosts of those that are lost say nothing."""
+        return ()
 
     def start(self, generation: int, now_s: float) -> None:
         self._ends_s = float("inf")
@@ -184,7 +188,8 @@ class Client:
         look = CheckpointProbe(None, self.wake)
         subscriptions = Subscriptions(self.store, self.observer, self.membership)
         cluster = ClusterObserver(
-            self.store, self.observer, self.membership, subscriptions, self.workers, look
+            *(self.store, self.observer, self.membership, subscriptions),
+            *(self.workers, look, self.workers),
         )
         side = StoreSide(
             cache=self.observer,

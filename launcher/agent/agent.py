@@ -28,6 +28,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
@@ -113,6 +114,7 @@ class Agent:
             subscriptions,
             self.snapshots,
             CheckpointProbe(options.checkpoint_dir, self.wake),
+            RefusalProbe(self.wake),
         )
         self._writer = StoreWriter(store, self._observer, membership, self._cluster)
         self._writer.token_digest = agreed.digest

@@ -7,13 +7,14 @@ cache that `Subscriptions` fills. It examines memory and storage no more often t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.launcher.agent.subscriptions import Subscriptions, leads
 from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
+from elasticzero.launcher.protocol.leader import answers_of
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
@@ -49,6 +50,12 @@ class StorageProbe(Protocol):
     def poll(self, bad: Mapping[int, str]) -> CheckpointState: ...
 
 
+class Refusals(Protocol):
+    """Finds out which agents are gone from hosts that answer: see `RefusalProbe`."""
+
+    def poll(self, addresses: Collection[str]) -> Collection[str]: ...
+
+
 class ClusterObserver:
     """Observes the store, the registration, memory and storage for one agent."""
 
@@ -60,6 +67,7 @@ class ClusterObserver:
         subscriptions: Subscriptions,
         snapshots: Memory,
         storage_probe: StorageProbe,
+        refusals: Refusals,
         draw_token: Callable[[], str] = _draw_token,
     ) -> None:
         self._store = store
@@ -68,6 +76,7 @@ class ClusterObserver:
         self._subscriptions = subscriptions
         self._snapshots = snapshots
         self._storage_probe = storage_probe
+        self._refusals = refusals
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
@@ -192,6 +201,8 @@ class ClusterObserver:
         )
         if outside and policy.spares is not None:
             view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, policy))
+        if leads(view) and opened and alarm is not None and world is not None:
+            view = replace(view, refusing=self._refusing(view, world))
         if leads(view) and (world is None or opened or outside):
             seen = self._storage(view)
             view = replace(
@@ -202,6 +213,12 @@ class ClusterObserver:
                 bad_steps=tuple(sorted(self.bad_steps)),
             )
         return view
+
+    def _refusing(self, view: View, world: World) -> frozenset[str]:
+        """Returns the members without an answer whose hosts refuse connections to them."""
+        answers = answers_of(view)
+        silent = {m.address: m.node for m in world.members if m.node not in answers}
+        return frozenset(silent[address] for address in self._refusals.poll(silent))
 
     def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
         """Returns the reports of this very world, not of another one of the same number."""

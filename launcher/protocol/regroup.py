@@ -64,7 +64,8 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     heard = {m.node for m in answered}
     silent = [m.node for m in world.members if m.node not in heard]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.outage_end_s)
-    if silent and (asked_s is None or now_s - asked_s < policy.alive_s):
+    waits = asked_s is None or now_s - asked_s < policy.alive_s
+    if not view.refusing.issuperset(silent) and waits:
         return wait(f"waiting for an answer of {list_text(silent, NAMES_SHOWN)}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
     if late and now_s - opened_s < policy.stop_s + policy.save_s:

@@ -235,6 +235,8 @@ class View:
     """Why it is not known yet what storage holds; None: it is known, or was not asked for."""
     damage: DamagedCheckpoint | None = None
     """Damage of the newest committed checkpoint."""
+    refusing: frozenset[str] = frozenset()
+    """Members that have not answered in this round, and whose hosts refuse connections to them."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
     """Members of the world without a registration, and since when."""
     struck_s: Mapping[str, float] = field(default_factory=dict)

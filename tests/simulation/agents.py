@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -58,6 +58,17 @@ class Port:
         return
 
 
+class Refusals:
+    """Stands for connections to agents: a host that is there says that no agent is."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def poll(self, addresses: Collection[str]) -> list[str]:
+        hosts = self._cluster.hosts
+        return [a for a in addresses if hosts[a.partition(":")[0]].refuses]
+
+
 class Host:
     """A machine: its clock, its memory, and at most one agent at a time."""
 
@@ -106,6 +117,12 @@ class Host:
                 worker.worker_group.crash(worker)
             else:
                 worker.worker_group.fail(worker, "environment", "OSError: a bad machine")
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it tells others at once that no agent runs on it."""
+        there = not (self.lost or self.dark or self.silent)
+        return there and (self.agent is None or self.agent.dead)
 
     @property
     def serves(self) -> bool:
@@ -163,6 +180,7 @@ class Agent:
             subscriptions,
             host.memory,
             self.look,
+            Refusals(cluster),
             cluster.draw,
         )
         side = StoreSide(

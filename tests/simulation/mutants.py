@@ -97,8 +97,14 @@ MUTANTS = (
     Mutant(
         name="nobody is waited for that has not answered",
         file="protocol/regroup.py",
-        right="now_s - asked_s < policy.alive_s)",
-        wrong="False)",
+        right="now_s - asked_s < policy.alive_s",
+        wrong="False",
+    ),
+    Mutant(
+        name="one that refuses connections speaks for all that are silent",
+        file="protocol/regroup.py",
+        right="not view.refusing.issuperset(silent) and waits",
+        wrong="not view.refusing and waits",
     ),
     Mutant(
         name="nobody is waited for whose workers still stop",

@@ -14,6 +14,7 @@ from elasticzero.launcher.agent.core import BACKOFF_S, AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -60,7 +61,9 @@ class NodeWithoutProcesses:
         self.membership = Membership(self.store, me, 60, bound_socket())
         subscriptions = Subscriptions(self.store, cache, self.membership)
         look = CheckpointProbe(None, self.changed.set)
-        cluster = ClusterObserver(self.store, cache, self.membership, subscriptions, self, look)
+        cluster = ClusterObserver(
+            self.store, cache, self.membership, subscriptions, self, look, RefusalProbe(print)
+        )
         side = StoreSide(
             cache=cache,
             membership=self.membership,

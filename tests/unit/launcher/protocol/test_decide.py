@@ -296,6 +296,8 @@ TABLE = [
     # L4
     ("all stopped: next world", ENDED, [WriteWorld]),
     ("one silent, not long", v(SILENT_B, alarm_s=99.8, members=named(A, C)), []),
+    ("one silent, whose host refuses connections", v(SILENT_B, alarm_s=99.8, members=named(A, C), refusing=frozenset("b")), [WriteWorld]),
+    ("two silent, and one refuses connections", v(SILENT_B, alarm_s=99.8, members=named(A, C), reports={}, refusing=frozenset("b")), []),
     ("one silent, but nobody was asked", v(SILENT_B, alarm=None, alarm_s=None, round_s=99.6, members=named(A, C)), []),
     ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
     ("below MIN: wait", v(SILENT_B, round_s=98.0), []),

@@ -1,0 +1,73 @@
+"""Finds out which hosts refuse connections to their agent, in a thread beside the agent's loop.
+
+An agent serves HTTP from before it registers until it ends. So where its host answers that nothing
+listens there, the agent's process is gone, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from elasticzero.concurrency import run_parallel
+
+CONFIRM_S = 0.1
+"""Seconds between two refusals that count together as one: time for the answer of an agent that
+lives behind a firewall which refuses connections."""
+CONNECT_LIMIT_S = 0.4
+"""Maximum seconds for which a host may leave a connection unanswered."""
+THREADS = 16
+"""Number of hosts that are connected to at a time."""
+
+
+class RefusalProbe:
+    """Connects to agents on request, in one thread at a time."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: called when a refusal was found."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._refusing: frozenset[str] = frozenset()
+        self._probing = False
+        self._until_s = 0.0
+
+    def poll(self, addresses: Collection[str]) -> frozenset[str]:
+        """Returns which of the addresses, `host:port` each, are known to refuse connections; begins
+        to find out about the others."""
+        with self._lock:
+            refusing = self._refusing.intersection(addresses)
+            others = [address for address in addresses if address not in refusing]
+            if others and not self._probing and time.monotonic() >= self._until_s:
+                self._probing = True
+                threading.Thread(
+                    target=self._probe, args=(others,), name="elasticzero-refusals", daemon=True
+                ).start()
+            return refusing
+
+    def _probe(self, addresses: Collection[str]) -> None:
+        found = self._refused(addresses)
+        if found:
+            time.sleep(CONFIRM_S)
+            found = self._refused(found)
+        with self._lock:
+            self._refusing |= frozenset(found)
+            self._probing, self._until_s = False, time.monotonic() + CONFIRM_S
+        if found:
+            self._wake()
+
+    def _refused(self, addresses: Collection[str]) -> list[str]:
+        answers = run_parallel(addresses, _is_refused, threads=THREADS)
+        return [address for address, so in zip(addresses, answers, strict=True) if so]
+
+
+def _is_refused(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no answer, no route, no such name: nothing is known
+        return False
+    return False
