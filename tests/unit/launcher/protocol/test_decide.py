@@ -61,8 +61,8 @@ def member(name: str) -> Member:
 
 
 A, B, C, D = (member(name) for name in "abcd")
-HELD = (Source(rank=0, node="c", address="10.0.0.1:9400"),)
-RAM = Resume(tier="ram", step=5, generation=2, sources=HELD)
+FROM_C = (Source(rank=0, node="c", address="10.0.0.1:9400"),)
+RAM = Resume(tier="ram", step=5, generation=2, sources=FROM_C)
 
 
 def world(*members: Member, **changes: Any) -> World:
