@@ -2,9 +2,10 @@
 
 Nothing here waits: the agent's loop calls `poll` until the dump is over. Each worker is first asked
 where it is; a thread of the worker answers unless the process is suspended or something holds
-Python's lock. When all have answered, or ANSWER_S later, their stacks are dumped. py-spy does that
-if it is installed and may read them, also of a suspended process; else a signal whose handler
-(`faulthandler`) needs no lock. If neither can, the log has the kernel's account of the process.
+Python's lock. When all that are not suspended have answered, or ANSWER_S later, their stacks are
+dumped. py-spy does that if it is installed and may read them, also of a suspended process; else a
+signal whose handler (`faulthandler`) needs no lock. If neither can, the log has the kernel's
+account of the process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from elasticzero.launcher.protocol.hang_rules import StalledWorker
 from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
 from elasticzero.processes import kernel_account, kernel_wait, process_state
 
+SUSPENDED = "T"
+"""State of a process that a signal has suspended."""
 ANSWER_S = 1.0
 FAULTHANDLER_S = 0.5
 """Seconds after the signal within which the handler has written a stack, if it can."""
@@ -112,6 +115,7 @@ class StackDumper:
         """Continues as far as is possible without waiting; returns whether it is over."""
         if self._dumping_s is None:
             silent = [s for s in self.targets if s.located is None and not s.moved]
+            silent = [s for s in silent if process_state(s.pid) != SUSPENDED]
             if silent and now_s - self._began_s < ANSWER_S:
                 return False
             self._dumping_s = now_s
@@ -131,7 +135,7 @@ class StackDumper:
 
     def _begin_dump(self, target: DumpTarget, now_s: float) -> None:
         target.state, target.wait = process_state(target.pid), kernel_wait(target.pid)
-        runs = target.state in ("", "Z") or (target.starting and target.state != "T")
+        runs = target.state in ("", "Z") or (target.starting and target.state != SUSPENDED)
         if target.moved or runs:
             target.moved = target.dumped = True
             return
@@ -171,7 +175,7 @@ class StackDumper:
     def _signal(self, target: DumpTarget, now_s: float) -> None:
         """Makes faulthandler dump the stacks; a suspended process gets the kernel's account
         instead."""
-        if target.state == "T":
+        if target.state == SUSPENDED:
             _write(target.log, kernel_account(target.pid))
             target.dumped = True
             return

@@ -100,7 +100,7 @@ class Hanging:
             w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
         ]
         self._examination, self._limit_s = "open", limit_s
-        silent = any(w.hang in ("stopped", "locked") for w in subjects)
+        silent = any(w.hang == "locked" for w in subjects)
         takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
         if cluster.random.random() < 0.05:
             takes_s += SLOW_LOOK_S
