@@ -37,16 +37,24 @@ WIDTHS = {"17M": 1024, "105M": 2560}
 """Width of the blocks, by the model's number of parameters."""
 DEEPSPEED = ("DeepSpeed 1", "DeepSpeed 2") if find_spec("deepspeed") else ()
 """DeepSpeed takes part with these stages, where it is installed."""
-GROUPS = (("DDP", "ddp", "zero1", "zero2", "DDP + ZRO", *DEEPSPEED), ("FSDP2", "zero3"))
-"""Contenders that take turns with each other."""
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("DDP", "ddp", "zero1", "zero2", "DDP + ZRO"),
+    ("FSDP2", "zero3"),
+    *((name, f"{name} + mirror") for name in ("zero1", "zero3")),
+    *((("DDP", *DEEPSPEED),) if DEEPSPEED else ()),
+)
+"""Contenders that take turns with each other, as many as fit into memory."""
 TARGETS = {
     "ddp": ("DDP", 1.01),
     "zero1": ("DDP", 1.0),
     "zero2": ("zero1", 1.05),
     "zero3": ("FSDP2", 1.0),
     **dict.fromkeys(("DDP + ZRO", "DeepSpeed 1", "DeepSpeed 2"), ("DDP", math.inf)),
+    "zero1 + mirror": ("zero1", math.inf),
+    "zero3 + mirror": ("zero3", math.inf),
 }
 """By contender: its reference, and the greatest ratio wanted."""
+JUDGED_RANKS = 2
 MOST_MEMORY = 1.1
 """Times of the planned memory."""
 STEPS = {"17M": 8, "105M": 3}
@@ -102,21 +110,19 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
-    """Returns seconds a step by contender."""
+    """Returns seconds a step by contender, for each group."""
     given = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
-    seconds: dict[str, list[float]] = {}
-    for group in GROUPS:
-        seconds |= run_ranks(ranks, given | {"contenders": group})["seconds"]
+    seconds = [run_ranks(ranks, given | {"contenders": group})["seconds"] for group in GROUPS]
     return {"size": size, "ranks": ranks, "seconds": seconds}
 
 
 def measure_memory(size: str, ranks: int) -> dict[str, Any]:
     """Returns the greatest anonymous memory of each contender alone, in bytes."""
     given = {"width": WIDTHS[size], "pairs": 2, "steps": 3}
+    names = dict.fromkeys(name for group in GROUPS for name in group)
     memory = {
-        name: run_ranks(ranks, given | {"contenders": [name]})["anonymous_bytes"]
-        for group in GROUPS
-        for name in group
+        name: run_ranks(ranks, given | {"contenders": [name], "memory": True})["anonymous_bytes"]
+        for name in names
     }
     return {"size": size, "ranks": ranks, "anonymous_bytes": memory}
 
@@ -152,19 +158,24 @@ def memory_table(found: dict[str, Any]) -> str:
     return lines_of(found, "| | anonymous memory, MB | planned, MB | ratio | wanted | |", rows)
 
 
+def judged(name: str, group: dict[str, list[float]], ranks: int) -> list[str]:
+    """Returns a contender's ratio, and the verdict; the targets are for two ranks."""
+    reference, most = TARGETS.get(name, ("", math.inf))
+    if reference not in group:
+        return [""] * 5
+    ratio = Ratio.of(group[name], group[reference])
+    row = [reference, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
+    if most == math.inf or ranks != JUDGED_RANKS:
+        return [*row, "", ""]
+    return [*row, f"≤ {most:g}", "met" if ratio.low <= most else "NOT met"]
+
+
 def table(found: dict[str, Any]) -> str:
-    rows = []
-    for name, seconds in found["seconds"].items():
-        row = [name, f"{statistics.median(seconds) * 1e3:.0f}"]
-        if name in TARGETS:
-            reference, most = TARGETS[name]
-            ratio = Ratio.of(seconds, found["seconds"][reference])
-            met = "met" if ratio.low <= most else "NOT met"
-            row += [reference, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
-            row += [f"≤ {most:g}", met] if most < math.inf else ["", ""]
-        else:
-            row += [""] * 5
-        rows.append(row)
+    rows = [
+        [name, f"{statistics.median(seconds) * 1e3:.0f}", *judged(name, group, found["ranks"])]
+        for group in found["seconds"]
+        for name, seconds in group.items()
+    ]
     return lines_of(found, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
 
 

@@ -28,6 +28,8 @@ SAMPLES = 4096
 BATCH = 16
 """Samples a rank in a step."""
 WARM_UP_STEPS = 4
+TINY = 64
+"""Width of a model whose memory does not count."""
 
 
 class Block(nn.Module):
@@ -88,7 +90,8 @@ def contender(name: str, width: int) -> Step:
     if name == "FSDP2":
         sharded = fully_sharded(model, model.children(), device)
         return torch_step(sharded, adam(sharded.parameters()))
-    return strategy_step(name, model, adam, device)
+    strategy, _, mirrors = name.partition(" + ")
+    return strategy_step(strategy, model, adam, device, mirrors=bool(mirrors))
 
 
 def resident_bytes() -> dict[str, int]:
@@ -103,11 +106,22 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
 
+def load_libraries(names: Iterable[str]) -> None:
+    """Takes steps with a tiny model, so that the libraries' own memory is no contender's."""
+    x = torch.randn(BATCH, TINY)
+    for name in names:
+        step = contender(name, TINY)
+        for _ in range(WARM_UP_STEPS):
+            step(x, x)
+
+
 def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Returns seconds a step, by contender and turn, and how much anonymous memory this process
     has had at its peak beyond what it had before the model."""
     x = torch.randn(SAMPLES, given["width"], generator=torch.Generator().manual_seed(1))
     y = x.roll(1, 1)
+    if given.get("memory"):
+        load_libraries(given["contenders"])
     gc.collect()
     forget_peak()
     before = resident_bytes()

@@ -41,17 +41,27 @@ def fully_sharded(model: nn.Module, blocks: Iterable[nn.Module], device: torch.d
 
 
 def strategy_step(
-    name: str, model: nn.Module, factory: OptimizerFactory, device: torch.device
+    name: str,
+    model: nn.Module,
+    factory: OptimizerFactory,
+    device: torch.device,
+    *,
+    mirrors: bool = False,
 ) -> Step:
-    """Returns a step of our strategy of this name, over all ranks."""
-    ranks = dist.get_world_size()
+    """Returns a step of our strategy of this name, over all ranks.
+
+    mirrors: each rank keeps a live copy of the part of the rank after it.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     setting = Setting(
         model=model,
         named=NamedModel(model),
         factory=factory,
         device=device,
-        rank=dist.get_rank(),
+        rank=rank,
         world_size=ranks,
+        mirrors=((rank + 1) % ranks,) if mirrors else (),
+        mirrored_by=(rank - 1) % ranks if mirrors else None,
     )
     strategy = create(name, setting)
 
