@@ -351,7 +351,7 @@ class Session:
             groups.barrier(Call.EVALUATE, where=f" after step {training.step}")
         with (
             self.busy("evaluating"),
-            evaluating(training.strategy.model, training.auxiliary.buffers, groups),
+            evaluating(training.strategy.model, training.auxiliary, groups),
         ):
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 

@@ -46,9 +46,9 @@ class GradientHook:
         numbers that the function draws from torch are the same on all ranks that have the same
         elements, and those of the script itself are not disturbed.
         """
-        gpus = {g.device for _, g in gradients.values() if g.device.type == "cuda"}
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         found: dict[str, Tensor | float | None] = {}
-        with torch.random.fork_rng(devices=list(gpus)), torch.no_grad():
+        with torch.random.fork_rng(devices=gpus), torch.no_grad():
             for name, (start, gradient) in gradients.items():
                 torch.manual_seed(zlib.crc32(f"{name}/{start}".encode()) << 31 | self.step())
                 elements = gradient.reshape(-1)

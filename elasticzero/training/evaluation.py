@@ -17,6 +17,7 @@ from elasticzero.data.sampling import share_of
 from elasticzero.data.seeding import SeededRequest, seed_generators
 from elasticzero.data.slices import slice_seed
 from elasticzero.errors import UserError
+from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.rng import preserve_rng
 from elasticzero.training.argument_checks import length_of
 
@@ -89,15 +90,15 @@ def _number(value: Any) -> float:
 
 @contextmanager
 def evaluating(
-    model: nn.Module, buffers: Mapping[str, Tensor], groups: ProcessGroups | None
+    model: nn.Module, auxiliary: AuxiliaryState, groups: ProcessGroups | None
 ) -> Iterator[None]:
     """Runs the block in eval mode, without gradients and with rank 0's buffers; restores all
     three."""
     modes = {module: module.training for module in model.modules()}
+    buffers = auxiliary.buffers
     own = {name: buffer.clone() for name, buffer in buffers.items()}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(preserve_rng(device))
+        stack.enter_context(preserve_rng(auxiliary.device))
         stack.enter_context(torch.no_grad())
         try:
             model.eval()
