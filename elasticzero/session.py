@@ -120,6 +120,7 @@ class Session:
         strategy: str | None = None,
         precision: str = "fp32",
         compile: bool | str = False,
+        cpu_offload: bool = False,
     ) -> tuple[nn.Module, Made]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
@@ -128,8 +129,9 @@ class Session:
         optimizer, or a dict of several, each for parameters of its own. strategy: ddp, zero1,
         zero2, zero3 or auto; by default that of `--strategy`. precision: fp32, or bf16 or fp16 for
         a forward in 16 bits, whose results have 32; fp16 has its losses scaled. compile: whether
-        `torch.compile` is applied to the model, or with which mode. Raises `UserError` for another
-        model or optimizer, and if called twice.
+        `torch.compile` is applied to the model, or with which mode. cpu_offload: whether zero3
+        keeps parameters, gradients and optimizer state in host memory; auto takes zero3 then.
+        Raises `UserError` for another model or optimizer, and if called twice.
         """
         generation, link = self._generation, self._link
         if generation.training is not None:
@@ -139,6 +141,7 @@ class Session:
             groups=generation.groups,
             comparison=self._comparison,
             device=self.device,
+            cpu_offload=bool(cpu_offload),
             saving=generation.saving,
             save=link.save if isinstance(link, LocalLink) else None,
         )

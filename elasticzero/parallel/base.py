@@ -78,6 +78,8 @@ class Setting:
     """The rows that hold the whole state each; None: all ranks are one row."""
     agreement: Agreement | None = None
     """Lets the ranks of a row agree on each step; None: they need not agree."""
+    cpu_offload: bool = False
+    """Divided state lies in host memory, from which a GPU gets parameters block by block."""
     mirrors: Sequence[int] = ()
     """Ranks of whose part of divided state this one keeps a live copy."""
     mirrored_by: int | None = None
@@ -86,6 +88,11 @@ class Setting:
     @property
     def place(self) -> Mesh:
         return self.mesh or Mesh.of_world(self.rank, self.world_size)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Returns the device of the pieces that an optimizer works on."""
+        return torch.device("cpu") if self.cpu_offload else self.device
 
 
 class Strategy(Protocol):

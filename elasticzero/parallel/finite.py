@@ -52,12 +52,12 @@ class LossCheck:
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the square of the norm of all these gradients: 0-dim, of 64 bits."""
     square = torch.zeros((), dtype=torch.float64, device=device)
-    by_width: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
-        by_width.setdefault(_wide(gradient), []).append(gradient)
-    for dtype, same in by_width.items():
+        alike.setdefault((_wide(gradient), gradient.device), []).append(gradient)
+    for (dtype, _), same in alike.items():
         norms = torch._foreach_norm(same, 2, dtype=dtype)  # noqa: SLF001 - as torch.optim does
-        square += torch.stack([norm.to(device) for norm in norms]).double().square().sum()
+        square += torch.stack(norms).to(device).double().square().sum()
     return square
 
 

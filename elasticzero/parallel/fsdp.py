@@ -3,6 +3,10 @@
 The optimizer works on plain tensors that share memory with this rank's rows, or on 32-bit masters
 of rows that have 16 bits. FSDP2 does not take 0-dim parameters, which stay whole on every rank; so
 they can share a group with the others.
+
+With `cpu_offload` rows, gradients and optimizer state lie in host memory. 0-dim parameters stay on
+the device, where no module would copy them to: the optimizer works on a copy on the CPU, so that a
+group of its has one device.
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.sampling import MicroBatch
@@ -39,11 +48,11 @@ class FullyPartitioned(PiecedStrategy):
 
     def __init__(self, setting: Setting) -> None:
         self._rank, self._ranks = setting.rank, setting.world_size
-        self._mesh = setting.place
+        self._mesh, self._device = setting.place, setting.state_device
         self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         made = setting.factory(list(setting.named.parameters.values()))
-        self.optimizers = open_optimizers(made, setting.named, "rows")
+        self.optimizers = open_optimizers(made, setting.named, "rows", self._device)
         ranks = setting.mirrors if setting.world_size > 1 else ()
         copies = {rank: self.optimizers.copies() for rank in ranks}
         self._pieced = PartitionedOptimizer(
@@ -70,14 +79,14 @@ class FullyPartitioned(PiecedStrategy):
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
         rows = _local(parameter).view(-1)
-        dtype = working_dtype(rows.dtype)
+        own = rows.to(self._device, working_dtype(rows.dtype))
         return ParameterPiece(
             name,
             self._first(name),
-            nn.Parameter(rows.to(dtype)),
+            nn.Parameter(own),
             shape,
             counts=bool(shape) or self._mesh.shard == 0,
-            values=None if dtype == rows.dtype else rows,
+            values=None if own is rows else rows,
         )
 
     def _spans(self, rank: int) -> dict[str, Span]:
@@ -143,7 +152,8 @@ class FullyPartitioned(PiecedStrategy):
             if gradient is None:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
             else:
-                piece.parameter.grad = _local(gradient).reshape(-1).to(piece.parameter.dtype)
+                own = piece.parameter
+                own.grad = _local(gradient).reshape(-1).to(own.device, own.dtype)
         norm = self._pieced.complete(
             self._uses.names,
             factor,
@@ -173,8 +183,16 @@ class FullyPartitioned(PiecedStrategy):
             parameter.grad = None
         self._uses.clear()
 
+    def _renew(self) -> None:
+        """Takes elements anew of which the optimizer has copies in the same format, so that what a
+        script changes in them counts."""
+        for piece in self._pieced.pieces.values():
+            if piece.values is not None and piece.values.dtype == piece.parameter.dtype:
+                piece.parameter.data.copy_(piece.values)
+
     def apply(self) -> None:
         self._reshard()
+        self._renew()
         self._pieced.step([list(self._pieced.pieces)])
         self._mirrors.step(self.optimizers)
         self._drop_whole()
@@ -259,6 +277,8 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=setting.gathered_dtype, reduce_dtype=torch.float32
         )
+    if setting.cpu_offload:  # pinned memory is copied to a GPU while it computes
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device.type == "cuda")
     blocks = list(_blocks(setting.model))
     for module in (*blocks, setting.model):
         whole = setting.materialize(module)

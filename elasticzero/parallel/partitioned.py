@@ -143,7 +143,7 @@ class PartitionedOptimizer:
         self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
         left = list(self._gradients().values())
         if max_norm is not None and left:
-            torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0].dtype))
+            torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
         return self._norm
 
     def _gradients(self) -> dict[str, Tensor]:

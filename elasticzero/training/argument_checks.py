@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.torch_internals import StepCheck
@@ -130,6 +131,21 @@ def check_model(model: Any) -> None:
         raise UserError(f"session.prepare takes an nn.Module first, not a {type(model).__name__}")
     if not any(True for _ in model.parameters()):
         raise UserError("session.prepare was given a model without parameters")
+
+
+def check_offload(strategy: str, device: torch.device, assignment: Assignment) -> None:
+    """Raises `UserError` where `cpu_offload` of `session.prepare` cannot be had."""
+    if strategy != "zero3":
+        raise UserError(
+            f"session.prepare got cpu_offload=True with strategy {strategy}, and zero3 alone keeps "
+            "its state in host memory: use strategy zero3, or leave out cpu_offload"
+        )
+    mirrored = assignment.mirrors or assignment.mirrored_by is not None
+    if mirrored and device.type == "cuda":
+        raise UserError(
+            "session.prepare got cpu_offload=True, whose state in host memory NCCL cannot send to "
+            "the mirrors of --redundancy mirror: leave out one of the two"
+        )
 
 
 def redirect_deepcopy(original: nn.Module, distributed: nn.Module, strategy: str) -> None:

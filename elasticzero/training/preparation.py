@@ -45,6 +45,8 @@ class Place:
     groups: ProcessGroups | None
     comparison: Comparison
     device: torch.device
+    cpu_offload: bool
+    """Whether zero3 keeps its part of the state in host memory."""
     saving: bool
     """Whether checkpoints are written."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None
@@ -75,6 +77,9 @@ def prepare_training(
     """
     argument_checks.check_model(model)
     factory = argument_checks.check_factory(optimizer)
+    assignment, groups = place.link.assignment, place.groups
+    if place.cpu_offload and strategy == AUTO:
+        strategy = "zero3"  # the only one that has it
     meta = Materializer(model, place.device)
     if strategy == "zero3" and meta.is_needed:
         meta.put_stand_ins(model)
@@ -82,17 +87,19 @@ def prepare_training(
         meta.materialize(model)
         model.to(place.device)
     named = NamedModel(model)
-    assignment, groups = place.link.assignment, place.groups
     if strategy == AUTO:
         from elasticzero.training.strategy_choice import choose_strategy
 
         strategy = choose_strategy(named, factory, place.device, assignment, groups)
     described = {**of_model(named, strategy, assignment), **compute.described()}
+    described["cpu_offload"] = str(place.cpu_offload)
     described["--on-nonfinite"] = assignment.on_nonfinite
     described["--on-spike"] = str(assignment.on_spike or "off")
     described["--bucket-bytes"] = str(assignment.bucket_bytes)
     place.comparison.require_equal(Call.PREPARE, described)
     compute.check(named.parameters, strategy)
+    if place.cpu_offload:
+        argument_checks.check_offload(strategy, place.device, assignment)
     check_modules(model, strategy, place.device, alone=groups is None)
     _print_note(model, place)
     place.comparison.warn_of_versions()
@@ -117,6 +124,7 @@ def prepare_training(
         agreement=rows.agreement,
         bucket_plan=buckets.used(assignment.bucket_bytes),
         deterministic=assignment.deterministic,
+        cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,
     )

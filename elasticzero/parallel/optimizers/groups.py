@@ -170,11 +170,14 @@ class Optimizers:
         put_state(group.optimizer, parameter, stored, schema, made_at_once=at_once)
 
 
-def open_optimizers(made: MadeOptimizers, named: NamedModel, dealt: Dealt) -> Optimizers:
+def open_optimizers(
+    made: MadeOptimizers, named: NamedModel, dealt: Dealt, device: torch.device | None = None
+) -> Optimizers:
     """Finds out what the optimizers that were just made work on.
 
-    Raises `UserError` for one that cannot work on what the strategy deals to the ranks, for
-    parameters that are not the model's, and for one that two optimizers have.
+    device: where they will step; None: where the parameters are. Raises `UserError` for one that
+    cannot work on what the strategy deals to the ranks, for parameters that are not the model's,
+    and for one that two optimizers have.
     """
     by_name = {"": made} if isinstance(made, torch.optim.Optimizer) else dict(made)
     name_of, owner_of = named.name_of(), dict[str, str]()
@@ -191,7 +194,8 @@ def open_optimizers(made: MadeOptimizers, named: NamedModel, dealt: Dealt) -> Op
                         f"{optimizer_name!r}: give each parameter to one of them"
                     )
             shapes = {name: tuple(named.parameters[name].shape) for name in names}
-            nature = probe(optimizer, options, known, whole_model=dealt == "nothing")
+            whole = dealt == "nothing"
+            nature = probe(optimizer, options, known, whole_model=whole, device=device)
             if dealt != "nothing":
                 _check(nature, type(optimizer).__name__, dealt)
             found.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, shapes))

@@ -53,11 +53,13 @@ def probe(
     known: dict[Any, GroupNature],
     *,
     whole_model: bool,
+    device: torch.device | None = None,
 ) -> GroupNature:
     """Returns what the optimizer works on in a group, by stepping dummies.
 
     known: what was found for like groups, to which this is added. whole_model: the strategy leaves
-    all to each rank, so that it matters only what is kept.
+    all to each rank, so that it matters only what is kept. device: that of the dummies; None: that
+    of the parameters.
     """
     like = next((p for p in group["params"] if p.requires_grad), None)
     if like is None:
@@ -67,7 +69,8 @@ def probe(
     said = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
     key = (id(optimizer), like.dtype, like.device, said, tuple(dimensions))
     if key not in known:
-        trial = _Trial(optimizer, options, like, like.dtype if whole_model else None)
+        dtype = like.dtype if whole_model else working_dtype(like.dtype)
+        trial = _Trial(optimizer, options, like, dtype, device or like.device)
         known[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
     return known[key]
 
@@ -80,14 +83,15 @@ class _Trial:
         optimizer: torch.optim.Optimizer,
         options: Mapping[str, Any],
         like: nn.Parameter,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._optimizer = optimizer
         self._options = dict(options)
         if isinstance(options.get("lr"), float) and options["lr"] == 0:  # a warm-up begins there
             self._options["lr"] = 1e-2
         self._like = like
-        self._dtype = dtype or working_dtype(like.dtype)
+        self._dtype, self._device = dtype, device
         self._state: Mapping[str, Any] = optimizer.state.get(like, {})
 
     def schemas_only(self, dimensions: Sequence[int]) -> GroupNature:
@@ -166,12 +170,12 @@ class _Trial:
     def _values(self, shape: tuple[int, ...]) -> Tensor:
         count = torch.Size(shape).numel()
         values = torch.linspace(-1.0, 1.0, count, dtype=torch.float64)
-        return values.to(self._like.device, self._dtype).view(shape)
+        return values.to(self._device, self._dtype).view(shape)
 
     def _gradients(self, shape: tuple[int, ...], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn((STEPS, *shape), generator=generator, dtype=torch.float64)
-        return list(drawn.to(self._like.device, self._dtype).unbind())
+        return list(drawn.to(self._device, self._dtype).unbind())
 
     def _step(
         self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
@@ -194,8 +198,11 @@ class _Trial:
 
     def _first(self, value: Any, dummy: Tensor) -> Any:
         """Returns an entry of the state made at once, as it is for a dummy."""
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return copy.deepcopy(value)
+        if value.dim() == 0:
+            follows = value.device == self._like.device
+            return value.to(dummy.device if follows else value.device, copy=True)
         if value.shape != self._like.shape:
             raise TypeError("it makes state of another shape than the parameter's when it is built")
         return torch.full_like(dummy.detach(), float(value.flatten()[0]))

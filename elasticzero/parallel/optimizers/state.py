@@ -96,7 +96,10 @@ def cut_state(
     for key, value in state.items():
         if key in schema and schema[key].kind == "elementwise":
             part = value.detach().reshape(-1)[start : start + piece.numel()].view(piece.shape)
-            value = part.to(piece.dtype if value.is_floating_point() else value.dtype, copy=True)
+            dtype = piece.dtype if value.is_floating_point() else value.dtype
+            value = part.to(piece.device, dtype, copy=True)
+        elif isinstance(value, Tensor) and key in schema:
+            value = value.detach().to(schema[key].device, copy=True)
         else:
             value = copy.deepcopy(value)
         found[key] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
 from elasticzero.torch_internals import has_step_hooks
-from elasticzero.training.argument_checks import redirect_deepcopy, take_over_optimizer
+from elasticzero.training.argument_checks import (
+    check_offload,
+    redirect_deepcopy,
+    take_over_optimizer,
+)
 
 
 class Wrapped(nn.Module):
@@ -46,6 +51,23 @@ def test_a_model_in_parts_is_not_copied() -> None:
     redirect_deepcopy(given, given, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):
         copy.deepcopy(given)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "mirrors", "complaint"),
+    [
+        ("zero2", "cpu", {}, "cpu_offload=True with strategy zero2, and zero3 alone"),
+        ("zero3", "cuda", {"mirrors": (1,)}, "mirrors of --redundancy mirror: leave out one"),
+        ("zero3", "cuda", {"mirrored_by": 0}, "mirrors of --redundancy mirror: leave out one"),
+    ],
+)
+def test_state_in_host_memory_is_refused_where_it_cannot_be(
+    strategy: str, device: str, mirrors: dict[str, Any], complaint: str
+) -> None:
+    assignment: Any = SimpleNamespace(**{"mirrors": (), "mirrored_by": None} | mirrors)
+    with pytest.raises(UserError, match=complaint):
+        check_offload(strategy, torch.device(device), assignment)
+    check_offload("zero3", torch.device("cpu"), assignment)
 
 
 def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.optimizers.groups import Dealt, Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.state import cut_state
 from elasticzero.state.model import NamedModel
 
 
@@ -78,3 +79,28 @@ def test_packed_state_is_refused_before_a_step(package: str, dealt: Dealt) -> No
         made = each(model.parameters())
         with pytest.raises(UserError, match=f"{each.__name__} of {package[:5]}.* packed state"):
             open_optimizers(made, NamedModel(model), dealt)
+
+
+def test_an_optimizer_that_steps_elsewhere_is_tried_there() -> None:
+    """Its parameters are on a device on which nothing can be computed, as a GPU's are while the
+    state is to lie in host memory."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 3)
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    named = NamedModel(model)
+    opened = open_optimizers(made, named, "rows", torch.device("cpu"))
+    kept = opened.schema("weight")
+    assert {key: entry.device.type for key, entry in kept.items()} == dict.fromkeys(kept, "cpu")
+    with pytest.raises(UserError, match="cannot work on parts of a model"):
+        open_optimizers(made, named, "rows")
+
+
+def test_state_made_at_once_follows_its_piece_to_another_device() -> None:
+    model = nn.Linear(4, 1)
+    made = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    schema = open_optimizers(made, NamedModel(model), "rows").schema("weight")
+    assert {entry.device.type for entry in schema.values()} == {"cpu"}
+    piece = nn.Parameter(torch.empty(2, device="meta"))
+    cut = cut_state(made.state[model.weight], schema, 1, piece)
+    assert (cut["sum"].device.type, cut["sum"].shape) == ("meta", (2,))
+    assert cut["step"].device.type == "cpu"
