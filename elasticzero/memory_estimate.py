@@ -16,7 +16,7 @@ ranks over which state is partitioned (of the world, or of a node), C = ceil(P /
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.spans import STRATEGIES, ShardOver
 
@@ -78,9 +78,12 @@ class RankMemory:
     optimizer: int
     buffers: int
     """Buckets on their way, gathered modules, and gradients in another precision."""
+    host: int = 0
+    """State in host memory instead of the device's, which the other numbers leave out."""
 
     @property
     def total(self) -> int:
+        """Returns what the device needs."""
         return self.weights + self.masters + self.gradients + self.optimizer + self.buffers
 
 
@@ -107,11 +110,13 @@ class LineUp:
         return self.ranks_per_node if self.shard == "node" else self.ranks
 
 
-def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> RankMemory:
+def rank_memory(
+    strategy: str, model: ModelSize, values: int, line_up: LineUp, *, offloaded: bool = False
+) -> RankMemory:
     """Returns what one rank holds at the peak of a step, without activations.
 
-    values: numbers that the optimizer keeps for each element. Raises `ValueError` for an unknown
-    strategy.
+    values: numbers that the optimizer keeps for each element. offloaded: zero3 keeps all but what
+    it gathers in host memory. Raises `ValueError` for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
@@ -129,12 +134,18 @@ def rank_memory(strategy: str, model: ModelSize, values: int, line_up: LineUp) -
     divided = strategy == "zero3"
     frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
     buffers = _gathered(model) if divided else _pool(strategy, model, line_up)
-    return RankMemory(
+    found = RankMemory(
         weights=(chunk if divided else whole) * b + frozen,
         masters=rounded,
         gradients=(whole if strategy == "zero1" else chunk) * b,
         optimizer=chunk * values * w,
         buffers=buffers + max(rounded, 0 if divided else model.largest * b),
+    )
+    if not (offloaded and divided):
+        return found
+    host = found.total - buffers
+    return replace(
+        found, weights=0, masters=0, gradients=0, optimizer=0, buffers=buffers, host=host
     )
 
 

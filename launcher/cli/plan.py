@@ -102,6 +102,11 @@ def add_plan_options(parser: Parser) -> None:
         metavar="SIZE",
         help="zero1 and zero2 send gradients in buckets of SIZE.",
     )
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="zero3 keeps its state in the nodes' RAM, and GPUs get one layer at a time.",
+    )
     add("--json", action="store_true", help="The result is printed as JSON, for scripts.")
     parser.set_defaults(run_command=_plan)
 
@@ -159,7 +164,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
     rows = []
     for strategy in STRATEGIES:
-        memory = rank_memory(strategy, model, values, line_up)
+        memory = rank_memory(strategy, model, values, line_up, offloaded=args.cpu_offload)
         rows.append(
             {
                 "strategy": strategy,
@@ -167,6 +172,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
                 "total": memory.total,
                 "left": args.gpu_memory - memory.total,
                 "fits": memory.total <= room,
+                "node_state": memory.host * args.gpus,
                 "node_snapshots": snapshot_bytes(strategy, model, values, line_up),
                 "checkpoint": state_bytes(strategy, model, values),
             }
@@ -178,6 +184,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "nodes": args.nodes,
         "gpus": args.gpus,
         "shard": args.shard,
+        "cpu_offload": args.cpu_offload,
         "gpu_memory": args.gpu_memory,
         "room_for_state": room,
         "layer_params": layer,
@@ -195,12 +202,15 @@ def plan_text(found: dict[str, Any]) -> str:
             *(size_text(row[column]) for column in COLUMNS),
             size_text(row["total"]),
             "yes" if row["fits"] else "no",
+            *([size_text(row["node_state"])] if found["cpu_offload"] else []),
             size_text(row["node_snapshots"]),
             size_text(row["checkpoint"]),
         ]
         for row in found["strategies"]
     ]
-    heads = ("strategy", *COLUMNS, "each rank", "fits", "snapshots in a node's RAM", "checkpoint")
+    node = ["state in a node's RAM"] if found["cpu_offload"] else []
+    node.append("snapshots in a node's RAM")
+    heads = ("strategy", *COLUMNS, "each rank", "fits", *node, "checkpoint")
     first = found["first_that_fits"]
     verdict = (
         f"{first} is the first that fits."

@@ -26,6 +26,20 @@ def test_json_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (ddp["weights"], ddp["checkpoint"]) == (14 * 10**9, 42 * 10**9)
 
 
+def test_state_in_host_memory_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "70B", "--gpus", "8", "--cpu-offload"]
+    assert main(words) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()[2:7]
+    assert "state in a node's RAM" in heads
+    assert [row.split()[1] for row in rows][3:] == ["0"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_that_fits"] == "zero3"
+    whole, offloaded = found["strategies"][2], found["strategies"][3]
+    assert whole["node_state"] == 0 and offloaded["total"] == offloaded["buffers"]
+    assert offloaded["node_state"] == 70 * 10**9 * (2 + 4 + 2 + 8 + 4)
+
+
 def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "1e12"]) == 0
     assert "None fits" in capsys.readouterr().out
