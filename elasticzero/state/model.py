@@ -8,7 +8,7 @@ for a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,3 +130,12 @@ class NamedModel:
     def name_of(self) -> dict[int, str]:
         """Returns the parameters' names by `id`."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+
+def called_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields what a script calls: the model, or its parts where it has no forward of its own."""
+    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
+        yield model
+        return
+    for child in model.children():
+        yield from called_parts(child)

@@ -8,7 +8,7 @@ object, with the same names in its state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.loader import map_tensors
 from elasticzero.errors import UserError
+from elasticzero.state.model import called_parts
 
 FORMATS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The values of `precision`, each with the format of the forward pass; None: the parameters'."""
@@ -77,35 +78,27 @@ class Compute:
         in Python between them.
         """
         mode = self.compiled if isinstance(self.compiled, str) else None
-        entries = list(_entries(model))
+        entries = list(called_parts(model))
         if self.dtype is not None:
             for module in entries:
                 _compute_in(module, device.type, self.dtype)
         if self.compiled and strategy == "zero3":
-            for module in _blocks_of_fsdp(model):
+            for module in (block for entry in entries for block in _blocks_of_fsdp(entry)):
                 module.__dict__["forward"] = torch.compile(module.forward, mode=mode)
         elif self.compiled:
             for module in entries:
                 module.compile(mode=mode)
 
 
-def _entries(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields what a script calls: the model, or its parts where it has no forward of its own."""
-    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
-        yield model
-        return
-    for child in model.children():
-        yield from _entries(child)
-
-
-def _blocks_of_fsdp(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that FSDP2 gathers by themselves; the model if there are none."""
+def _blocks_of_fsdp(part: nn.Module) -> list[nn.Module]:
+    """Returns the modules that FSDP2 gathers by themselves in what a script calls, or the latter if
+    there are none."""
     from torch.distributed.fsdp import FSDPModule
 
     inner: list[nn.Module] = [
-        m for m in model.modules() if isinstance(m, FSDPModule) and m is not model
+        m for m in part.modules() if isinstance(m, FSDPModule) and m is not part
     ]
-    return inner or [model]
+    return inner or [part]
 
 
 def _compute_in(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
