@@ -11,7 +11,7 @@ group of its has one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.errors import UserError
 from elasticzero.parallel.base import LoadTarget, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.mesh import Mesh
@@ -59,11 +58,12 @@ class FullyPartitioned(PiecedStrategy):
             self.optimizers, self._specs, self._mesh, setting.agreement
         )
         scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
-        blocks = _partition(setting, scalars)
+        *blocks, root = _partition(setting, scalars)
+        self._root = cast(FSDPModule, root)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._uses = Uses(setting.model, self._parameters, blocks)
+        self._uses = Uses(root, self._parameters, [*blocks, root])
         self._pieced.place(
             {
                 name: self._piece(name, parameter)
@@ -122,10 +122,6 @@ class FullyPartitioned(PiecedStrategy):
         ]
         return rows + [p.grad if p.grad is not None else torch.zeros_like(p) for p in pieces]
 
-    @property
-    def _root(self) -> FSDPModule:
-        return cast(FSDPModule, self.model)
-
     def expect(self, part: MicroBatch) -> None:
         """Lets each micro-batch be summed within a row, for else a rank would hold whole gradients,
         and only the last one over the rows."""
@@ -133,14 +129,11 @@ class FullyPartitioned(PiecedStrategy):
             self._root.set_requires_all_reduce(part.last)
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        if self.optimizers.only is not None:
-            raise UserError(
-                "session.backward(…, only=…) is not possible with strategy zero3, because FSDP2 "
-                "gathers and reduces the parameters of all optimizers together: use ddp, zero1 or "
-                "zero2"
-            )
+        only = None
+        if self.optimizers.inputs(self._parameters) is not None:
+            only = {name for name in self._parameters if self._takes_part(name)}
         # FSDP2 divides by the number of ranks
-        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0)
+        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0, only=only)
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
 
@@ -148,6 +141,8 @@ class FullyPartitioned(PiecedStrategy):
         check_frozen(self._frozen)
         self._reduce_scalars()
         for name, piece in self._pieced.pieces.items():
+            if not self._takes_part(name):
+                continue
             gradient = self._parameters[name].grad
             if gradient is None:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
@@ -164,10 +159,19 @@ class FullyPartitioned(PiecedStrategy):
         self._mirrors.take(self._pieced.used, norm, max_norm)
         return norm
 
+    def _takes_part(self, name: str) -> bool:
+        """Tells whether the global batch gives this parameter a gradient."""
+        optimizers = self.optimizers
+        return optimizers.only is None or (
+            name in optimizers.group_of and optimizers.has_gradients(name)
+        )
+
     def _reduce_scalars(self) -> None:
         """Averages the gradients of the parameters that FSDP2 leaves alone."""
         scalars = [
-            p for p in self._parameters.values() if not isinstance(p, DTensor) and p.requires_grad
+            p
+            for name, p in self._parameters.items()
+            if not isinstance(p, DTensor) and p.requires_grad and self._takes_part(name)
         ]
         if not scalars or self._ranks == 1:
             return
@@ -183,6 +187,9 @@ class FullyPartitioned(PiecedStrategy):
             parameter.grad = None
         self._uses.clear()
 
+    def _leaves(self, names: Collection[str]) -> list[Tensor]:
+        return self._uses.leaves(names)
+
     def _renew(self) -> None:
         """Takes elements anew of which the optimizer has copies in the same format, so that what a
         script changes in them counts."""
@@ -192,6 +199,7 @@ class FullyPartitioned(PiecedStrategy):
 
     def apply(self) -> None:
         self._reshard()
+        self._mark_changed()
         self._renew()
         self._pieced.step([list(self._pieced.pieces)])
         self._mirrors.step(self.optimizers)
@@ -267,7 +275,8 @@ class FullyPartitioned(PiecedStrategy):
 
 
 def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
-    """Applies `fully_shard` to the blocks of the model and to its root; returns the blocks."""
+    """Applies `fully_shard` to the blocks of the model and to its root; returns these, the root
+    last."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
@@ -279,12 +288,12 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
         )
     if setting.cpu_offload:  # pinned memory is copied to a GPU while it computes
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device.type == "cuda")
-    blocks = list(_blocks(setting.model))
-    for module in (*blocks, setting.model):
+    modules = [*_blocks(setting.model), setting.model]
+    for module in modules:
         whole = setting.materialize(module)
         fully_shard(module, **options)
         _release(whole, module)
-    return blocks
+    return modules
 
 
 def _release(whole: Iterable[nn.Parameter], module: nn.Module) -> None:

@@ -4,13 +4,16 @@ FSDP2 leaves a parameter without a gradient out of what it reduces, so that rank
 different parameters would add up different tensors. It gathers and reduces a block when the block
 runs: all ranks must run the same blocks in the same order, which `blocks` checks.
 
+A backward may be for some parameters only, the same on all ranks. No other one gets a gradient
+then, and a group of FSDP2 that has none of them reduces nothing.
+
 Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
 `_get_fsdp_state` is no public interface.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,72 +29,89 @@ class Uses:
     """Tracks what one rank has used in a global batch."""
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], blocks: Sequence[nn.Module]
+        self,
+        root: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        modules: Sequence[nn.Module],
     ) -> None:
-        """Wraps FSDP2's groups. parameters: by name, as FSDP2 has made them. blocks: modules
-        with a group of their own."""
+        """Wraps FSDP2's groups. root: has all modules. parameters: by name, as FSDP2 has made them.
+        modules: those with a group of their own."""
         self.names: set[str] = set()
         """Parameters that this rank has used."""
         self.blocks = 0
-        """Stands for the blocks that have run, in their order."""
+        """Stands for the modules that have run, in their order."""
         self._counts = True
+        """The newest backward has a weight."""
+        self._only: Collection[str] | None = None
+        """The parameters that the newest backward is for; None: all."""
         self._whole = {n: p for n, p in parameters.items() if not isinstance(p, DTensor)}
-        self._groups = list(_groups(model))
+        self._root: Any = root
+        """FSDP2 finds the modules below it when its own state is set up."""
+        self._groups = list(_groups(root))
         name_of = {id(parameter): name for name, parameter in parameters.items()}
-        self._names = {
-            id(of): name_of[id(of.sharded_param)]
-            for group in self._groups
-            for of in group.fsdp_params
+        self._divided = {
+            name_of[id(of.sharded_param)]: of for group in self._groups for of in group.fsdp_params
         }
+        self._names = {id(of): name for name, of in self._divided.items()}
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
-        for index, block in enumerate(blocks, 1):
-            block.register_forward_pre_hook(partial(self._enter, index))
+        for index, module in enumerate(modules, 1):
+            # FSDP2's own hook, which gathers, comes after it
+            module.register_forward_pre_hook(partial(self._enter, index), prepend=True)
 
     def clear(self) -> None:
         """Begins a new global batch."""
         self.names.clear()
         self.blocks = 0
 
-    def backward(self, loss: Tensor, *, counts: bool) -> None:
-        """counts: the micro-batch has a weight; else it uses nothing."""
-        self._counts = counts
-        unused = [] if counts else [leaf for leaf in self._leaves() if leaf.grad is None]
-        loss.backward()
+    def backward(self, loss: Tensor, *, counts: bool, only: Collection[str] | None = None) -> None:
+        """counts: the micro-batch has a weight; else it uses nothing. only: the parameters that get
+        gradients; None: all."""
+        self._counts, self._only = counts, only
+        leaves = [leaf for leaf in self.leaves(only) if leaf.requires_grad]
+        unused = [] if counts else [leaf for leaf in leaves if leaf.grad is None]
+        if only is None:
+            loss.backward()
+        elif leaves:
+            loss.backward(inputs=leaves)
         for leaf in unused:
             leaf.grad = None
         if counts:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
 
-    def _leaves(self) -> Iterator[Tensor]:
-        """Returns the tensors to which autograd gives gradients."""
-        yield from self._whole.values()
-        for group in self._groups:
-            for of in group.fsdp_params:
-                if (leaf := _leaf(of)) is not None and of.unsharded_accumulated_grad is None:
-                    yield leaf
+    def leaves(self, only: Collection[str] | None = None) -> list[Tensor]:
+        """Returns the tensors to which autograd gives gradients, those of some parameters or all; a
+        parameter that was never gathered has none."""
+        found: list[Tensor] = []
+        for name in (*self._whole, *self._divided) if only is None else only:
+            leaf = self._whole[name] if name in self._whole else _leaf(self._divided[name])
+            if leaf is not None:
+                found.append(leaf)
+        return found
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Runs the group's own `post_backward`, with zeros for what this rank has not used."""
         for of in group.fsdp_params:
-            leaf = _leaf(of)
+            leaf, name = _leaf(of), self._names[id(of)]
             if leaf is None or not leaf.requires_grad:
                 continue
             if leaf.grad is not None or of.unsharded_accumulated_grad is not None:
                 if self._counts:
-                    self.names.add(self._names[id(of)])
-            elif group.reduce_grads:
+                    self.names.add(name)
+            elif group.reduce_grads and (self._only is None or name in self._only):
                 leaf.grad = torch.zeros_like(leaf)
         post_backward(*unused)
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
+        """Counts a module that runs."""
+        self._root._get_fsdp_state()._lazy_init()  # else the first module that runs is the root
         if torch.is_grad_enabled():
             self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
+def _groups(root: nn.Module) -> Iterator[Any]:
     """Returns what FSDP2 gathers and reduces together."""
-    for module in model.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)

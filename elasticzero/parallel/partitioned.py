@@ -244,7 +244,8 @@ class PartitionedOptimizer:
         stepping = [o for name, o in stepped_now.items() if divisible[name]]
         try:
             for index, part in enumerate(parts):
-                pieces = {name: p for name in part if (p := self.pieces.get(name)) is not None}
+                stepped_here = filter(self.optimizers.has_gradients, part)
+                pieces = {n: p for n in stepped_here if (p := self.pieces.get(n)) is not None}
                 for group in groups:
                     own_pieces = [pieces[n].parameter for n in group.names if n in pieces]
                     group.options["params"] = own_pieces
@@ -386,7 +387,11 @@ class PiecedStrategy:
         """Lets autograd see that a step has changed parameters that others share memory with: it
         then refuses the backward of a loss from before the step."""
         if self._pieced.optimizers.only is not None:
-            increment_version([self._parameters[name] for name in self._pieced.used])
+            increment_version(self._leaves(self._pieced.used))
+
+    def _leaves(self, names: Collection[str]) -> list[Tensor]:
+        """Returns the tensors that forwards have used for these parameters."""
+        return [self._parameters[name] for name in names]
 
     def _drop_whole(self) -> None:
         """Drops what a global batch has left in the model's own parameters."""

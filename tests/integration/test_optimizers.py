@@ -19,6 +19,7 @@ from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed, Stepped
+from elasticzero.spans import STRATEGIES
 from tests.integration import training_gan
 from tests.integration.training_harness import Pool
 from tests.integration.training_optimizer_table import CASES, OPTIMIZERS
@@ -137,8 +138,7 @@ def gan_batch(step: int) -> tuple[Tensor, Tensor]:
 
 def plain_gan(steps: int) -> dict[str, Tensor]:
     """Each network has the gradient of its own loss, and both are stepped then."""
-    torch.manual_seed(1)
-    gan = training_gan.Gan().double()
+    gan = training_gan.build("lists")
     made = training_gan.optimizers(gan)
     for step in range(steps):
         noise, real = gan_batch(step)
@@ -172,10 +172,11 @@ def test_a_gan_with_two_optimizers_is_as_in_one_process(
         assert (found[name] - tensor).abs().max().item() < 1e-9, name
 
 
-def plain_turns(steps: int, turns: str, bad: tuple[int, ...] = ()) -> dict[str, Tensor]:
+def plain_turns(
+    steps: int, turns: str, bad: tuple[int, ...] = (), kind: str = "lists"
+) -> dict[str, Tensor]:
     """The two networks are stepped one after the other, each by its own loss."""
-    torch.manual_seed(1)
-    gan = training_gan.Gan().double()
+    gan = training_gan.build(kind)
     made = training_gan.optimizers(gan)
     for step in range(steps):
         noise, real = gan_batch(step)
@@ -183,8 +184,7 @@ def plain_turns(steps: int, turns: str, bad: tuple[int, ...] = ()) -> dict[str, 
             if name == "generator" and step in bad:
                 continue
             gan.zero_grad()
-            loss = gan.critic_loss(noise, real) if name == "critic" else gan.generator_loss(noise)
-            loss.backward()
+            training_gan.Losses(gan, kind, noise, real).of(name).backward()
             torch.nn.utils.clip_grad_norm_(gan.get_submodule(name).parameters(), training_gan.CLIP)
             made[name].step()
     return {f"model/{name}": parameter.detach() for name, parameter in gan.named_parameters()}
@@ -196,17 +196,20 @@ def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
         assert (found[name] - tensor).abs().max().item() < 1e-9, name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [*((name, "lists") for name in STRATEGIES), ("zero3", "networks")],
+)
 @pytest.mark.parametrize(("turns", "micro"), [("within", None), ("between", 1)])
 def test_two_networks_in_turn_are_as_in_one_process(
-    pool: Pool, tmp_path: Path, strategy: str, turns: str, micro: int | None
+    pool: Pool, tmp_path: Path, strategy: str, kind: str, turns: str, micro: int | None
 ) -> None:
-    """Worlds of 3, of 2 nodes with 2 workers, and of 2; the gradient of one network is not that of
-    the other's loss."""
-    told = {"strategy": strategy, "micro": micro, "turns": turns}
+    """Worlds of 3, of 2 nodes with 2 workers, of 2, and of 1; the gradient of one network is not
+    that of the other's loss."""
+    told = {"strategy": strategy, "kind": kind, "micro": micro, "turns": turns}
     script, resume = HERE / "training_gan.py", Resume(tier="fresh")
     node = "world" if strategy == "ddp" else "node"
-    worlds = ((3, 1, "world", 5), (4, 2, node, 10), (2, 1, "world", 15))
+    worlds = ((3, 1, "world", 5), (4, 2, node, 10), (2, 1, "world", 15), (1, 1, "world", 18))
     for generation, (world_size, row, shard, steps) in enumerate(worlds, 1):
         running = pool.start(
             script,
@@ -222,10 +225,22 @@ def test_two_networks_in_turn_are_as_in_one_process(
         counted = [stepped.step for stepped in running.workers[0].all(Stepped)]
         assert counted == list(range(resume.step + 1, steps + 1)), "one for each global batch"
         resume = Resume(tier="storage", step=steps)
-    assert_equal(tmp_path, plain_turns(15, turns))
+    assert_equal(tmp_path, plain_turns(18, turns, kind=kind))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("kind", ["networks"])
+def test_zero3_sums_the_gradients_of_one_network_only(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    """Each network has its two layers as groups of FSDP2, and its head in a group of its own or
+    with the other's. The critic's second layer runs twice, for which FSDP2 sums twice."""
+    told = {"strategy": "zero3", "kind": kind, "turns": "within", "steps": 2}
+    words = [json.dumps(told | {"count": str(tmp_path / "count")})]
+    assert pool.start(HERE / "training_gan.py", words, 2).finish() == 2
+    assert json.loads((tmp_path / "count").read_text()) == [4, 3, 4, 3, 0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_worker_killed_between_two_optimizers_changes_nothing(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
@@ -243,7 +258,7 @@ def test_a_worker_killed_between_two_optimizers_changes_nothing(
     assert_equal(tmp_path, plain_turns(12, "within"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_bad_loss_of_one_network_is_left_out_and_the_other_is_stepped(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
@@ -264,12 +279,16 @@ def test_a_bad_loss_of_one_network_is_left_out_and_the_other_is_stepped(
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"strategy": "zero3"}, "is not possible with strategy zero3"),
         ({"strategy": "zero1", "micro": 1}, "in the middle of a global batch"),
         ({"strategy": "ddp", "odd": ["generator"]}, "ranks gave session.backward different only="),
         ({"strategy": "zero1", "odd": ["critic", "generator"]}, "different only= in one turn"),
+        (
+            {"strategy": "zero3", "odd": ["generator"]},
+            "ranks gave session.backward different only=",
+        ),
         ({"strategy": "ddp", "stale": True}, "modified by an inplace operation"),
         ({"strategy": "zero1", "stale": True}, "modified by an inplace operation"),
+        ({"strategy": "zero3", "stale": True}, "modified by an inplace operation"),
     ],
 )
 def test_a_step_of_one_network_alone_is_refused_where_it_would_be_wrong(
@@ -281,7 +300,7 @@ def test_a_step_of_one_network_alone_is_refused_where_it_would_be_wrong(
     assert any(message in worker.log.read_text() for worker in running.workers), running.logs()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_a_stop_between_two_optimizers_saves_no_half_of_a_step(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:

@@ -62,8 +62,8 @@ def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None
     for step in range(STEPS):
         model.step, model.rank = step, rank
         strategy.optimizers.groups[0].options["lr"] = 0.01 / (1 + step)
-        if "adamw" in strategy.optimizers.by_name:
-            strategy.optimizers.only = ("adamw",) if step in (2, 4) else None
+        for name in {"adamw", "sgd"} & strategy.optimizers.by_name.keys():
+            strategy.optimizers.only = (name,) if step in (2, 4) else None
         for micro in range(2):
             first = 12 * step + 6 * micro
             indices = range(first + rank * 6 // world_size, first + (rank + 1) * 6 // world_size)
