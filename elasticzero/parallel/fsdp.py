@@ -38,7 +38,15 @@ from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrateg
 from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk, fsdp_rows
-from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
+from elasticzero.state.model import (
+    MODEL,
+    LocalTensor,
+    Partition,
+    RankState,
+    Spec,
+    called_parts,
+    spec_of,
+)
 from elasticzero.torch_internals import HashStore
 
 
@@ -275,8 +283,8 @@ class FullyPartitioned(PiecedStrategy):
 
 
 def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
-    """Applies `fully_shard` to the blocks of the model and to its root; returns these, the root
-    last."""
+    """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root;
+    returns these, the root last."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
@@ -288,7 +296,15 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
         )
     if setting.cpu_offload:  # pinned memory is copied to a GPU while it computes
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device.type == "cuda")
-    modules = [*_blocks(setting.model), setting.model]
+    modules = [
+        module
+        for part in dict.fromkeys(called_parts(setting.model))
+        if any(True for _ in part.parameters())
+        for module in (*_blocks(part), part)
+    ]
+    if setting.model not in modules:  # FSDP2 takes no ModuleDict, and adds to the model's class
+        modules.append(nn.Module())
+        modules[-1].add_module("model", setting.model)
     for module in modules:
         whole = setting.materialize(module)
         fully_shard(module, **options)

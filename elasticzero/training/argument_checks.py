@@ -17,6 +17,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
+from elasticzero.state.model import called_parts
 from elasticzero.torch_internals import StepCheck
 
 BATCH_ARGUMENTS = {
@@ -162,7 +163,8 @@ def redirect_deepcopy(original: nn.Module, distributed: nn.Module, strategy: str
         return copy.deepcopy(original, memo)
 
     if strategy == "zero3":
-        distributed.__dict__["__deepcopy__"] = refuse
+        for module in (distributed, *called_parts(distributed)):
+            module.__dict__["__deepcopy__"] = refuse
     elif distributed is not original:
         distributed.__dict__["__deepcopy__"] = copy_original
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from elasticzero.errors import UserError
+from elasticzero.state.model import called_parts
 
 
 def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alone: bool) -> None:
@@ -24,12 +25,7 @@ def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alon
                 "gradients, for FSDP2 does not: build it with sparse=False, or use ddp, zero1 or "
                 "zero2, which make its gradient dense"
             )
-        if "forward" not in vars(model) and type(model).forward is nn.Module.forward:
-            raise UserError(
-                f"the model, a {type(model).__name__}, has no forward, and zero3 gathers "
-                "parameters where the model itself is called: give it a forward that calls its "
-                "parts, or use ddp, zero1 or zero2"
-            )
+        _check_parts(model)
     if device.type == "cpu" and not (alone and strategy != "zero3"):
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
@@ -38,6 +34,28 @@ def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alon
                     "rank trains on the CPU: use BatchNorm, whose statistics are of one rank's "
                     "micro-batch, or GroupNorm"
                 )
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Raises `UserError` for a parameter that no part which a script calls has to itself."""
+    owners: dict[int, str] = {}
+    parts = set(called_parts(model))
+    for name, module in model.named_modules():
+        if module in parts:
+            for parameter in module.parameters():
+                if (other := owners.setdefault(id(parameter), name)) != name:
+                    raise UserError(
+                        f"the model has no forward, and its parts {other!r} and {name!r} share a "
+                        "parameter, which zero3 gathers for one of them only: give the model a "
+                        "forward that calls them, or use ddp, zero1 or zero2"
+                    )
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in owners:
+            raise UserError(
+                f"parameter {name!r} is in no part of the model with a forward, and zero3 gathers "
+                "parameters where such a part is called: give the module that has it a forward, or "
+                "use ddp, zero1 or zero2"
+            )
 
 
 def _sparse(model: nn.Module) -> Iterator[str]:

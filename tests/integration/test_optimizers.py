@@ -198,7 +198,7 @@ def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [*((name, "lists") for name in STRATEGIES), ("zero3", "networks")],
+    [*((name, "lists") for name in STRATEGIES), ("zero3", "networks"), ("zero3", "parts")],
 )
 @pytest.mark.parametrize(("turns", "micro"), [("within", None), ("between", 1)])
 def test_two_networks_in_turn_are_as_in_one_process(
@@ -228,7 +228,7 @@ def test_two_networks_in_turn_are_as_in_one_process(
     assert_equal(tmp_path, plain_turns(18, turns, kind=kind))
 
 
-@pytest.mark.parametrize("kind", ["networks"])
+@pytest.mark.parametrize("kind", ["networks", "parts"])
 def test_zero3_sums_the_gradients_of_one_network_only(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:

@@ -103,11 +103,17 @@ def test_16_bits_give_the_loss_of_32(
     assert loss_of(trained(tmp_path)) == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("zero2", {}), ("zero3", {}), ("zero3", {"compile": True, "backend": "eager"})],
+)
 def test_a_part_of_a_model_without_forward_computes_in_16_bits(
-    pool: Pool, tmp_path: Path, expected: float
+    pool: Pool, tmp_path: Path, expected: float, strategy: str, more: dict[str, Any]
 ) -> None:
-    told = {"strategy": "zero2", "precision": "bf16", "parts": True}
-    found = run(pool, tmp_path, told)
+    """Under zero3 the blocks of the part are compiled, one by one."""
+    told = {"strategy": strategy, "precision": "bf16", "parts": True}
+    found = run(pool, tmp_path, told | more)
+    assert found[0].get("graphs") != 0
     assert found[0]["dtypes"] == ["torch.bfloat16"]
     assert found[0]["loss"] == pytest.approx(expected, rel=2e-2)
 

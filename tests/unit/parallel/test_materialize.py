@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.parallel import Setting, create
@@ -19,6 +19,10 @@ class Tied(nn.Module):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
         self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.norm(self.first(x)))
+        return output
 
 
 class Scale(nn.Module):

@@ -51,6 +51,10 @@ def test_a_model_in_parts_is_not_copied() -> None:
     redirect_deepcopy(given, given, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):
         copy.deepcopy(given)
+    parts = nn.ModuleDict({"one": nn.Linear(2, 1)})
+    redirect_deepcopy(parts, parts, "zero3")
+    with pytest.raises(UserError, match="no rank has the whole model"):
+        AveragedModel(parts["one"])
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,35 @@ def test_a_sparse_embedding_is_refused_with_its_name_by_zero3_alone(kind: type[n
         check_modules(model, "zero3", CPU, alone=True)
 
 
-def test_zero3_needs_a_model_with_a_forward_of_its_own() -> None:
-    parts = nn.ModuleDict({"one": nn.Linear(2, 2)})
+class Holder(nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+
+
+def test_zero3_needs_each_parameter_in_a_part_with_a_forward() -> None:
+    model = Holder()
+    check_modules(model, "zero3", CPU, alone=False)
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
     for strategy in set(STRATEGIES) - {"zero3"}:
-        check_modules(parts, strategy, CPU, alone=False)
-    with pytest.raises(UserError, match="a ModuleDict, has no forward, "):
-        check_modules(parts, "zero3", CPU, alone=False)
-    check_modules(nn.Sequential(nn.Linear(2, 2)), "zero3", CPU, alone=False)
-    parts.forward = parts["one"].forward
-    check_modules(parts, "zero3", CPU, alone=False)
+        check_modules(model, strategy, CPU, alone=False)
+    with pytest.raises(UserError, match="parameter 'scale' is in no part of the model with a"):
+        check_modules(model, "zero3", CPU, alone=False)
+    model.__dict__["forward"] = model.nets[0].forward
+    check_modules(model, "zero3", CPU, alone=False)
+
+
+def test_parts_of_a_model_without_forward_share_no_parameter_under_zero3() -> None:
+    model = Holder()
+    model.nets[1][0].weight = model.nets[0].weight  # type: ignore[index]
+    check_modules(model, "zero2", CPU, alone=False)
+    with pytest.raises(UserError, match=r"its parts 'nets\.0' and 'nets\.1' share a parameter"):
+        check_modules(model, "zero3", CPU, alone=False)
+    again = Holder()
+    again.add_module("alias", again.nets[0])
+    check_modules(again, "zero3", CPU, alone=False)
 
 
 def test_a_synchronized_batch_norm_needs_a_gpu() -> None:
