@@ -71,7 +71,7 @@ class FullyPartitioned(PiecedStrategy):
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._uses = Uses(root, self._parameters, [*blocks, root])
+        self._uses = Uses(setting.model, self._parameters, root, [*blocks, root])
         self._pieced.place(
             {
                 name: self._piece(name, parameter)

@@ -7,6 +7,9 @@ runs: all ranks must run the same blocks in the same order, which `blocks` check
 A backward may be for some parameters only, the same on all ranks. No other one gets a gradient
 then, and a group of FSDP2 that has none of them reduces nothing.
 
+FSDP2 puts the gathered parameters into the modules when it is told that a block runs. So what a
+script calls past the block, or puts in their place, ends in a sentence.
+
 Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
 `_get_fsdp_state` is no public interface.
 """
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
 
 
@@ -30,12 +34,13 @@ class Uses:
 
     def __init__(
         self,
-        root: nn.Module,
+        model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
+        root: nn.Module,
         modules: Sequence[nn.Module],
     ) -> None:
-        """Wraps FSDP2's groups. root: has all modules. parameters: by name, as FSDP2 has made them.
-        modules: those with a group of their own."""
+        """Wraps FSDP2's groups. parameters: by name, as FSDP2 has made them. root: the model, or
+        what is around it. modules: those with a group of their own."""
         self.names: set[str] = set()
         """Parameters that this rank has used."""
         self.blocks = 0
@@ -48,6 +53,7 @@ class Uses:
         self._root: Any = root
         """FSDP2 finds the modules below it when its own state is set up."""
         self._groups = list(_groups(root))
+        self._module_names = {module: name for name, module in model.named_modules()}
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._divided = {
             name_of[id(of.sharded_param)]: of for group in self._groups for of in group.fsdp_params
@@ -55,6 +61,8 @@ class Uses:
         self._names = {id(of): name for name, of in self._divided.items()}
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
+            for owner in _owners(group):
+                owner.register_forward_pre_hook(partial(self._check_gathered, group))
         for index, module in enumerate(modules, 1):
             # FSDP2's own hook, which gathers, comes after it
             module.register_forward_pre_hook(partial(self._enter, index), prepend=True)
@@ -78,6 +86,12 @@ class Uses:
             leaf.grad = None
         if counts:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
+        for name, of in self._divided.items():
+            if (own := _leaf(of)) is not None and own.grad is not None:
+                raise UserError(
+                    f"parameter {name!r} got a gradient after zero3 had summed those of its block "
+                    "over the ranks: call the module that has it inside the forward of its block"
+                )
 
     def leaves(self, only: Collection[str] | None = None) -> list[Tensor]:
         """Returns the tensors to which autograd gives gradients, those of some parameters or all; a
@@ -103,21 +117,53 @@ class Uses:
         post_backward(*unused)
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
-        """Counts a module that runs."""
+        """Counts a module that runs; raises `UserError` where its parameters are not FSDP2's."""
+        for of in (of for group in _groups_of(module) for of in group.fsdp_params):
+            present = getattr(of._module_info.module, of._module_info.param_name)
+            if present is not of.sharded_param and present is not _leaf(of):
+                raise UserError(
+                    f"parameter {self._names[id(of)]!r} is replaced, as torch.func.functional_call "
+                    "does it, and zero3 computes with its own: step one network after the other "
+                    "by only=, or use ddp, zero1 or zero2"
+                )
         self._root._get_fsdp_state()._lazy_init()  # else the first module that runs is the root
         if torch.is_grad_enabled():
             self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
+
+    def _check_gathered(self, group: Any, module: nn.Module, inputs: Any) -> None:
+        """Raises `UserError` where a module is called while its parameters are not gathered."""
+        if torch.compiler.is_compiling() or not group.is_sharded:
+            return
+        outer = self._module_names.get(group.modules[0], "")
+        raise UserError(
+            f"module {self._module_names.get(module, '')!r} was called outside of the forward of "
+            f"{repr(outer) if outer else 'the model'}, where zero3 gathers its parameters: call it "
+            "there, or a method that was registered by "
+            "torch.distributed.fsdp.register_fsdp_forward_method, or use ddp, zero1 or zero2"
+        )
 
 
 def _groups(root: nn.Module) -> Iterator[Any]:
     """Returns what FSDP2 gathers and reduces together."""
     for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # torch before 2.12
-                groups = [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+        yield from _groups_of(module)
+
+
+def _groups_of(module: nn.Module) -> Iterator[Any]:
+    """Returns what FSDP2 gathers where this module runs."""
+    if isinstance(module, FSDPModule):
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12
+            groups = [state._fsdp_param_group]
+        yield from (group for group in groups if group is not None)
+
+
+def _owners(group: Any) -> set[nn.Module]:
+    """Returns the modules that have parameters of the group, but for those that it belongs to."""
+    infos = [of._module_info for of in group.fsdp_params]
+    owners = {module for info in infos for module in (info.module, *info.shared_modules)}
+    return owners.difference(group.modules)
 
 
 def _leaf(of: Any) -> Tensor | None:

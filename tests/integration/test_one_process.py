@@ -93,6 +93,73 @@ def test_training_alone_shows_how_it_gets_on() -> None:
     assert re.fullmatch(r"finished after step 2 in [\d.]+ s  loss -?[\d.]+", ends), ends
 
 
+PARTLY = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+import elasticzero as ez
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(2, 1)
+
+    def encode(self, x):
+        return self.head(self.layers[0](x))
+
+    def forward(self, x):
+        return self.head(self.layers[1](self.layers[0](x)))
+
+def late(model, x):
+    model(x)
+    return model.head(x) + model(x.clone().requires_grad_())
+
+def train(session):
+    model, _ = session.prepare(Model(), torch.optim.SGD, strategy="zero3")
+    session.restore()
+    {before}
+    for x in session.batches(torch.ones(8, 2), global_batch=4, epochs=2):
+        session.backward({loss}.mean())
+        assert session.step() and session.gradient_norm > 0
+
+if __name__ == "__main__":
+    ez.run(train)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "complaint"),
+    [
+        ("", "model.layers[0](x)", None),
+        ("", "model.encode(x)", "module 'head' was called outside of the forward of the model, "),
+        ("register_fsdp_forward_method(model, 'encode')", "model.encode(x)", None),
+        ("", "late(model, x)", "got a gradient after zero3 had summed those of its block"),
+        ("", "model.layers[1][0](x)", "'layers.1.0' was called outside of the forward of 'layers."),
+        (
+            "",
+            "torch.func.functional_call(model, {'head.bias': torch.ones(1)}, (x,))",
+            "parameter 'head.bias' is replaced, as torch.func.functional_call does it",
+        ),
+    ],
+)
+def test_a_part_of_a_model_is_called_under_zero3_or_refused(
+    before: str, loss: str, complaint: str | None
+) -> None:
+    """A block can be called by itself, also before the model; else FSDP2 must be told. `late` calls
+    the head while the parameters of the model are gathered, and FSDP2 does not wait for it."""
+    script = PARTLY.format(before=before, loss=loss)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if complaint is None:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 64, done.stderr
+    assert complaint in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
 def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
 

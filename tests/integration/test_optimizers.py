@@ -289,6 +289,7 @@ def test_a_bad_loss_of_one_network_is_left_out_and_the_other_is_stepped(
         ({"strategy": "ddp", "stale": True}, "modified by an inplace operation"),
         ({"strategy": "zero1", "stale": True}, "modified by an inplace operation"),
         ({"strategy": "zero3", "stale": True}, "modified by an inplace operation"),
+        ({"strategy": "zero3", "turns": None}, "is replaced, as torch.func.functional_call does"),
     ],
 )
 def test_a_step_of_one_network_alone_is_refused_where_it_would_be_wrong(
