@@ -79,7 +79,7 @@ def prepare_training(
     factory = argument_checks.check_factory(optimizer)
     assignment, groups = place.link.assignment, place.groups
     if place.cpu_offload and strategy == AUTO:
-        strategy = "zero3"  # the only one that has it
+        strategy = _strategy_with_offload(assignment.rank)
     meta = Materializer(model, place.device)
     if strategy == "zero3" and meta.is_needed:
         meta.put_stand_ins(model)
@@ -190,6 +190,14 @@ def _choose_buckets(
         if assignment.rank == 0:
             print(cost.sentence(best), file=sys.stderr, flush=True)
     return buckets
+
+
+def _strategy_with_offload(rank: int) -> str:
+    """Returns what `--strategy auto` is where state is to lie in host memory; rank 0 prints why."""
+    if rank == 0:
+        reason = "--strategy auto takes zero3, which alone has cpu_offload"
+        print(reason, file=sys.stderr, flush=True)
+    return "zero3"
 
 
 def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:

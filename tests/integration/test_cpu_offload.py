@@ -80,7 +80,7 @@ def test_auto_takes_zero3_which_copies_from_the_cpu(pool: Pool, tmp_path: Path, 
     given: dict[str, Any] = {"row": 2, "shard": shard, "checkpoint_dir": str(tmp_path / "c")}
     running = pool.start(SCRIPT, words, 4 if shard == "node" else 2, **given)
     assert running.finish() == 2
-    assert "--strategy auto takes" not in running.logs()
+    assert "--strategy auto takes zero3, which alone has cpu_offload" in running.logs()
     found = json.loads((tmp_path / "found-0").read_text())
     assert found["rows"] == found["pieces"] == found["state"] == ["cpu"]
     assert found["copied"] and not found["pinned"]
