@@ -20,6 +20,7 @@ PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
 JOBS ?= 3
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
   elastic_training.py worker_reuse.py memory_tier.py one_process.py \
+  optimizers.py::test_two_networks_in_turn_are_as_in_one_process \
   plain_scripts.py::test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node \
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
