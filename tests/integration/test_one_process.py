@@ -116,7 +116,7 @@ def late(model, x):
     return model.head(x) + model(x.clone().requires_grad_())
 
 def train(session):
-    model, _ = session.prepare(Model(), torch.optim.SGD, strategy="zero3")
+    model, _ = session.prepare({given}, torch.optim.SGD, strategy="zero3")
     session.restore()
     {before}
     for x in session.batches(torch.ones(8, 2), global_batch=4, epochs=2):
@@ -128,36 +128,47 @@ if __name__ == "__main__":
 """
 
 
+def call_part(loss: str, given: str = "Model()", before: str = "") -> tuple[int, str]:
+    """The exit code and the last line of stderr."""
+    script = PARTLY.format(given=given, before=before, loss=loss)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    ("before", "loss", "complaint"),
+    ("loss", "given", "before"),
     [
-        ("", "model.layers[0](x)", None),
-        ("", "model.encode(x)", "module 'head' was called outside of the forward of the model, "),
-        ("register_fsdp_forward_method(model, 'encode')", "model.encode(x)", None),
-        ("", "late(model, x)", "got a gradient after zero3 had summed those of its block"),
-        ("", "model.layers[1][0](x)", "'layers.1.0' was called outside of the forward of 'layers."),
+        ("model.layers[0](x)", "Model()", ""),
+        ("model['a'][0](x)", "nn.ModuleDict({'a': nn.ModuleList([Model()])})", ""),
+        ("model.encode(x)", "Model()", "register_fsdp_forward_method(model, 'encode')"),
+    ],
+)
+def test_zero3_gathers_what_is_called(loss: str, given: str, before: str) -> None:
+    """A block before the model, a part of a container, and a method that FSDP2 is told."""
+    code, said = call_part(loss, given, before)
+    assert code == 0 and "finished after step 4" in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "complaint"),
+    [
+        ("model.encode(x)", "module 'head' was called outside of the forward of the model, "),
+        ("model.layers[1][0](x)", "'layers.1.0' was called outside of the forward of 'layers.1'"),
+        ("late(model, x)", "got a gradient after zero3 had summed those of its block"),
         (
-            "",
             "torch.func.functional_call(model, {'head.bias': torch.ones(1)}, (x,))",
             "parameter 'head.bias' is replaced, as torch.func.functional_call does it",
         ),
     ],
 )
-def test_a_part_of_a_model_is_called_under_zero3_or_refused(
-    before: str, loss: str, complaint: str | None
-) -> None:
-    """A block can be called by itself, also before the model; else FSDP2 must be told. `late` calls
-    the head while the parameters of the model are gathered, and FSDP2 does not wait for it."""
-    script = PARTLY.format(before=before, loss=loss)
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    if complaint is None:
-        assert done.returncode == 0, done.stderr
-        return
-    assert done.returncode == 64, done.stderr
-    assert complaint in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_zero3_refuses_what_it_does_not_gather(loss: str, complaint: str) -> None:
+    """`late` calls the head while the parameters of the model are gathered, and FSDP2 does not wait
+    for its gradient."""
+    code, said = call_part(loss)
+    assert code == 64 and complaint in said, said
 
 
 def steps_in(directory: Path) -> list[int]:
