@@ -92,11 +92,7 @@ def prepare_training(
 
         strategy = choose_strategy(named, factory, place.device, assignment, groups)
     described = {**of_model(named, strategy, assignment), **compute.described()}
-    described["cpu_offload"] = str(place.cpu_offload)
-    described["--on-nonfinite"] = assignment.on_nonfinite
-    described["--on-spike"] = str(assignment.on_spike or "off")
-    described["--bucket-bytes"] = str(assignment.bucket_bytes)
-    place.comparison.require_equal(Call.PREPARE, described)
+    place.comparison.require_equal(Call.PREPARE, {**described, **_options_of(place)})
     compute.check(named.parameters, strategy)
     if place.cpu_offload:
         argument_checks.check_offload(strategy, place.device, assignment)
@@ -154,6 +150,17 @@ def prepare_training(
     if strategy != "ddp":
         state.gradients = HiddenGradients(laid.model.parameters())
     return Prepared(training=state, state_dict=lambda: gather_state_dict(names, laid, groups))
+
+
+def _options_of(place: Place) -> dict[str, str]:
+    """Returns options that must be equal on all ranks, by name."""
+    assignment = place.link.assignment
+    return {
+        "cpu_offload": str(place.cpu_offload),
+        "--on-nonfinite": assignment.on_nonfinite,
+        "--on-spike": str(assignment.on_spike or "off"),
+        "--bucket-bytes": str(assignment.bucket_bytes),
+    }
 
 
 def _open_source(place: Place) -> Checkpoint | None:
