@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
-import torch
-
 from elasticzero.checkpoint.format.finite import not_finite_error
 from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_file
 from elasticzero.checkpoint.format.shards import write_shard
@@ -16,6 +14,7 @@ from elasticzero.checkpoint.steps.retention import make_room
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.state.model import all_finite
 
 JOIN_S = 0.05
 """Pause between two checks of a thread or of the agent, in seconds."""
@@ -58,7 +57,7 @@ def check_finite(
 ) -> None:
     """Raises `NotFinite` if trained tensors are not finite, since no agent checks these pieces."""
     checked = (piece for piece in pieces if piece.name in trained)
-    bad = [piece.name for piece in checked if not bool(torch.isfinite(piece.data).all())]
+    bad = [piece.name for piece in checked if not all_finite(piece.data)]
     if bad:
         found = not_finite_error(f"step {manifest.step} on rank {assignment.rank}", bad)
         raise NotFinite(f"{found}; {newest_good_checkpoint(assignment.checkpoint_dir)}")

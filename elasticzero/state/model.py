@@ -37,6 +37,13 @@ def spec_of(tensor: Tensor) -> Spec:
     return Spec(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Tells whether every element is finite; torch cannot say so of numbers of 8 bits."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()
+    return bool(torch.isfinite(tensor).all())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """Lists tensors that are distributed over the ranks together, by one rule."""
@@ -77,7 +84,7 @@ class RankState:
     def not_finite(self) -> list[str]:
         """Returns the names with non-finite elements on this rank; reads every element."""
         names = [name for name in self.trained() if name in self.held]
-        return sorted(n for n in names if not bool(torch.isfinite(self.held[n].tensor).all()))
+        return sorted(name for name in names if not all_finite(self.held[name].tensor))
 
     def add_whole(self, tensors: Mapping[str, Tensor], ranks: tuple[int, ...]) -> None:
         """Adds tensors that lie whole with one rank each."""

@@ -27,7 +27,7 @@ from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft, restore
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState, decode_state, encode_state
-from elasticzero.state.model import NamedModel
+from elasticzero.state.model import NamedModel, all_finite
 from elasticzero.state.rng import RngState, preserve_rng
 
 CPU = torch.device("cpu")
@@ -158,6 +158,13 @@ def test_a_boundary_copy_does_not_move_with_the_model() -> None:
     assert copy.json["groups"][0]["options"]["lr"] == 1e-3
     assert copy.json["groups"][0]["options"]["betas"] == {"$tuple": [0.9, 0.999]}
     assert not torch.equal(copy.rng.torch_cpu, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_numbers_of_8_bits_are_finite_or_not(dtype: torch.dtype) -> None:
+    values = torch.tensor([-448.0, 0.0, 1.5])
+    assert all_finite(values.to(dtype)) and all_finite(torch.full((2,), 255, dtype=torch.uint8))
+    assert not all_finite(torch.tensor([1.0, math.nan]).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
