@@ -88,8 +88,9 @@ class _Trial:
     ) -> None:
         self._optimizer = optimizer
         self._options = dict(options)
-        if isinstance(options.get("lr"), float) and options["lr"] == 0:  # a warm-up begins there
-            self._options["lr"] = 1e-2
+        lr = options.get("lr")
+        if isinstance(lr, (float, Tensor)) and lr == 0:  # a warm-up begins there
+            self._options["lr"] = torch.full_like(lr, 1e-2) if isinstance(lr, Tensor) else 1e-2
         self._like = like
         self._dtype, self._device = dtype, device
         self._state: Mapping[str, Any] = optimizer.state.get(like, {})

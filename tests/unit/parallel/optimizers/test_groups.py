@@ -104,3 +104,20 @@ def test_state_made_at_once_follows_its_piece_to_another_device() -> None:
     cut = cut_state(made.state[model.weight], schema, 1, piece)
     assert (cut["sum"].device.type, cut["sum"].shape) == ("meta", (2,))
     assert cut["step"].device.type == "cpu"
+
+
+class Together(torch.optim.SGD):
+    """Steps each parameter by the norm of all."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = torch.stack([parameter.grad.norm() for parameter in group["params"]]).norm()
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * norm * parameter.grad
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+def test_dummies_move_where_a_warm_up_begins_with_zero(lr: float) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="Together treats its parameters together"):
+        open_optimizers(Together(model.parameters(), lr=lr), NamedModel(model), "elements")
