@@ -6,6 +6,7 @@ Rules:
  X2  Else it works on parameters if two of them, stepped together, come out as each does alone, and
      if the shapes of all that is kept follow from the parameter's.
  X3  Else it works on the whole model only.
+Dummies are stepped without `torch.compile`, which would compile for each of their shapes.
 """
 
 from __future__ import annotations
@@ -191,10 +192,11 @@ class _Trial:
         for dummy in dummies:
             if self._state:
                 clone.state[dummy] = {k: self._first(v, dummy) for k, v in self._state.items()}
-        for step in range(STEPS):
-            for dummy, given in zip(dummies, gradients, strict=True):
-                dummy.grad = given[step].clone()
-            clone.step()
+        with torch.compiler.set_stance("force_eager"):
+            for step in range(STEPS):
+                for dummy, given in zip(dummies, gradients, strict=True):
+                    dummy.grad = given[step].clone()
+                clone.step()
         return [dummy.detach() for dummy in dummies], [dict(clone.state[d]) for d in dummies]
 
     def _first(self, value: Any, dummy: Tensor) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.optimizers.groups import Dealt, Optimizers, open_optimizers
@@ -121,3 +121,27 @@ def test_dummies_move_where_a_warm_up_begins_with_zero(lr: float) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="Together treats its parameters together"):
         open_optimizers(Together(model.parameters(), lr=lr), NamedModel(model), "elements")
+
+
+def test_dummies_are_stepped_without_compiling() -> None:
+    compiled = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    def subtract(parameter: Tensor, gradient: Tensor) -> None:
+        parameter.sub_(gradient)
+
+    class Compiled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                torch.compile(subtract, backend=backend)(parameter.detach(), parameter.grad)
+
+    model = nn.Linear(2, 2)
+    made = Compiled(model.parameters())
+    open_optimizers(made, NamedModel(model), "elements")
+    assert not compiled
+    model(torch.ones(2)).sum().backward()
+    made.step()
+    assert compiled
